@@ -29,7 +29,7 @@ from echo.engine.weights import Weights
 from echo.leases.book import LeaseBook
 from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules
-from echo.leases.scheduler import LeaseSettings, RunState
+from echo.leases.run import LeaseSettings, RunState
 from echo.net.transport import TransportOptions
 from echo.records.ledger import Ledger
 from echo.roles.joining import AdmissionSettings

@@ -9,7 +9,7 @@ from echo.core.buffer import StalenessBuffer
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import Lineage
 from echo.leases.book import LeaseBook
-from echo.leases.scheduler import LeaseSettings, RunState
+from echo.leases.run import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime import node

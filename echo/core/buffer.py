@@ -2,7 +2,7 @@
 
 The buffer is where promise 1 is kept: `take` hands out only groups whose oldest trainable token has
 staleness <= max_staleness at that moment, and `evict` removes the others with their reason. It is
-bounded by admission (`leases/book.py`), at (S + 1) * B groups.
+bounded by admission (`leases/admission.py`), at (S + 1) * B groups.
 """
 
 from __future__ import annotations

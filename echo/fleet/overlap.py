@@ -9,7 +9,7 @@ with R rollouts per step, S the staleness bound, kappa the publish period:
       rate >= R / T_train  and  (kappa - 1) + ceil((T_bcast + T_group + T_queue) / T_train) <= S
   where T_group is the time of a group and T_queue = R / rate that of gathering a batch.
 
-`predict` does not use either. It follows the leases (leases/scheduler.py) step by step: batch k is
+`predict` does not use either. It follows the leases (leases/admission.py) step by step: batch k is
 generated after batch k - 1, begins once a version w with S + w + 1 > k is installed, and is trained
 after step k - 1. So the prediction holds also where the rule does not, and shows by how much. A
 batch is whole when the fleet has made its rollouts, and no sooner than its first groups; where

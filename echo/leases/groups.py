@@ -26,8 +26,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.core.tables import IGNORED, IMPOSSIBLE, Move
+
+MAX_ATTEMPTS = 20
+"""Grants of one group after which it is given up: something about it kills workers."""
 
 
 class OpenState(StrEnum):
@@ -43,31 +47,131 @@ class OpenState(StrEnum):
     """Accepted or ended: nothing of it is kept here."""
 
 
+@dataclass(slots=True, eq=False)
+class LeaseRecord:
+    """One lease that is out."""
+
+    group_id: int
+    attempt: int
+    worker_id: str
+    granted_at: float
+    renewed_at: float
+    num_tokens: int = 0
+    sent_at: float = 0.0
+    is_confirmed: bool = False
+    """Whether the worker has listed the lease in a heartbeat since the lease was last sent."""
+    is_delivered: bool = False
+    """Whether the result of the lease is being judged or written; then it no longer expires."""
+    is_over: bool = False
+    """Whether the lease has ended, for any reason."""
+    running_s: float = 0.0
+    """Seconds for which the worker has sampled the group, by its last heartbeat; 0 while the group
+    is queued there."""
+    seen_at: float = 0.0
+    """When `longest` and `rate` were last estimated (`leases/dispatch.py`)."""
+    seen_tokens: int = 0
+    """`num_tokens` at `seen_at`."""
+    longest: float = 0.0
+    """Estimated tokens of the longest completion at `seen_at`."""
+    rate: float = 0.0
+    """Estimated tokens per second of the longest completion."""
+    num_beside: int = 1
+    """Leases that the worker held when it was granted this one, this one included."""
+    min_version: PolicyVersion | None = None
+    """The oldest version that may sample the group."""
+    copy_of: int | None = None
+    """The attempt of which this lease is a copy with the same seed (`leases/dispatch.py`); None if
+    it is no copy."""
+    request: MoveRequest | None = None
+    """The request to the holder to give the lease up; None if none was made."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(group id, attempt)."""
+        return self.group_id, self.attempt
+
+    def renew(self, *, num_tokens: int, now: float) -> None:
+        """Prolong the lease: its worker shows progress in tokens, rewards or tool calls."""
+        self.num_tokens = num_tokens
+        self.renewed_at = now
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRequest:
+    """A request to the holder of a lease to give it up for another worker."""
+
+    worker_id: str
+    """The idle worker that is to be granted the group."""
+    at: float
+    """When the request was first made."""
+    is_begun_too: bool
+    """Whether the holder gives the group up even if it has begun it."""
+
+
+# --- Events ---
+
+
+@dataclass(frozen=True, slots=True)
 class Leased:
-    """A worker is given a lease."""
+    """A worker is granted an attempt, or claims one that was granted before a restart."""
+
+    attempt: int
+    worker_id: str
+    now: float
 
 
+@dataclass(frozen=True, slots=True)
 class LeaseEnded:
     """A lease has ended, and another worker still has one."""
 
+    record: LeaseRecord
 
+
+@dataclass(frozen=True, slots=True)
 class LastLeaseEnded:
     """The last lease has ended: expired, given back, refused, or its worker is gone."""
 
+    record: LeaseRecord
 
+
+@dataclass(frozen=True, slots=True)
 class ResultArrived:
-    """A valid result has come and is being written."""
+    """The learner is writing the valid result of an attempt."""
+
+    attempt: int
+    worker_id: str
 
 
+@dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """The result is on the disk, or the group has ended without any."""
+    """The result is on the disk, or the group has ended without a result."""
 
 
-Event = type[Leased | LeaseEnded | LastLeaseEnded | ResultArrived | GroupEnded]
-EVENTS: tuple[Event, ...] = (Leased, LeaseEnded, LastLeaseEnded, ResultArrived, GroupEnded)
+Event = Leased | LeaseEnded | LastLeaseEnded | ResultArrived | GroupEnded
+EVENTS: tuple[type[Event], ...] = (Leased, LeaseEnded, LastLeaseEnded, ResultArrived, GroupEnded)
 
 
-TABLE: dict[OpenState, dict[Event, Move[OpenState]]] = {
+# --- What an event does to the leases of a group; the book enters it ---
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseBegan:
+    """A worker has a lease that it did not have before."""
+
+    record: LeaseRecord
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOver:
+    """A worker no longer has this lease."""
+
+    record: LeaseRecord
+
+
+Change = LeaseBegan | LeaseOver
+
+
+TABLE: dict[OpenState, dict[type[Event], Move[OpenState]]] = {
     OpenState.WAITING: {
         Leased: Move(OpenState.GRANTED),
         LeaseEnded: IMPOSSIBLE,
@@ -102,71 +206,98 @@ TABLE: dict[OpenState, dict[Event, Move[OpenState]]] = {
 
 
 @dataclass(slots=True, eq=False)
-class LeaseRecord:
-    """One lease that is out."""
-
-    group_id: int
-    attempt: int
-    worker_id: str
-    granted_at: float
-    renewed_at: float
-    num_tokens: int = 0
-    sent_at: float = 0.0
-    is_confirmed: bool = False
-    """Whether a heartbeat of the worker has listed it since it was (last) sent."""
-    is_delivered: bool = False
-    """Whether its result is here and being judged or written: it no longer expires."""
-    is_over: bool = False
-    """Whether it was ended, in whatever way."""
-    running_s: float = 0.0
-    """How long the worker has been at it, as its last heartbeat said; 0 while it waits there."""
-    seen_at: float = 0.0
-    """When `longest` and `rate` were estimated last (`leases/dispatch.py`)."""
-    seen_tokens: int = 0
-    """`num_tokens` at that instant."""
-    longest: float = 0.0
-    """Tokens that its longest completion is expected to have had then."""
-    rate: float = 0.0
-    """Tokens per second that are expected to be added to that one."""
-    num_beside: int = 1
-    """Groups that its worker held when it was granted, itself included."""
-    min_version: PolicyVersion | None = None
-    """The oldest version to sample it under."""
-    copy_of: int | None = None
-    """The attempt that it repeats elsewhere, with the same seed (`leases/dispatch.py`)."""
-    reclaimed_for: str = ""
-    """The idle worker for which its holder was asked to give it up; empty if it was not asked."""
-    reclaimed_at: float = 0.0
-    """When its holder was asked first."""
-    is_begun_too: bool = False
-    """Whether its holder was to give it up begun or not."""
-
-
-@dataclass(slots=True, eq=False)
 class OpenGroup:
-    """A group that was granted and has not come to its end."""
+    """A group that was granted and has not ended."""
 
     group_id: int
     state: OpenState = OpenState.WAITING
+    """`handle` alone changes it."""
     leases: list[LeaseRecord] = field(default_factory=list)
     """The leases that are out."""
     num_attempts: int = 0
-    """How often it has been granted."""
+    """Grants of the group so far: the number of its next attempt."""
     holders: dict[int, str] = field(default_factory=dict)
-    """Attempt -> the worker that was granted it, also where the lease has ended."""
+    """Attempt -> the worker that was granted it; kept after the lease has ended."""
     expired: set[tuple[int, str]] = field(default_factory=set)
-    """(attempt, worker) of leases that have ended, though the worker may still list them."""
+    """(attempt, worker) of ended leases that the worker may still list."""
     fatal: set[int] = field(default_factory=set)
     """The attempts that ended the engine of their worker."""
     result: tuple[str, int] | None = None
     """The worker and the attempt whose result is being stored."""
 
     @property
+    def is_storing(self) -> bool:
+        """Whether the result of the group is being stored."""
+        return self.state is OpenState.STORING
+
+    @property
     def workers(self) -> list[str]:
-        """The workers that have a lease of it."""
+        """The workers that have a lease of the group."""
         return [record.worker_id for record in self.leases]
 
+    @property
+    def newest_attempt(self) -> int:
+        """The newest attempt that is out; -1 if none is."""
+        return max((record.attempt for record in self.leases), default=-1)
+
     def find(self, attempt: int, worker_id: str) -> LeaseRecord | None:
-        """Return the lease of an attempt, if that worker has it."""
+        """Return the lease of an attempt if this worker has it, else None."""
         key = attempt, worker_id
         return next((r for r in self.leases if (r.attempt, r.worker_id) == key), None)
+
+    def others(self, attempt: int) -> list[LeaseRecord]:
+        """Return the leases of all other attempts."""
+        return [record for record in self.leases if record.attempt != attempt]
+
+    def was_granted(self, attempt: int, worker_id: str) -> bool:
+        """Return whether this worker was granted this attempt.
+
+        The lease may have expired, or its worker been gone, since: the learner accepts its result
+        all the same.
+        """
+        return self.holders.get(attempt) == worker_id
+
+    def handle(self, event: Event) -> list[Change]:
+        """Apply an event: the one place where the state of a group changes.
+
+        Returns:
+            What it does to the leases of workers.
+
+        Raises:
+            LocalProtocolError: if the event cannot happen in this state.
+        """
+        step = TABLE[self.state][type(event)]
+        if step is IMPOSSIBLE:
+            what = f"{type(event).__name__} of group {self.group_id}"
+            raise LocalProtocolError(f"{what}, which is {self.state}")
+        if step.then is not None:
+            self.state = step.then
+        match event:
+            case Leased():
+                return self._lease(event)
+            case LeaseEnded() | LastLeaseEnded():
+                self.leases.remove(event.record)
+                return _end([event.record])
+            case ResultArrived():
+                self.result = event.worker_id, event.attempt
+                record = self.find(event.attempt, event.worker_id)
+                if record is not None:
+                    record.is_delivered = True
+                return []
+            case GroupEnded():
+                ended, self.leases = self.leases, []
+                return _end(ended)
+
+    def _lease(self, event: Leased) -> list[Change]:
+        attempt, worker_id, now = event.attempt, event.worker_id, event.now
+        record = LeaseRecord(self.group_id, attempt, worker_id, now, now, sent_at=now)
+        self.leases.append(record)
+        self.num_attempts = max(self.num_attempts, attempt + 1)
+        self.holders[attempt] = worker_id
+        return [LeaseBegan(record)]
+
+
+def _end(records: list[LeaseRecord]) -> list[Change]:
+    for record in records:
+        record.is_over = True
+    return [LeaseOver(record) for record in records]

@@ -9,8 +9,9 @@ possible. A message makes a round of grants due, and `expire` makes it: so a fau
 nothing of what was decided about the message. The role reads the size of `buffer`; its caller puts
 groups in and takes them out.
 
-Its parts: `roles/joining.py` admits nodes, `leases/scheduler.py` grants leases and judges results,
-`weights/broadcast.py` distributes the weights along the plan of `weights/topology/plan.py`.
+Its parts: `roles/joining.py` admits nodes, `leases/scheduler.py` grants leases, `leases/results.py`
+judges results, `weights/broadcast.py` distributes the weights along the plan of
+`weights/topology/plan.py`.
 """
 
 from __future__ import annotations
@@ -27,16 +28,9 @@ from echo.core.metrics import Counters, NodeView
 from echo.core.timers import Paced, RecentMap, earliest
 from echo.core.units import one_line
 from echo.leases.book import LOST_WORKER, LeaseBook, LeasedWorker
-from echo.leases.mismatch import Sampled
-from echo.leases.scheduler import (
-    GRANT_S,
-    AcceptedGroups,
-    LeaseSettings,
-    Prompts,
-    RunState,
-    Scheduler,
-    WaitReason,
-)
+from echo.leases.mismatch import Mismatches, Sampled
+from echo.leases.run import AcceptedGroups, LeaseSettings, Prompts, RunState
+from echo.leases.scheduler import GRANT_S, Scheduler, WaitReason
 from echo.roles.joining import Admission, AdmissionSettings
 from echo.roles.members import Member, Roster, Shutdown
 from echo.roles.node import MAX_PEER_NAMES, Role
@@ -141,6 +135,7 @@ class Learner(Role):
             routes=self._routes,
             complaints=self._complaints,
         )
+        self._mismatches = Mismatches()
         self._has_set_aside = False
         self._shutdown = Shutdown(self.roster, self._routes)
         self.planning = Planner(learner=settings.site, chunk_bytes=settings.chunk_bytes)
@@ -149,7 +144,7 @@ class Learner(Role):
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self._scheduler.step
+        return self._scheduler.groups.step
 
     @property
     def buffer(self) -> AcceptedGroups:
@@ -159,7 +154,7 @@ class Learner(Role):
     @property
     def leases(self) -> LeaseBook:
         """Leases that are out."""
-        return self._scheduler.leases
+        return self._scheduler.groups.leases
 
     def uplinks(self) -> dict[str, float]:
         """Return what every node could send when it was last heard, bytes per second by name."""
@@ -292,7 +287,7 @@ class Learner(Role):
                 return self._on_heartbeat(member, message, now)
             case Deliver() | Partial() | Failed():
                 self._grants.want(now=now)
-                return self._scheduler.receive(member.node_id, message, payload, now=now)
+                return self._scheduler.results.receive(member.node_id, message, payload, now=now)
             case Goodbye():
                 if message.is_released:
                     self.roster.release(member)
@@ -383,12 +378,12 @@ class Learner(Role):
     def grant(self, *, now: float) -> list[Action]:
         """Grant the groups that admission and capacities allow, soon if not now."""
         is_over = self.finish_reason is not None or not self.is_granting
-        if is_over or self._scheduler.is_closed(self.broadcast.newest_complete):
+        if is_over or self._scheduler.quota.is_closed(self.broadcast.newest_complete):
             self._grants.deadline = None
             return []
         if not self._grants.may(len(self.roster.nodes), now=now):
             return []
-        actions = self._scheduler.send_grants(self._workers, now=now)
+        actions = self._scheduler.grant(self._workers, now=now)
         self.is_granting = self.prompt_fault is None
         return actions
 
@@ -403,7 +398,7 @@ class Learner(Role):
         Raises:
             AssertionError: if they do not.
         """
-        self._scheduler.validate()
+        self._scheduler.groups.validate()
         known = {*self.roster.nodes, LOST_WORKER}
         assert self.leases.worker_ids <= known, "a node that is gone holds a lease"
 
@@ -443,7 +438,7 @@ class Learner(Role):
             is_useful: whether something can be learned from it, which counts for its worker.
             now: the present instant.
         """
-        stored = self._scheduler.stored(group_id, is_useful=is_useful, now=now)
+        stored = self._scheduler.results.stored(group_id, is_useful=is_useful, now=now)
         return [*stored, *self.review_workers(now=now), *self.grant(now=now)]
 
     # --- whose groups teach something ------------------------------------------------------------
@@ -477,7 +472,7 @@ class Learner(Role):
             samples: the groups of a step.
             now: the present instant.
         """
-        mismatches, usefulness = self._scheduler.mismatches, self._scheduler.usefulness
+        mismatches, usefulness = self._mismatches, self._scheduler.usefulness
         for each in samples:
             member = self.roster.nodes.get(each.worker_id)
             engine = "" if member is None else member.stats.engine
@@ -495,7 +490,7 @@ class Learner(Role):
 
     def advance(self, step: int, *, now: float) -> list[Action]:
         """Note that an optimizer step was made: there is room for more groups."""
-        self._scheduler.step = step
+        self._scheduler.groups.step = step
         return self.grant(now=now)
 
     @property

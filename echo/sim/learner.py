@@ -25,7 +25,7 @@ from echo.core.metrics import Snapshot
 from echo.core.rollout import Lineage
 from echo.fleet.job import Job
 from echo.leases.book import LeaseBook
-from echo.leases.scheduler import LeaseSettings, RunState
+from echo.leases.run import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime.identity import Identity

@@ -5,17 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.errors import LocalProtocolError
-from echo.core.tables import IGNORED, IMPOSSIBLE
+from echo.core.tables import IMPOSSIBLE
 from echo.leases import groups
-from echo.leases.book import LeaseBook, most_promised
+from echo.leases.admission import most_promised
+from echo.leases.book import LeaseBook
 from echo.leases.groups import (
     EVENTS,
     TABLE,
     Event,
     GroupEnded,
     LastLeaseEnded,
+    LeaseBegan,
     Leased,
     LeaseEnded,
+    LeaseOver,
+    LeaseRecord,
     OpenState,
     ResultArrived,
 )
@@ -85,12 +89,12 @@ def test_a_finished_group_leaves_nothing_behind(book: LeaseBook) -> None:
     book.finish(1)
     assert first.is_over
     assert second.is_over
-    assert (book.num_running, book.num_leases("w1"), book.num_attempts(1)) == (0, 0, 0)
+    assert (book.num_running, book.num_leases("w1"), book.group(1).num_attempts) == (0, 0, 0)
     book.grant(2, "w1", now=0.0)
     book.expire(now=10.0)
     book.finish(2)
     assert book.waiting == []
-    assert not book.has_expired(2, 0, "w1")
+    assert (0, "w1") not in book.group(2).expired
     book.finish(99)
 
 
@@ -100,8 +104,7 @@ def test_a_worker_that_is_gone_leaves_nothing_behind(book: LeaseBook) -> None:
     record = book.grant(2, "w1", now=0.0)
     book.drop_worker("w1")
     assert record.is_over
-    assert not book._by_worker
-    assert not book._changes
+    assert (book.worker_ids, book.num_changes("w1")) == (set(), 0)
     assert book.grant(2, "w1", now=0.0).attempt == 1
 
 
@@ -130,13 +133,13 @@ def test_every_open_group_is_leased_or_waits_and_never_both(
                     book.grant(taken, name, now=now)
             case 6:
                 for record in book.worker_leases(name):
-                    book.renew(record, num_tokens=1, now=now)
-        leased = {group_id for group_id in range(5) if book.workers_of(group_id)}
+                    record.renew(num_tokens=1, now=now)
+        leased = {group_id for group_id in range(5) if book.group(group_id).workers}
         assert book.num_running == len(leased)
         assert book.num_running + len(book.waiting) == len(open_groups)
         book.validate()
         per_worker = sum(book.num_leases(f"w{i}") for i in range(3))
-        assert per_worker == sum(len(book.workers_of(group_id)) for group_id in range(5))
+        assert per_worker == sum(len(book.group(group_id).workers) for group_id in range(5))
 
 
 def test_an_attempt_is_revoked_whoever_holds_it() -> None:
@@ -144,7 +147,7 @@ def test_an_attempt_is_revoked_whoever_holds_it() -> None:
     book.adopt(7, 0, "(before the restart)", now=0.0)
     book.adopt(7, 1, "w2", now=0.0)
     book.revoke_attempt(7, 0)
-    assert book.workers_of(7) == ["w2"]
+    assert book.group(7).workers == ["w2"]
     assert book.waiting == []
     book.revoke_attempt(7, 1)
     assert book.num_running == 0
@@ -174,13 +177,13 @@ def test_a_lease_that_was_given_back_does_not_come_back_by_an_old_list() -> None
     book = LeaseBook(timeout_s=10.0)
     book.grant(3, "w1", now=0.0)
     book.give_back(3, 0, "w1")
-    assert book.has_expired(3, 0, "w1")
+    assert (0, "w1") in book.group(3).expired
     assert book.num_leases("w1") == 0
     assert book.waiting == [3]
     assert book.grant(3, "w1", now=1.0).attempt == 1
     # Said twice, as when the answer is lost, it takes nothing from who has it now.
     book.give_back(3, 0, "w1")
-    assert book.workers_of(3) == ["w1"]
+    assert book.group(3).workers == ["w1"]
     assert book.waiting == []
 
 
@@ -203,48 +206,69 @@ def in_state(state: OpenState) -> LeaseBook:
     return book
 
 
-def cause(book: LeaseBook, event: Event) -> None:
-    """Let an event of group 1 happen as its own method has it, or as near as there is one."""
-    group = book.group(1)
-    if event is Leased:
-        book.grant(1, "w3", now=20.0)
-    elif event is LeaseEnded:
-        book.grant(1, "w4", now=20.0)
-        book.revoke(book.leases_of(1)[-1])
-    elif event is LastLeaseEnded:
-        for record in book.leases_of(1):
-            book.revoke(record)
-    elif event is ResultArrived:
-        book.deliver(1, 1, "w2")
-    else:
-        assert event is GroupEnded
-        book.finish(group.group_id)
+def event_of(book: LeaseBook, kind: type[Event]) -> Event:
+    """Return an event of this kind as it could happen to group 1."""
+    group, spare = book.group(1), LeaseRecord(1, 7, "w7", 0.0, 0.0)
+    record = group.leases[-1] if group.leases else spare
+    events: dict[type[Event], Event] = {
+        Leased: Leased(5, "w3", 20.0),
+        LeaseEnded: LeaseEnded(record),
+        LastLeaseEnded: LastLeaseEnded(record),
+        ResultArrived: ResultArrived(1, "w2"),
+        GroupEnded: GroupEnded(),
+    }
+    return events[kind]
 
 
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("kind", EVENTS)
 @pytest.mark.parametrize("state", OpenState)
 def test_every_event_does_in_every_state_what_the_table_says(
-    state: OpenState, event: Event
+    state: OpenState, kind: type[Event]
 ) -> None:
-    book, move = in_state(state), TABLE[state][event]
+    book, move = in_state(state), TABLE[state][kind]
+    group, event = book.group(1), event_of(book, kind)
     if state is OpenState.CLOSED:
-        assert move is (IGNORED if event is GroupEnded else IMPOSSIBLE)
-        return  # the book does not know it any more, and the scheduler lets nothing come to it
-    if move is IMPOSSIBLE and event is not ResultArrived:
-        assert state is OpenState.WAITING, "it has no lease that could end"
-        return
+        group.state = state  # the book has forgotten it
+    before = list(group.leases)
     if move is IMPOSSIBLE:
-        with pytest.raises(LocalProtocolError, match="ResultArrived of group 1, which is storing"):
-            cause(book, event)
-    else:
-        cause(book, event)
-    expected = move.then or state
-    known = book.group(1)
-    assert (known.state is expected) or (expected is OpenState.CLOSED and not known.num_attempts)
-    book.validate()
-    assert (1 in book.waiting) is (expected is OpenState.WAITING)
-    assert book.is_storing(1) is (expected is OpenState.STORING)
-    assert book.num_running == (expected in (OpenState.GRANTED, OpenState.STORING))
+        with pytest.raises(LocalProtocolError, match=f"{kind.__name__} of group 1, which is"):
+            group.handle(event)
+        assert (group.state, group.leases) == (state, before)
+        return
+    changes = group.handle(event)
+    assert group.state is (move.then or state)
+    began = [change.record for change in changes if isinstance(change, LeaseBegan)]
+    over = [change.record for change in changes if isinstance(change, LeaseOver)]
+    assert [record for record in [*before, *began] if record not in over] == group.leases
+    assert all(record.is_over for record in over)
+    assert group.is_storing is (group.result is not None and group.state is OpenState.STORING)
+
+
+def test_the_book_follows_the_states_of_its_groups() -> None:
+    book = LeaseBook(timeout_s=10.0)
+    first, second = book.grant(1, "w1", now=0.0), book.grant(1, "w2", now=0.0)
+    seen = []
+    for event in (
+        lambda: book.revoke(first),
+        lambda: book.revoke(second),
+        lambda: book.grant(1, "w3", now=1.0),
+        lambda: book.deliver(1, 2, "w3"),
+        lambda: book.drop_worker("w3"),
+        lambda: book.finish(1),
+    ):
+        event()
+        book.validate()
+        seen.append((book.waiting, book.num_running, str(book.group(1).state)))
+    assert seen == [
+        ([], 1, "granted"),
+        ([1], 0, "waiting"),
+        ([], 1, "granted"),
+        ([], 1, "storing"),
+        ([], 1, "storing"),
+        ([], 0, "waiting"),  # as a group is that was never granted
+    ]
+    with pytest.raises(KeyError):
+        book.deliver(1, 2, "w3")
 
 
 def test_the_table_is_total_drawn_and_without_dead_ends() -> None:

@@ -37,7 +37,7 @@ from echo.leases.dispatch import (
 )
 from echo.leases.groups import LeaseRecord
 from echo.leases.held import GroupState
-from echo.leases.scheduler import AppendRecord
+from echo.leases.open_groups import AppendRecord
 from echo.wire.messages import LeaseState
 from tests.leases.test_scheduler import make_granting, make_worker
 from tests.promises.world import Rated, World
@@ -194,7 +194,7 @@ def play(
         ) as world,
     ):
         if not by_speed:
-            patch.setattr("echo.leases.scheduler.by_finish", equal_shares)
+            patch.setattr("echo.leases.granting.by_finish", equal_shares)
         world.length_of = length_of
         world.learner()
         for place, (name, tokens_per_s) in enumerate(speeds.items()):
@@ -522,9 +522,9 @@ def test_a_copy_is_recorded_counts_once_and_has_the_seed_of_its_original() -> No
     slow, fast = make_worker("slow", (2, 3), 4), make_worker("fast", (2, 3), 4)
     for name, seconds in (("slow", 100.0), ("fast", 1.0)):
         granting.finish_times.made(name, num_tokens=10, seconds=seconds, now=0.0)
-    granting.grant([slow], now=0.0)
+    granting.make_round([slow], now=0.0)
     assert granting.leases.num_running == 4
-    records, leases = granting.grant([slow, fast], now=1.0)
+    records, leases = granting.make_round([slow, fast], now=1.0)
     assert granting.leases.num_running == 4, "a group that two workers run counts once"
     assert list(leases) == ["fast"]
     grants = [each.record for each in records if isinstance(each, AppendRecord)]
@@ -533,7 +533,7 @@ def test_a_copy_is_recorded_counts_once_and_has_the_seed_of_its_original() -> No
     ]
     for lease in leases["fast"]:
         assert lease.seed == granting.prompts.lease(lease.group_id, 0).seed
-    assert granting.grant([slow, fast], now=2.0) == ([], {}), "each has one copy at most"
+    assert granting.make_round([slow, fast], now=2.0) == ([], {}), "each has one copy at most"
     assert granting.counters["hedges/issued"] == 4
 
 
@@ -557,10 +557,10 @@ def test_nothing_is_copied_without_need(change: str) -> None:
         assert granting.finish_times.speed("fast", now=0.0) == pytest.approx(100)
     elif change != "unmeasured helper":
         granting.finish_times.made("fast", num_tokens=10, seconds=1.0, now=0.0)
-    granting.grant([slow], now=0.0)
+    granting.make_round([slow], now=0.0)
     if change == "batch":
         granting.buffer.num_unspent = lambda *, step: 4  # type: ignore[method-assign]
-    _, leases = granting.grant([slow, fast], now=1.0)
+    _, leases = granting.make_round([slow, fast], now=1.0)
     assert leases == {}
 
 

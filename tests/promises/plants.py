@@ -16,11 +16,16 @@ import pytest
 from echo.core import buffer
 from echo.core.buffer import StalenessBuffer
 from echo.core.timers import earliest
-from echo.leases import dispatch, scheduler
-from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
+from echo.leases import admission, dispatch, results
+from echo.leases.admission import Quota
+from echo.leases.book import LeaseBook, LeasedWorker
+from echo.leases.groups import OpenGroup
 from echo.leases.mismatch import Mismatches
+from echo.leases.open_groups import AppendRecord, FinishedGroups
 from echo.leases.outbox import Outbox
 from echo.leases.partials import ShippedPartials
+from echo.leases.relief import Relief
+from echo.leases.results import Results
 from echo.leases.scheduler import Scheduler
 from echo.records import ledger
 from echo.roles import joining
@@ -67,28 +72,27 @@ def ignore_age(patch: pytest.MonkeyPatch, module: Any) -> None:
 @plant(1)
 def train_on_tokens_of_any_age(patch: pytest.MonkeyPatch) -> None:
     """Lease by the learner's step, and check neither on arrival nor at consumption."""
-    ignore_age(patch, scheduler)
+    ignore_age(patch, results)
     ignore_age(patch, buffer)
-    patch.setattr(scheduler, "most_promised", lambda **numbers: 10**9)
-    patch.setattr(scheduler, "oldest_version", lambda lineages, **numbers: None)
+    patch.setattr(admission, "most_promised", lambda **numbers: 10**9)
+    patch.setattr(admission, "oldest_version", lambda lineages, **numbers: None)
 
 
 @plant(2)
 def lease_by_the_learners_step(patch: pytest.MonkeyPatch) -> None:
     """Take the learner's step where the worker's version belongs."""
 
-    def limit(self: Scheduler, installed_step: int) -> int:
-        settings = self.settings
-        return (settings.max_staleness + self.step + 1) * settings.groups_per_step
+    def limit(self: Quota, installed_step: int) -> int:
+        return (self.max_staleness + self.step + 1) * self.groups_per_step
 
-    patch.setattr(Scheduler, "_limit", limit)
-    patch.setattr(scheduler, "oldest_version", lambda lineages, **numbers: None)
+    patch.setattr(Quota, "limit", limit)
+    patch.setattr(admission, "oldest_version", lambda lineages, **numbers: None)
 
 
 @plant(3)
 def accept_what_is_too_old(patch: pytest.MonkeyPatch) -> None:
     """Leave the age of a result to the buffer."""
-    ignore_age(patch, scheduler)
+    ignore_age(patch, results)
 
 
 @plant(4)
@@ -120,7 +124,7 @@ def sample_with_what_is_there(patch: pytest.MonkeyPatch) -> None:
 @plant(6)
 def take_rollouts_of_an_abandoned_lineage(patch: pytest.MonkeyPatch) -> None:
     """Forget that a resume has undone steps."""
-    for module in (scheduler, buffer):
+    for module in (results, buffer):
         find = module.find_fault
 
         def blind(*arguments: Any, find: Any = find, **named: Any) -> str | None:
@@ -136,8 +140,8 @@ def grant_without_a_record(patch: pytest.MonkeyPatch) -> None:
     grant = Scheduler.grant
 
     def unrecorded(self: Scheduler, *arguments: Any, **named: Any) -> Any:
-        _, leases = grant(self, *arguments, **named)
-        return [], leases
+        actions = grant(self, *arguments, **named)
+        return [action for action in actions if not isinstance(action, AppendRecord)]
 
     patch.setattr(Scheduler, "grant", unrecorded)
 
@@ -145,31 +149,31 @@ def grant_without_a_record(patch: pytest.MonkeyPatch) -> None:
 @plant(8)
 def acknowledge_on_arrival(patch: pytest.MonkeyPatch) -> None:
     """Acknowledge a group before the disk has it."""
-    deliver = Scheduler.on_deliver
+    deliver = Results.on_deliver
 
-    def hasty(self: Scheduler, node_id: str, message: Any, *rest: Any, **named: Any) -> Any:
+    def hasty(self: Results, node_id: str, message: Any, *rest: Any, **named: Any) -> Any:
         ack = Ack(group_id=message.group_id, attempt=message.attempt, outcome="accepted")
         return [*self._routes.to(node_id, ack), *deliver(self, node_id, message, *rest, **named)]
 
-    patch.setattr(Scheduler, "on_deliver", hasty)
+    patch.setattr(Results, "on_deliver", hasty)
 
 
 @plant(9)
 def take_the_newest_attempt_only(patch: pytest.MonkeyPatch) -> None:
     """Refuse a result whose attempt is not the newest granted."""
-    find = Scheduler._find_fault
+    find = Results._find_fault
 
-    def strict(self: Scheduler, group: Any, message: Any, *rest: Any) -> str | None:
-        newest = self.leases.newest_attempt(group.group_id)
+    def strict(self: Results, group: Any, message: Any, *rest: Any) -> str | None:
+        newest = self._groups.leases.group(group.group_id).newest_attempt
         return "old_attempt" if message.attempt != newest else find(self, group, message, *rest)
 
-    patch.setattr(Scheduler, "_find_fault", strict)
+    patch.setattr(Results, "_find_fault", strict)
 
 
 @plant(10)
 def let_losers_go_on(patch: pytest.MonkeyPatch) -> None:
     """Tell nobody that another was first."""
-    patch.setattr(Scheduler, "_cancel", lambda self, leases: [])
+    patch.setattr(Results, "_cancel", lambda self, leases: [])
 
 
 @plant(11)
@@ -204,19 +208,19 @@ def forget_what_is_finished(patch: pytest.MonkeyPatch) -> None:
     deliver = LeaseBook.deliver
 
     def deliver_again(self: LeaseBook, group_id: int, attempt: int, worker_id: str) -> None:
-        if not self.num_attempts(group_id):  # it has ended
+        if not self.group(group_id).num_attempts:  # it has ended
             self.adopt(group_id, attempt, worker_id, now=0.0)
         deliver(self, group_id, attempt, worker_id)
 
     patch.setattr(LeaseBook, "deliver", deliver_again)
     patch.setattr(FinishedGroups, "__contains__", lambda self, group: False)
-    patch.setattr(Scheduler, "_may_end", lambda self, node_id, message: True)
+    patch.setattr(Results, "_may_end", lambda self, node_id, message: True)
 
 
 @plant(15)
 def ignore_failures(patch: pytest.MonkeyPatch) -> None:
     """Give a group that cannot be made no end."""
-    patch.setattr(Scheduler, "on_failed", lambda self, node_id, message, *, now: [])
+    patch.setattr(Results, "on_failed", lambda self, node_id, message, *, now: [])
 
 
 @plant(16)
@@ -432,14 +436,14 @@ def wait_for_the_disk(patch: pytest.MonkeyPatch) -> None:
 @plant(25, "b")
 def leave_leases_where_they_are(patch: pytest.MonkeyPatch) -> None:
     """Ask no worker for a lease."""
-    patch.setattr(Scheduler, "_ask", lambda self, able, bounds, running, now: None)
+    patch.setattr(Relief, "choose_moves", lambda self, running: {})
 
 
 @plant(25, "c")
 def believe_what_is_reported(patch: pytest.MonkeyPatch) -> None:
     """Copy no group for its age."""
     patch.setattr(dispatch, "AGE_FACTOR", float("inf"))
-    patch.setattr(Scheduler, "_is_withheld", lambda self, record: False)
+    patch.setattr(Relief, "_withheld_from", lambda self, record: None)
 
 
 @plant(29)
@@ -452,7 +456,7 @@ def say_that_it_waits(patch: pytest.MonkeyPatch) -> None:
 def bound_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let the outbox grow, and grant without regard for what is promised."""
     patch.setattr(Outbox, "is_full", False)
-    patch.setattr(scheduler, "most_promised", lambda **numbers: 10**9)
+    patch.setattr(admission, "most_promised", lambda **numbers: 10**9)
 
 
 @plant(30, "d")
@@ -507,7 +511,7 @@ def grant_to_everybody_known(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "move", eager)
     patch.setattr(Roster, "active", everybody)
     patch.setattr(LeasedWorker, "is_able", lambda self, usable: True)
-    patch.setattr(Scheduler, "_bounds", lambda self, workers: {w.installed: 10**6 for w in workers})
+    patch.setattr(Quota, "bounds", lambda self, workers: {w.installed: 10**6 for w in workers})
 
 
 @plant(35)
@@ -565,7 +569,7 @@ def raise_at_garbage(patch: pytest.MonkeyPatch) -> None:
 def believe_every_name(patch: pytest.MonkeyPatch) -> None:
     """Let whoever names a lease or a node speak for it."""
 
-    patch.setattr(LeaseBook, "was_granted", lambda self, group_id, attempt, worker_id: True)
+    patch.setattr(OpenGroup, "was_granted", lambda self, attempt, worker_id: True)
     patch.setattr(Admission, "is_missing_hello", lambda self, source, message: False)
     patch.setattr(Admission, "proves_name", lambda self, source, message: True)
     patch.setattr(Admission, "is_genuine", lambda self, envelope, message, payload: True)

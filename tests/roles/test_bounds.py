@@ -23,7 +23,7 @@ from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
 from echo.leases.held import Reported
 from echo.leases.partials import MemberHeader, ShippedPartials
-from echo.leases.scheduler import StoreGroup
+from echo.leases.results import StoreGroup
 from echo.roles import worker
 from echo.wire import messages
 from echo.wire.actions import HangUp, Note
@@ -262,24 +262,6 @@ def test_a_group_that_was_taken_is_stored_though_granting_fails(
     assert role.deadline == 3.0, "what it makes possible is granted at once"
     with pytest.raises(ZeroDivisionError):
         role.expire(now=3.0)
-
-
-def test_leases_of_a_round_that_fails_are_not_out(
-    hung_world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    role = hung_world.node("learner").role
-    role.leases.drop_worker("w1")
-    granting, calls = role._scheduler, iter([None])
-    workers = [member.worker for member in role.roster.active("worker")]
-    lease = granting._next_lease
-    monkeypatch.setattr(granting, "_next_lease", lambda group_id: (next(calls), lease(group_id))[1])
-    with pytest.raises(StopIteration):
-        granting.grant(workers, now=3.0)
-    granting.validate()
-    assert role.leases.num_running == 0
-    monkeypatch.setattr(granting, "_next_lease", lease)
-    _, granted = granting.grant(workers, now=3.1)
-    assert [lease.group_id for lease in granted["w1"]] == [0, 1]
 
 
 # --- what a peer's words do ----------------------------------------------------------------------

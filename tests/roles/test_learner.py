@@ -86,7 +86,7 @@ def test_what_workers_count_is_added_once() -> None:
 def test_what_a_dead_worker_has_shipped_is_continued_by_another(hung_world: World) -> None:
     world = hung_world
     begin(world, partial(3, reason="stop"), partial(5))
-    shipped = world.node("learner").role._scheduler.shipped
+    shipped = world.node("learner").role._scheduler.groups.shipped
     assert 0 in shipped
     world.kill("w1")
     world.run_until(lambda: not world.leased("w1"))
@@ -107,7 +107,7 @@ def test_what_the_learner_before_was_sent_is_shipped_to_the_one_that_follows(
     world.kill("learner")
     world.learner()
     world.run_until(lambda: 0 in world.leased("w1"))
-    shipped = world.node("learner").role._scheduler.shipped
+    shipped = world.node("learner").role._scheduler.groups.shipped
     assert 0 not in shipped
     # As where it pauses or leaves; it has sampled nothing more.
     world.perform("w1", world.node("w1").role.ship(interval_s=0, now=world.now))
@@ -165,8 +165,8 @@ def test_a_worker_that_returns_keeps_its_leases_if_no_other_has_its_groups_by_no
     world.run_until(lambda: world.is_admitted("w1"))
     world.run(6.0)
     leases = world.node("learner").role.leases
-    assert leases.workers_of(0) == [holder]
-    assert leases.num_attempts(0) == (1 if holder == "w1" else 2), "the same lease as before"
+    assert leases.group(0).workers == [holder]
+    assert leases.group(0).num_attempts == (1 if holder == "w1" else 2), "the same lease as before"
     assert ((0, 0) in back.held) == (holder == "w1")
     # Two groups of each worker that works, none of them counted twice.
     assert leases.num_running == (2 if holder == "w1" else 4)
@@ -193,7 +193,7 @@ def test_what_cannot_have_been_sampled_is_refused(
         notes = learner.receive(hung_world.peer_of("w1"), frames_of(hung_world, members), now=now)
         assert complaint in notes[0].text
     assert learner.counters["protocol_errors"] == 2
-    assert 0 not in learner._scheduler.shipped
+    assert 0 not in learner._scheduler.groups.shipped
 
 
 def test_partials_of_others_groups_are_not_believed(hung_world: World) -> None:

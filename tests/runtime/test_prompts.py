@@ -21,7 +21,7 @@ import pytest
 
 from echo.core.errors import DataError, StorageError
 from echo.engine.model import build_tokenizer
-from echo.leases.scheduler import PromptPendingError
+from echo.leases.run import PromptPendingError
 from echo.runtime.learner import prompts as prompts_module
 from echo.runtime.learner.prompts import PromptsAhead, PromptSource, note_origin, prompt_time
 from echo.sim.clock import InlineThreads

@@ -27,7 +27,7 @@ def test_a_lease_that_was_out_is_granted_again_if_nobody_claims_it() -> None:
     book = LeaseBook(timeout_s=60.0)
     start.enter_leases(book, now=10.0)
     assert [(r.group_id, r.attempt) for r in book.worker_leases(LOST_WORKER)] == [(5, 0), (7, 1)]
-    assert [book.was_granted(7, attempt, "w1") for attempt in (0, 1)] == [True, False]
+    assert [book.group(7).was_granted(attempt, "w1") for attempt in (0, 1)] == [True, False]
     assert book.waiting == []
     book.expire(now=70.0)
     assert book.waiting == [5, 7]

@@ -12,7 +12,7 @@ import pytest
 
 from echo.core.errors import DataError
 from echo.core.rollout import Group
-from echo.leases.scheduler import StoreGroup
+from echo.leases.results import StoreGroup
 from echo.runtime.learner.node import LearnerRewards
 from echo.runtime.learner.setup import load_data
 from echo.runtime.worker import setup

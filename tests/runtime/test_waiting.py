@@ -101,7 +101,7 @@ def test_what_keeps_groups_from_workers_is_told_once(
     ]
     member.worker.installed = None
     assert waiting.look(now=200.0) == "no_weights"
-    role._scheduler.step = 100
+    role.advance(100, now=200.5)
     assert waiting.look(now=201.0) == "outdated"
     now = "nothing can be granted: the newest version is too old for the next step; waiting for 2"
     assert told(caplog)[-1].startswith(now)

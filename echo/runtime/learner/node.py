@@ -51,7 +51,9 @@ from echo.core.records import Discarded, Refused
 from echo.core.rollout import NO_OPINION, Group, PolicyVersion, scored_part
 from echo.core.units import format_duration
 from echo.engine.engine import Watcher, is_out_of_memory
-from echo.leases.scheduler import NO_FAULT, AppendRecord, StoreGroup, WaitReason
+from echo.leases.open_groups import AppendRecord
+from echo.leases.results import NO_FAULT, StoreGroup
+from echo.leases.scheduler import WaitReason
 from echo.net.transport import Transport
 from echo.records.ledger import BoundChanged, Finished, LedgerQueue, Published
 from echo.roles.learner import Learner

@@ -31,7 +31,7 @@ import msgspec
 from echo.core.bounds import MAX_LEASE_BYTES
 from echo.core.errors import DataError, EchoError, StorageError
 from echo.core.units import one_line
-from echo.leases.scheduler import PromptPendingError
+from echo.leases.run import PromptPendingError
 from echo.records.files import write_file
 from echo.runtime.threads import Pool
 from echo.tasks.environment import Environment

@@ -62,7 +62,7 @@ from echo.engine.model import (
 )
 from echo.engine.weights import round_tensors, save_hf, torch_dtype
 from echo.leases.book import LeaseBook
-from echo.leases.scheduler import LeaseSettings, RunState
+from echo.leases.run import LeaseSettings, RunState
 from echo.net.curve import CurveKeys
 from echo.net.transport import Transport, is_loopback
 from echo.records.ledger import Ledger

@@ -1,0 +1,70 @@
+"""Checks of what a worker has sampled: whether it can have been sampled for its lease.
+
+Each check returns the reason for which the rollouts are refused, or None. Whether they are too old
+is checked by `core.rollout.find_fault`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from echo.core.rollout import MAX_LOGPROB, Group, PartialRollout
+from echo.leases.run import LeaseSettings
+from echo.wire.messages import BAD_LOGPROBS, Lease
+
+
+def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str | None:
+    """Return how a group differs from the lease and the settings, or None."""
+    if group.prompt_ids.tolist() != list(lease.prompt_ids):
+        if not settings.prompts_are_free:
+            return "another_prompt"
+        if int(group.prompt_ids.min()) < 0:
+            return "bad_token_ids"
+        if int(group.prompt_ids.max()) >= settings.vocab_size:
+            return "bad_token_ids"
+    if len(group.rollouts) != settings.group_size:
+        return "group_size"
+    if settings.exact_version and len(group.versions) > 1:
+        return "mixed_versions"
+    for rollout in group.rollouts:
+        if rollout.num_tokens > settings.max_completion_tokens:
+            return "too_long"
+        ids, logprobs = rollout.token_ids, rollout.sampler_logprobs
+        fault = _find_token_fault(ids, logprobs, settings.vocab_size)
+        if fault is not None:
+            return fault
+    return None
+
+
+def find_partial_fault(
+    members: Sequence[PartialRollout], settings: LeaseSettings, *, step: int
+) -> str | None:
+    """Return why these cannot be the partial rollouts of a group at this step, or None."""
+    if len(members) != settings.group_size:
+        return f"{len(members)} members"
+    for member in (member for member in members if member.num_tokens):
+        if member.num_tokens > settings.max_completion_tokens:
+            return f"{member.num_tokens} tokens"
+        if not member.is_finished and member.num_tokens >= settings.max_completion_tokens:
+            return "nothing is left to sample"
+        ids, logprobs = member.token_ids, member.sampler_logprobs
+        fault = _find_token_fault(ids, logprobs, settings.vocab_size)
+        if fault is not None:
+            return fault
+        if int(member.policy_versions[:, 1].max()) > step:
+            return "version_from_the_future"
+    return None
+
+
+def _find_token_fault(
+    ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], vocab_size: int
+) -> str | None:
+    """Return what is wrong with sampled tokens, at least one, or None."""
+    if not np.isfinite(logprobs).all() or float(logprobs.max()) > MAX_LOGPROB:
+        return BAD_LOGPROBS
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        return "bad_token_ids"
+    return None

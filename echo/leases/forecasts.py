@@ -1,0 +1,78 @@
+"""Forecasts: when each worker will be done with the groups that it has.
+
+A forecast is kept for a heartbeat, as long as the worker's leases do not change: a round of grants
+asks for the forecasts of all workers, and most of them have not changed since the round before.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from echo.core.timers import RecentMap
+from echo.leases.book import MAX_WORKERS, LeaseBook, LeasedWorker
+from echo.leases.dispatch import FinishTimes, RunningGroup
+
+_Key = tuple[int, int, int]
+"""What a forecast is made from: changes of the worker's leases, unknown leases, places."""
+
+
+@dataclass(slots=True)
+class WorkerForecast:
+    """When a worker will be done with the groups that it has."""
+
+    made_at: float
+    free_at: list[float]
+    """When each of its places is free for another group; a heap."""
+    running: list[RunningGroup] = field(default_factory=list)
+    """Its groups, with the instants at which they should be finished."""
+
+    def take_place(self, seconds: float) -> float:
+        """Put a group into the place that is free first; return when the group is finished."""
+        done_at = self.free_at[0] + seconds
+        heapq.heapreplace(self.free_at, done_at)
+        return done_at
+
+
+class Forecasts:
+    """The newest forecast of each worker."""
+
+    def __init__(self, leases: LeaseBook, finish_times: FinishTimes, *, max_age_s: float) -> None:
+        self._leases = leases
+        self._finish_times = finish_times
+        self._max_age_s = max_age_s
+        self._kept: RecentMap[str, tuple[_Key, WorkerForecast]] = RecentMap(max_entries=MAX_WORKERS)
+
+    def of(self, worker: LeasedWorker, *, now: float) -> WorkerForecast:
+        """Return when a worker will be done, at most `max_age_s` old."""
+        key = (
+            self._leases.num_changes(worker.node_id),
+            worker.num_unknown,
+            worker.num_places or max(1, worker.capacity),
+        )
+        kept = self._kept.get(worker.node_id)
+        if kept is not None and kept[0] == key and now <= kept[1].made_at + self._max_age_s:
+            return kept[1]
+        forecast = self._make(worker, key, now)
+        self._kept[worker.node_id] = key, forecast
+        return forecast
+
+    def discard(self, worker_id: str) -> None:
+        """Forget the forecast of a worker: a heartbeat has shown how far its groups are."""
+        self._kept.discard(worker_id)
+
+    def _make(self, worker: LeasedWorker, key: _Key, now: float) -> WorkerForecast:
+        _, num_unknown, num_places = key
+        forecast = WorkerForecast(now, [now] * num_places)
+        records = self._leases.worker_leases(worker.node_id)
+        records.sort(key=lambda record: (not record.running_s, record.group_id))
+        for index, record in enumerate(records):
+            num_tokens, rest_s = self._finish_times.forecast(
+                record, is_running=index < num_places, now=now
+            )
+            done_at = forecast.take_place(rest_s)
+            forecast.running.append(RunningGroup(record, done_at, num_tokens))
+        for _ in range(num_unknown):
+            speed = self._finish_times.speed(worker.node_id, now=now)
+            forecast.take_place(self._finish_times.lengths.mean / speed)
+        return forecast

@@ -1,0 +1,171 @@
+"""A round of grants: which groups are granted, to which workers, and which groups end instead.
+
+How many groups may be granted: `leases/admission.py`. Which worker gets each of them:
+`leases/dispatch.py`. A round grants, in this order,
+
+1. the groups that a holder has given up for a worker, to that worker;
+2. the groups that wait to be granted again, the oldest first, then new ones, each to the worker
+   that should finish it first;
+3. while the next batch waits for running groups: moves and copies to idle workers
+   (`leases/relief.py`).
+
+`Round.decide` changes no group and no lease, so a round that fails leaves no trace. It returns
+`Decisions`, and the scheduler enters them afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from echo.core.errors import DataError
+from echo.leases.admission import Quota
+from echo.leases.book import LeasedWorker
+from echo.leases.dispatch import FinishTimes, by_finish
+from echo.leases.groups import MAX_ATTEMPTS, LeaseRecord, MoveRequest
+from echo.leases.occupancy import Occupancy
+from echo.leases.open_groups import OpenGroups
+from echo.leases.relief import Relief
+from echo.leases.run import PromptPendingError, Prompts, find_prompt_fault
+from echo.wire.messages import Lease
+
+MAX_UNUSABLE = 1000
+"""Prompts in a row that cannot be turned into tokens, after which the run ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewLease:
+    """A lease that a worker is to be granted."""
+
+    lease: Lease
+    worker: LeasedWorker
+    copy_of: int | None = None
+    """The attempt of which it is a copy; None if it is no copy."""
+
+
+@dataclass(slots=True)
+class Decisions:
+    """What a round has decided."""
+
+    grants: list[NewLease] = field(default_factory=list)
+    ends: list[tuple[int, DataError | None]] = field(default_factory=list)
+    """A group that ends, and what is wrong with its prompt; None if it was granted too often."""
+    requests: Mapping[LeaseRecord, MoveRequest] = field(default_factory=dict)
+    """Leases that their holders are asked to give up."""
+    released: list[int] = field(default_factory=list)
+    """Groups given up for a worker that the round has considered, granted or not."""
+    fault: DataError | None = None
+    """Why there are no more prompts."""
+
+
+class Round:
+    """One round of grants, while it is decided."""
+
+    def __init__(
+        self,
+        occupancy: Occupancy,
+        quota: Quota,
+        relief: Relief,
+        *,
+        groups: OpenGroups,
+        prompts: Prompts,
+        finish_times: FinishTimes,
+    ) -> None:
+        self._occupancy = occupancy
+        self._quota = quota
+        self._relief = relief
+        self._groups = groups
+        self._prompts = prompts
+        self._finish_times = finish_times
+        self._decisions = Decisions()
+
+    def decide(self) -> Decisions:
+        """Return the decisions; change no group and no lease."""
+        able, is_waiting = self._occupancy.able, self._quota.is_batch_waiting
+        if is_waiting or any(map(self._occupancy.may_take, able.values())):
+            self._finish_times.refresh(list(able))
+            self._grant_released()
+            self._grant_groups()
+        if is_waiting:
+            self._relieve()
+        return self._decisions
+
+    def _grant_released(self) -> None:
+        """Grant each group that was given up for a worker to that worker, if it can take it."""
+        for group_id, node_id in sorted(self._groups.released.items()):
+            self._decisions.released.append(group_id)
+            worker = self._occupancy.able.get(node_id)
+            has_leases = bool(self._groups.leases.group(group_id).leases)
+            if worker is None or has_leases or not self._groups.is_open(group_id):
+                continue
+            if find_prompt_fault(self._prompts, group_id) is not None:
+                continue
+            if self._occupancy.may_take(worker):
+                self._grant(group_id, worker)
+
+    def _grant_groups(self) -> None:
+        """Grant groups in the order of their predicted finish, as long as there are prompts."""
+        candidates = self._candidates()
+        loads = self._occupancy.loads(self._occupancy.able)
+        for node_id in by_finish(loads, num_promised=self._occupancy.num_promised):
+            group_id = self._next_group(candidates)
+            if group_id is None:
+                break
+            self._grant(group_id, self._occupancy.able[node_id])
+
+    def _grant(self, group_id: int, worker: LeasedWorker) -> None:
+        lease = msgspec.structs.replace(
+            self._next_lease(group_id),
+            min_version=self._quota.oldest_version(self._occupancy.num_promised),
+        )
+        self._decisions.grants.append(NewLease(lease, worker))
+        self._occupancy.give(worker.node_id)
+
+    def _next_lease(self, group_id: int) -> Lease:
+        return self._prompts.lease(group_id, self._groups.leases.group(group_id).num_attempts)
+
+    def _candidates(self) -> Iterator[int]:
+        """Yield the groups to be granted: those that wait, the oldest first, then new ones."""
+        granted = {new.lease.group_id for new in self._decisions.grants}
+        for group_id in self._groups.leases.waiting:
+            if self._groups.leases.group(group_id).num_attempts >= MAX_ATTEMPTS:
+                self._decisions.ends.append((group_id, None))
+            elif group_id not in granted:
+                yield group_id
+        yield from itertools.count(self._groups.next_group_id)
+
+    def _next_group(self, candidates: Iterator[int]) -> int | None:
+        """Return the group to grant next, passing over groups whose prompt cannot be used.
+
+        None if its prompt is still being made, or if too many in a row cannot be used.
+        """
+        fault: DataError | PromptPendingError | None = None
+        for group_id in itertools.islice(candidates, MAX_UNUSABLE):
+            fault = find_prompt_fault(self._prompts, group_id)
+            if fault is None:
+                return group_id
+            if isinstance(fault, PromptPendingError):
+                return None
+            self._decisions.ends.append((group_id, fault))
+        text = f"{MAX_UNUSABLE} prompts in a row cannot be used, the last because: {fault}"
+        self._decisions.fault = DataError(text)
+        return None
+
+    def _relieve(self) -> None:
+        """Move and copy running groups to workers that have nothing else to do."""
+        running = self._occupancy.running()
+        requests = self._decisions.requests = self._relief.choose_moves(running)
+        for original, node_id in self._relief.choose_copies(running, requests):
+            if find_prompt_fault(self._prompts, original.group_id) is None:
+                copy, worker = self._copy_of(original), self._occupancy.able[node_id]
+                self._decisions.grants.append(NewLease(copy, worker, copy_of=original.attempt))
+
+    def _copy_of(self, original: LeaseRecord) -> Lease:
+        """Return a copy of a lease: the next attempt, with the seed of the original."""
+        seed = self._prompts.lease(original.group_id, original.attempt).seed
+        return msgspec.structs.replace(
+            self._next_lease(original.group_id), seed=seed, min_version=original.min_version
+        )

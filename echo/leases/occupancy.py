@@ -1,0 +1,123 @@
+"""Occupancy of workers in a round of grants: what each has in hand, counting this round's grants.
+
+A round grants one group after another. Each grant takes a place at a worker, and promises a group
+to the batches to come. Both counts are kept here while the round is decided; nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from echo.core.rollout import PolicyVersion
+from echo.leases.admission import Quota
+from echo.leases.book import LeaseBook, LeasedWorker
+from echo.leases.dispatch import FinishTimes, Load, RunningGroup, Speed, slowdown
+from echo.leases.forecasts import Forecasts
+
+
+class Occupancy:
+    """The workers of one round, and the groups that the round has given them so far."""
+
+    def __init__(
+        self,
+        workers: Sequence[LeasedWorker],
+        quota: Quota,
+        *,
+        leases: LeaseBook,
+        finish_times: FinishTimes,
+        forecasts: Forecasts,
+        now: float,
+    ) -> None:
+        self.bounds = quota.bounds(workers)
+        self.able = {worker.node_id: worker for worker in workers if worker.is_able(self.bounds)}
+        """The workers that can be granted groups, by name."""
+        self.num_promised = quota.num_promised
+        """Groups consumed, accepted or running, those that this round grants included."""
+        self._workers = workers
+        self._groups_per_step = quota.groups_per_step
+        self._leases = leases
+        self._finish_times = finish_times
+        self._forecasts = forecasts
+        self._now = now
+        self._num_given: Counter[str] = Counter()
+        """Worker -> its new leases."""
+
+    def give(self, worker_id: str, *, is_copy: bool = False) -> None:
+        """Count a lease that this round gives to a worker; a copy promises no further group."""
+        self._num_given[worker_id] += 1
+        self.num_promised += not is_copy
+
+    def num_held(self, worker: LeasedWorker) -> int:
+        """Return how many leases a worker has, the unknown and the new ones included."""
+        num_held = self._leases.num_leases(worker.node_id) + worker.num_unknown
+        return num_held + self._num_given[worker.node_id]
+
+    def may_take(self, worker: LeasedWorker) -> bool:
+        """Return whether an able worker has space for a group and admission has one for it."""
+        has_quota = self.bounds[worker.installed] > self.num_promised
+        return has_quota and self.num_held(worker) < worker.capacity
+
+    def running(self) -> list[RunningGroup]:
+        """Return the leased groups of all workers, with the instants at which they should end."""
+        forecasts = [self._forecasts.of(worker, now=self._now) for worker in self._workers]
+        return [group for forecast in forecasts for group in forecast.running]
+
+    def idle(self) -> dict[str, int]:
+        """Return the workers that admission has no group for, and how many each could begin."""
+        free = {
+            node_id: (worker.num_places or worker.capacity) - self.num_held(worker)
+            for node_id, worker in self.able.items()
+            # Its groups must be as fresh as the promised ones.
+            if self.bounds[worker.installed] >= self.num_promised
+        }
+        return {node_id: number for node_id, number in free.items() if number > 0}
+
+    def loads(self, names: Iterable[str]) -> list[Load]:
+        """Return what each of these able workers has to do."""
+        workers = [self.able[name] for name in names]
+        newest = max((w.installed for w in workers if w.installed is not None), default=None)
+        return [self._load(worker, newest) for worker in workers]
+
+    def _load(self, worker: LeasedWorker, newest: PolicyVersion | None) -> Load:
+        name, installed, capacity = worker.node_id, worker.installed, worker.capacity
+        free_at = self._forecasts.of(worker, now=self._now).free_at
+        speed = self._finish_times.of(name)
+        if speed.measured is None:
+            capacity = min(capacity, len(free_at))  # no queue before it shows its speed
+        own = self.bounds[installed]
+        soon, soon_at = own, self._now
+        if newest is not None and installed is not None and installed < newest:
+            soon, soon_at = self._soon(name, installed, newest, own)
+        alone_s = self._alone_s(speed, len(free_at))
+        num_given = self._num_given[name]
+        load = Load(
+            name,
+            capacity,
+            self.num_held(worker) - num_given,
+            own,
+            soon,
+            alone_s,
+            alone_s / self._finish_times.retry_factor(speed, now=self._now),
+            [at if at > soon_at else soon_at for at in free_at],
+        )
+        for _ in range(num_given):
+            load.add()
+        return load
+
+    def _soon(
+        self, worker_id: str, installed: PolicyVersion, newest: PolicyVersion, own: int
+    ) -> tuple[int, float]:
+        """Return the bound of the version that a worker should have soon, and from when on."""
+        at = self._finish_times.installs_at(worker_id, newest, now=self._now)
+        if at is None:
+            return own, self._now
+        return own + (newest.step - installed.step) * self._groups_per_step, at
+
+    def _alone_s(self, speed: Speed, num_places: int) -> float:
+        """Return how long a group would take in the empty engine of a worker.
+
+        The measured speed is that under load, so the slowdown by that load is taken out.
+        """
+        load = slowdown(speed.load, num_places)
+        return self._finish_times.lengths.mean / self._finish_times.known_speed(speed) / load

@@ -1,0 +1,112 @@
+"""Open groups of a run: which groups are granted, and how a group ends.
+
+A group is open from its first grant until its result is stored or it ends with a reason. Group ids
+are granted in order, so two values are enough: the first id that was never granted, and the ids
+below it that have ended. The leases of open groups are in the book (`leases/book.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from echo.core.errors import DataError
+from echo.core.metrics import Counters
+from echo.core.records import Cancelled, Discarded, Granted, Refused
+from echo.leases.partials import ShippedPartials
+from echo.leases.run import RunState
+from echo.wire.actions import Action, Note
+
+
+@dataclass(frozen=True, slots=True)
+class AppendRecord(Action):
+    """Record a grant or an end, before the messages that follow are sent."""
+
+    record: Granted | Cancelled | Refused | Discarded
+    worker_id: str = ""
+    """The worker that could not finish the group; empty if no worker was asked to."""
+    cause: str = ""
+    """The cause that this worker reports, followed by the traceback of the task's code."""
+
+
+class FinishedGroups:
+    """Ids of the groups that were accepted or ended, in little memory.
+
+    Nearly all ids below some number are in it, so that number and the ids above are kept.
+    """
+
+    def __init__(self, group_ids: Iterable[int]) -> None:
+        self._all_below = 0
+        self._others: set[int] = set()
+        for group_id in group_ids:
+            self.add(group_id)
+
+    def __contains__(self, group_id: int) -> bool:
+        return 0 <= group_id < self._all_below or group_id in self._others
+
+    def add(self, group_id: int) -> None:
+        if group_id >= self._all_below:
+            self._others.add(group_id)
+        while self._all_below in self._others:
+            self._others.remove(self._all_below)
+            self._all_below += 1
+
+
+class OpenGroups:
+    """The groups that were granted and have not ended, with their leases and partial rollouts."""
+
+    def __init__(self, run: RunState, counters: Counters) -> None:
+        self.leases = run.leases
+        self.lineages = run.lineages
+        self.step = run.step
+        self.next_group_id = run.next_group_id
+        self.finished = FinishedGroups(run.finished)
+        self.shipped = ShippedPartials(counters)
+        self.released: dict[int, str] = {}
+        """Group that its holder has given up -> the worker for which it did."""
+        self._counters = counters
+
+    def is_open(self, group_id: int) -> bool:
+        """Return whether a group has been granted and its result is still wanted."""
+        return 0 <= group_id < self.next_group_id and group_id not in self.finished
+
+    def reach(self, group_id: int) -> None:
+        """Note that a group is granted or ended: no lower id is new."""
+        self.next_group_id = max(self.next_group_id, group_id + 1)
+
+    def settle(self, group_id: int) -> None:
+        """End all leases of a group: its result is stored, or is unwanted."""
+        self.finished.add(group_id)
+        self.leases.finish(group_id)
+        self.shipped.discard(group_id)
+
+    def end(
+        self, group_id: int, reason: str, *, worker_id: str = "", cause: str = ""
+    ) -> list[Action]:
+        """End a group without a result.
+
+        Args:
+            group_id: the group.
+            reason: one word, for the record and a counter.
+            worker_id: the worker that could not finish the group, if one was asked to.
+            cause: the cause that the worker reports.
+        """
+        self.settle(group_id)
+        self._counters.add(f"discarded/{reason}")
+        record = Discarded(group=group_id, reason=reason, step=self.step)
+        return [AppendRecord(record, worker_id, cause)]
+
+    def leave_out(self, group_id: int, fault: DataError) -> list[Action]:
+        """End a group whose prompt cannot be used, and tell the operator why."""
+        note = Note("warning", f"group {group_id} is left out: {fault}")
+        return [note, *self.end(group_id, "prompt_error")]
+
+    def validate(self) -> None:
+        """Check that the book and the ids agree; for tests.
+
+        Raises:
+            AssertionError: if they do not.
+        """
+        self.leases.validate()
+        for group_id in self.leases.group_ids:
+            assert self.is_open(group_id), f"group {group_id} is in the book and not open"

@@ -1,0 +1,153 @@
+"""Reconciliation of a worker's leases: what its heartbeat lists, against the book.
+
+* A lease that the worker does not list, though it should have it by now, is sent again.
+* A lease that the worker was asked to give up and no longer lists is given up: its group is
+  reserved for the worker for which it was asked.
+* A lease that the worker lists and the book does not have is entered, such as after a restart of
+  the learner. If the group has ended, if another worker has gone on with it, or if the worker was
+  not granted that attempt, the worker is told that the lease is unwanted.
+* A listed lease that has expired is not entered again, but its worker is still occupied by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from echo.core.metrics import Counters
+from echo.leases.book import LeasedWorker
+from echo.leases.dispatch import FinishTimes
+from echo.leases.forecasts import Forecasts
+from echo.leases.groups import LeaseRecord
+from echo.leases.open_groups import OpenGroups
+from echo.leases.relief import is_pending
+from echo.leases.run import Prompts, find_prompt_fault
+from echo.wire.messages import Heartbeat, Lease, LeaseState
+
+
+@dataclass(slots=True)
+class Differences:
+    """What a worker is to be sent after its heartbeat."""
+
+    lost: list[Lease] = field(default_factory=list)
+    """Leases that the worker lacks; they are sent again."""
+    unanswered: list[LeaseRecord] = field(default_factory=list)
+    """Leases that the worker was asked for and still has; it is asked again."""
+    unwanted: list[tuple[int, int]] = field(default_factory=list)
+    """(group, attempt) of leases that the worker is to forget."""
+
+
+class Reconciling:
+    """Brings the book and the workers' lists together."""
+
+    def __init__(
+        self,
+        groups: OpenGroups,
+        prompts: Prompts,
+        *,
+        heartbeat_s: float,
+        finish_times: FinishTimes,
+        forecasts: Forecasts,
+        counters: Counters,
+    ) -> None:
+        self._groups = groups
+        self._prompts = prompts
+        self._heartbeat_s = heartbeat_s
+        self._finish_times = finish_times
+        self._forecasts = forecasts
+        self._counters = counters
+
+    def reconcile(
+        self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
+    ) -> Differences:
+        """Enter what a heartbeat says of the worker's leases; return what to send the worker.
+
+        Args:
+            worker: the worker; `num_unknown` and `is_stuck` are set.
+            message: its heartbeat.
+            has_progress: whether it has sampled anything since the last one.
+            now: the present instant.
+        """
+        leases = self._groups.leases
+        self._groups.shipped.count(worker, message)
+        listed = {(state.group_id, state.attempt): state for state in message.leases}
+        records = leases.worker_leases(worker.node_id)
+        # A group that waits behind a running one shares its progress.
+        has_progress |= any(
+            record.key in listed and listed[record.key].num_tokens > record.num_tokens
+            for record in records
+        )
+        found = Differences()
+        for record in records:
+            state = listed.pop(record.key, None)
+            if state is not None:
+                self._on_listed(record, state, has_progress, now)
+            elif (lease := self._on_missing(record, now)) is not None:
+                found.lost.append(lease)
+        self._finish_times.seen(worker.node_id, records, now=now)
+        if worker.installed is not None:
+            self._finish_times.installed(worker.node_id, worker.installed, now=now)
+        self._forecasts.discard(worker.node_id)
+        found.unwanted = self._enter(worker, listed, now)
+        worker.is_stuck = worker.num_unknown > 0 and not has_progress
+        found.unanswered = [
+            record
+            for record in leases.worker_leases(worker.node_id)
+            if record.request is not None
+            and record.request.at <= now - self._heartbeat_s
+            and is_pending(record.request, heartbeat_s=self._heartbeat_s, now=now)
+        ]
+        return found
+
+    def _on_listed(
+        self, record: LeaseRecord, state: LeaseState, has_progress: bool, now: float
+    ) -> None:
+        """Renew a lease whose worker shows progress, on it or on the groups before it."""
+        record.is_confirmed = True
+        self._finish_times.on_lease_state(record, state, now=now)
+        is_idle = state.num_tokens <= 0 or state.is_waiting
+        if state.num_tokens > record.num_tokens or (has_progress and is_idle):
+            record.renew(num_tokens=max(state.num_tokens, record.num_tokens), now=now)
+
+    def _on_missing(self, record: LeaseRecord, now: float) -> Lease | None:
+        """Handle a lease that its worker does not list; return it if it is to be sent again."""
+        if record.is_confirmed and record.request is not None:
+            self._groups.leases.revoke(record)
+            self._groups.released[record.group_id] = record.request.worker_id
+            self._counters.add("leases_moved")
+            return None
+        if not record.is_confirmed and now - record.sent_at <= 2 * self._heartbeat_s:
+            return None
+        # The Grant was lost, or the worker was restarted under the same incarnation.
+        record.sent_at, record.is_confirmed = now, False
+        is_usable = find_prompt_fault(self._prompts, record.group_id) is None
+        return self._lease_of(record) if is_usable else None
+
+    def _lease_of(self, record: LeaseRecord) -> Lease:
+        """Return the lease as it was sent; a copy has the seed of its original."""
+        lease = self._prompts.lease(record.group_id, record.attempt)
+        origin = record.attempt if record.copy_of is None else record.copy_of
+        seed = self._prompts.lease(record.group_id, origin).seed
+        return msgspec.structs.replace(lease, seed=seed, min_version=record.min_version)
+
+    def _enter(
+        self, worker: LeasedWorker, listed: Mapping[tuple[int, int], LeaseState], now: float
+    ) -> list[tuple[int, int]]:
+        """Enter what a worker lists and the book lacks; return the unwanted leases."""
+        unwanted: list[tuple[int, int]] = []
+        worker.num_unknown = 0
+        for (group_id, attempt), state in listed.items():
+            group = self._groups.leases.group(group_id)
+            is_given_up = state.is_waiting and group.newest_attempt > attempt
+            is_theirs = group.was_granted(attempt, worker.node_id)
+            if not self._groups.is_open(group_id) or is_given_up or not is_theirs:
+                unwanted.append((group_id, attempt))
+            elif (attempt, worker.node_id) not in group.expired:
+                record = self._groups.leases.adopt(group_id, attempt, worker.node_id, now=now)
+                record.is_confirmed = True
+                continue
+            # The learner accepts the result of an expired lease, and grants its group again.
+            worker.num_unknown += state.num_tokens >= 0
+        return unwanted

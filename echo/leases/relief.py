@@ -1,0 +1,175 @@
+"""Relief: which running groups are moved or copied to workers that have nothing to do.
+
+A round of grants comes here last, and only while the next batch waits for running groups. The rules
+and their numbers: `leases/dispatch.py`, "Moves" and "Hedging". Here each lease is sorted into those
+that may move and those that may be copied; nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from echo.leases.book import LeaseBook
+from echo.leases.dispatch import (
+    RELEASE_BEATS,
+    FinishTimes,
+    Helper,
+    Newcomer,
+    RunningGroup,
+    even_out,
+    hedges,
+    moves,
+)
+from echo.leases.groups import MAX_ATTEMPTS, LeaseRecord, MoveRequest
+from echo.leases.occupancy import Occupancy
+from echo.leases.run import LeaseSettings
+
+Requests = Mapping[LeaseRecord, MoveRequest]
+"""Lease -> the request to its holder to give it up."""
+Copy = tuple[LeaseRecord, str]
+"""A lease to be copied, and the worker that is to have the copy."""
+
+
+def is_pending(request: MoveRequest | None, *, heartbeat_s: float, now: float) -> bool:
+    """Return whether the holder of a lease may still be about to give it up, as requested."""
+    return request is not None and now <= request.at + RELEASE_BEATS * heartbeat_s
+
+
+class Relief:
+    """The choice of moves and copies in one round."""
+
+    def __init__(
+        self,
+        occupancy: Occupancy,
+        *,
+        settings: LeaseSettings,
+        leases: LeaseBook,
+        finish_times: FinishTimes,
+        now: float,
+    ) -> None:
+        self._occupancy = occupancy
+        self._settings = settings
+        self._leases = leases
+        self._finish_times = finish_times
+        self._now = now
+
+    def choose_moves(self, running: Sequence[RunningGroup]) -> Requests:
+        """Return which leases their holders are to give up, and for which workers."""
+        pending = Counter(
+            group.record.request.worker_id
+            for group in running
+            if group.record.request is not None and self._is_pending(group.record.request)
+        )
+        is_first = not self._finish_times.knows_a_group
+        choose = self._even_out if is_first else self._move_waiting
+        is_begun_too = is_first and not self._settings.prompts_are_free
+        return {
+            record: MoveRequest(node_id, self._now, is_begun_too)
+            for record, node_id in choose(running, pending)
+        }
+
+    def _even_out(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
+        """Choose leases for newcomers before any group of the run is made."""
+        occupancy = self._occupancy
+        equals = self._finish_times.equals(occupancy.able)
+        newcomers = [
+            Newcomer(name, occupancy.num_held(worker) + pending[name], worker.capacity)
+            for name, worker in occupancy.able.items()
+            # A slower worker gets new groups, once it shows its speed.
+            if name in equals and occupancy.bounds[worker.installed] == occupancy.num_promised
+        ]
+        return even_out(self._movable(running), newcomers) if newcomers else []
+
+    def _move_waiting(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
+        """Choose leases that have not begun, for idle workers that would finish them sooner."""
+        loads = self._occupancy.loads(self._occupancy.idle())
+        for load in loads:
+            for _ in range(pending[load.node_id]):
+                load.add()
+        waiting = [
+            group
+            for group in running
+            if not group.record.running_s
+            and self._finish_times.has_made_a_group(group.record.worker_id)
+            and self._may_move(group.record)
+        ]
+        return moves(waiting, loads, least_gain_s=self._settings.heartbeat_s)
+
+    def _movable(self, running: Sequence[RunningGroup]) -> dict[str, list[LeaseRecord]]:
+        """Return the leases of each worker that knows of all of its own, begun ones first."""
+        held: dict[str, list[LeaseRecord]] = {}
+        for record in (group.record for group in running):
+            if record.request is None:
+                held.setdefault(record.worker_id, []).append(record)
+        return {
+            name: sorted(records, key=lambda record: (not record.running_s, record.group_id))
+            for name, records in held.items()
+            if all(map(self._may_move, records))
+        }
+
+    def _may_move(self, record: LeaseRecord) -> bool:
+        """Return whether a holder may be asked for a lease: it lists it, and was not asked yet."""
+        is_known = record.is_confirmed and not record.is_delivered and record.request is None
+        is_alone = len(self._leases.group(record.group_id).leases) == 1
+        return is_known and is_alone and record.attempt < MAX_ATTEMPTS // 2
+
+    def choose_copies(self, running: Sequence[RunningGroup], requested: Requests) -> list[Copy]:
+        """Return which leases are to be copied, and to which idle workers.
+
+        Args:
+            running: the leased groups.
+            requested: the moves of this round; their places at idle workers are taken.
+        """
+        idle = self._occupancy.idle()
+        if not idle:
+            return []
+        newest: dict[int, RunningGroup] = {}
+        holders: dict[int, list[str]] = {}
+        for group in running:
+            record = group.record
+            holders.setdefault(record.group_id, []).append(record.worker_id)
+            known = newest.get(record.group_id)
+            if known is None or known.record.attempt < record.attempt:
+                newest[record.group_id] = group
+        chosen: list[Copy] = []
+        groups = []
+        for group_id, group in newest.items():
+            record, num_attempts = group.record, self._leases.group(group_id).num_attempts
+            request = requested.get(record, record.request)
+            if request is not None and self._is_pending(request):
+                idle[request.worker_id] = idle.get(request.worker_id, 0) - 1
+                continue
+            helper = self._withheld_from(record)
+            if helper is not None and idle.get(helper, 0) > 0:
+                idle[helper] -= 1
+                chosen.append((record, helper))
+            elif not record.is_delivered and num_attempts < MAX_ATTEMPTS:
+                groups.append(group)
+        factor = self._settings.hedge_factor
+        helpers = self._helpers(idle)
+        return chosen + hedges(groups, helpers, holders=holders, factor=factor, now=self._now)
+
+    def _helpers(self, idle: Mapping[str, int]) -> list[Helper]:
+        times = self._finish_times
+        return [
+            Helper(
+                node_id,
+                times.speed(node_id, now=self._now) if times.has_made_a_group(node_id) else None,
+                num_free,
+                times.group_s(node_id),
+            )
+            for node_id, num_free in idle.items()
+            if num_free > 0
+        ]
+
+    def _is_pending(self, request: MoveRequest) -> bool:
+        return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
+
+    def _withheld_from(self, record: LeaseRecord) -> str | None:
+        """Return the worker for which a holder should have given a lease up, and has not."""
+        request = record.request
+        if request is None or record.copy_of is not None:
+            return None
+        is_free = request.is_begun_too or not record.running_s
+        return request.worker_id if is_free else None

@@ -1,0 +1,337 @@
+"""Results: what becomes of the groups that workers deliver, ship in part, or cannot finish.
+
+The states of a group: `leases/groups.py`.
+
+* Only a worker that was granted the named attempt, now or before, may end a group. From any other
+  worker the message is refused, and the lease stays as it is.
+* A group is acknowledged only after `stored`: the ledger has it.
+* The content of a group is checked against its lease: prompt, group size, finite numbers
+  (`leases/checks.py`).
+* A group whose samples are too old or from an abandoned lineage is refused with that reason and
+  granted again. The worker is told and forgets the result. The first refusal of a lease is
+  recorded.
+* If several workers had a group, all but the first to deliver are told to stop, and that is
+  recorded as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from echo.core.errors import DataError, RemoteProtocolError
+from echo.core.metrics import Counters
+from echo.core.records import Cancelled, Refused
+from echo.core.rollout import Group, find_fault, trim_stale
+from echo.leases.checks import find_group_fault, find_partial_fault
+from echo.leases.dispatch import FinishTimes, Usefulness
+from echo.leases.groups import LeaseRecord
+from echo.leases.open_groups import AppendRecord, OpenGroups
+from echo.leases.partials import decode_members
+from echo.leases.run import LeaseSettings, PromptPendingError, Prompts, find_prompt_fault
+from echo.wire.actions import Action, Complaints, Note, Routes
+from echo.wire.codec import Frame, decode_group, encode_group
+from echo.wire.messages import (
+    ENGINE_ERROR,
+    Ack,
+    Deliver,
+    Failed,
+    Partial,
+    known_reason,
+)
+
+MAX_FATAL = 3
+"""Engines that may end while they sample a group, after which it is given up."""
+MAX_CAUSE_LENGTH = 2600
+"""Characters that are kept of the cause that a worker reports, the last ones: a sentence and a
+traceback."""
+
+NO_FAULT = frozenset({"stale", "abandoned_version"})
+"""Reasons for refusing a result that was right when it was sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGroup(Action):
+    """Put this group on the disk, then call the role's `stored`."""
+
+    group: Group
+    header: Frame
+    arrays: Frame
+
+
+class Results:
+    """Judges what workers report about groups, and ends groups accordingly."""
+
+    def __init__(
+        self,
+        settings: LeaseSettings,
+        groups: OpenGroups,
+        prompts: Prompts,
+        *,
+        finish_times: FinishTimes,
+        usefulness: Usefulness,
+        counters: Counters,
+        routes: Routes,
+        complaints: Complaints,
+    ) -> None:
+        self._settings = settings
+        self._groups = groups
+        self._prompts = prompts
+        self._finish_times = finish_times
+        self._usefulness = usefulness
+        self._counters = counters
+        self._routes = routes
+        self._complaints = complaints
+
+    def receive(
+        self,
+        node_id: str,
+        message: Deliver | Partial | Failed,
+        payload: list[Frame],
+        *,
+        now: float,
+    ) -> list[Action]:
+        """Handle a worker's message about a group.
+
+        Raises:
+            RemoteProtocolError: if the message has no payload that it needs, or a partial rollout
+                that cannot have been sampled.
+        """
+        match message:
+            case Deliver():
+                return self.on_deliver(node_id, message, payload, now=now)
+            case Partial():
+                return self.on_partial(node_id, message, payload)
+            case Failed():
+                return self.on_failed(node_id, message, now=now)
+
+    # --- finished groups -------------------------------------------------------------------------
+
+    def on_deliver(
+        self, node_id: str, message: Deliver, payload: list[Frame], *, now: float
+    ) -> list[Action]:
+        """Judge a finished group.
+
+        Raises:
+            RemoteProtocolError: if the message has no group.
+        """
+        if len(payload) != 2:
+            raise RemoteProtocolError(f"a Deliver from {node_id} without its two frames")
+        if self._groups.leases.group(message.group_id).is_storing:
+            return []
+        if message.group_id in self._groups.finished:
+            self._counters.add("duplicates")
+            return self._ack(node_id, message, "duplicate")
+        if not self._may_end(node_id, message):
+            return self._disown(node_id, message, now)
+        try:
+            group = decode_group(payload[0], payload[1])
+        except RemoteProtocolError as error:
+            self._counters.add("protocol_errors")
+            notes = self._complaints.note(node_id, "malformed", f"{node_id}: {error}", now=now)
+            return [*notes, *self._refuse(node_id, message, "malformed", now)]
+        if self._groups.is_open(message.group_id):
+            fault = find_prompt_fault(self._prompts, message.group_id)
+            if fault is not None:
+                return self._without_prompt(node_id, message, fault)
+        header, arrays = payload
+        trimmed = self._trim(group)
+        if trimmed is not None:
+            group = trimmed
+            header, arrays = encode_group(group)
+        reason = self._find_fault(group, message, node_id)
+        if reason is not None:
+            return self._refuse(node_id, message, reason, now)
+        leases = self._groups.leases
+        leases.deliver(group.group_id, group.attempt, node_id)
+        self._finish_times.made(
+            node_id,
+            num_tokens=max(rollout.num_tokens for rollout in group.rollouts),
+            seconds=message.seconds,
+            load=leases.load(node_id, group.group_id, group.attempt),
+            now=now,
+        )
+        return [StoreGroup(group, header, arrays)]
+
+    def _trim(self, group: Group) -> Group | None:
+        """Return a group with the tokens beyond the bound masked; None if there are none."""
+        if not self._settings.trims_stale:
+            return None
+        trimmed = trim_stale(
+            group, step=self._groups.step, max_staleness=self._settings.max_staleness
+        )
+        if trimmed is None:
+            return None
+        self._counters.add("partials/trimmed_tokens", group.num_trained - trimmed.num_trained)
+        return replace(trimmed, is_trimmed=False)
+
+    def _without_prompt(
+        self, node_id: str, message: Deliver, fault: DataError | PromptPendingError
+    ) -> list[Action]:
+        """End a group whose prompt is not available to compare with; wait if it is being made.
+
+        Until it is acknowledged, the worker delivers the group again.
+        """
+        if isinstance(fault, PromptPendingError):
+            return []
+        others = self._groups.leases.group(message.group_id).others(message.attempt)
+        return [
+            *self._groups.leave_out(message.group_id, fault),
+            *self._ack(node_id, message, "refused", "prompt_error"),
+            *self._cancel(others),
+        ]
+
+    def _find_fault(self, group: Group, message: Deliver, node_id: str) -> str | None:
+        """Return why a delivered group cannot be accepted, or None."""
+        label = (message.group_id, message.attempt, node_id)
+        if (group.group_id, group.attempt, group.worker_id) != label:
+            return "mislabelled"
+        if not self._groups.is_open(group.group_id):
+            return "unknown_group"
+        lease = self._prompts.lease(group.group_id, group.attempt)
+        return find_group_fault(group, lease, self._settings) or find_fault(
+            group,
+            step=self._groups.step,
+            max_staleness=self._settings.max_staleness,
+            lineages=self._groups.lineages,
+        )
+
+    def _may_end(self, node_id: str, message: Deliver | Failed) -> bool:
+        """Return whether a worker was granted an attempt, or the group is not open at all."""
+        group = self._groups.leases.group(message.group_id)
+        is_theirs = group.was_granted(message.attempt, node_id)
+        return is_theirs or not self._groups.is_open(message.group_id)
+
+    def _disown(self, node_id: str, message: Deliver | Failed, now: float) -> list[Action]:
+        """Refuse the result or the failure of another worker's lease, which stays as it is."""
+        self._counters.add("refused/not_leased")
+        text = f"{node_id} was not granted attempt {message.attempt} of group {message.group_id}"
+        notes = self._complaints.note(node_id, "not_leased", text, now=now)
+        return [*notes, *self._ack(node_id, message, "refused", "not_leased")]
+
+    def _refuse(self, node_id: str, message: Deliver, reason: str, now: float) -> list[Action]:
+        """Tell the worker to forget this result; the group is granted again."""
+        self._counters.add(f"refused/{reason}")
+        group_id, attempt = message.group_id, message.attempt
+        records: list[Action] = []
+        # Only the first refusal of a lease is recorded: a worker could fill the disk with refusals.
+        if any(record.attempt == attempt for record in self._groups.leases.group(group_id).leases):
+            refusal = Refused(group=group_id, attempt=attempt, worker=node_id, reason=reason)
+            records.append(AppendRecord(refusal))
+            if reason not in NO_FAULT:
+                records += self._count(node_id, is_useful=False, now=now)
+        self._groups.leases.revoke_attempt(group_id, attempt)
+        return [*records, *self._ack(node_id, message, "refused", reason)]
+
+    def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
+        """Acknowledge a group that the ledger now has; count it for or against its worker."""
+        group = self._groups.leases.group(group_id)
+        assert group.result is not None, "it was stored without a result"
+        node_id, attempt = group.result
+        first, others = group.find(attempt, node_id), group.others(attempt)
+        self._groups.settle(group_id)
+        self._counters.add("accepted")
+        if first is not None and others:
+            self._counters.add("hedges/lost" if first.copy_of is None else "hedges/won")
+        ack = Ack(group_id=group_id, attempt=attempt, outcome="accepted")
+        counted = self._count(node_id, is_useful=is_useful, now=now)
+        return [*counted, *self._routes.to(node_id, ack), *self._cancel(others)]
+
+    # --- partial rollouts ------------------------------------------------------------------------
+
+    def on_partial(self, node_id: str, message: Partial, payload: list[Frame]) -> list[Action]:
+        """Keep the rollouts that a worker has sampled for a group, for the next worker of it.
+
+        They are dropped unless the worker holds a lease of the group: they may be late, or
+        invented.
+
+        Raises:
+            RemoteProtocolError: if the message is malformed or cannot have been sampled.
+        """
+        if len(payload) != 1:
+            raise RemoteProtocolError(f"a Partial from {node_id} without its frame")
+        if node_id not in self._groups.leases.group(message.group_id).workers:
+            self._counters.add("partials/late")
+            return []
+        members = decode_members(payload[0])
+        fault = find_partial_fault(members, self._settings, step=self._groups.step)
+        if fault is not None:
+            raise RemoteProtocolError(f"partial rollouts of {node_id}: {fault}")
+        num_tokens = sum(member.num_tokens for member in members)
+        shipped = self._groups.shipped
+        shipped.put(message.group_id, message.attempt, payload[0], num_tokens=num_tokens)
+        return []
+
+    # --- failures --------------------------------------------------------------------------------
+
+    def on_failed(self, node_id: str, message: Failed, *, now: float) -> list[Action]:
+        """End a group that a worker could not finish, or grant it again if other workers can."""
+        group = self._groups.leases.group(message.group_id)
+        if group.is_storing or not self._groups.is_open(message.group_id):
+            return self._ack(node_id, message, "duplicate")
+        if not self._may_end(node_id, message):
+            return self._disown(node_id, message, now)
+        reason, detail = known_reason(message.reason), message.detail
+        if message.is_elsewhere:
+            if message.reason == ENGINE_ERROR:
+                group.fatal.add(message.attempt)
+            if message.reason != ENGINE_ERROR or len(group.fatal) < MAX_FATAL:
+                return self._on_given_back(node_id, message, now)
+            detail += f"; it has ended the engines of {MAX_FATAL} workers"
+        text = f"group {message.group_id} failed on {node_id}: {reason}: {detail}"
+        others = group.others(message.attempt)
+        return [
+            *self._complaints.note(node_id, reason, text, now=now),
+            *self._groups.end(
+                message.group_id,
+                reason,
+                worker_id=node_id,
+                cause=_printable(f"{detail}\n{message.traceback}".strip()),
+            ),
+            *self._count(node_id, is_useful=False, now=now),
+            *self._ack(node_id, message, "refused", reason),
+            *self._cancel(others),
+        ]
+
+    def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
+        """Grant a group again that a worker cannot sample now, though others can."""
+        self._groups.leases.give_back(message.group_id, message.attempt, node_id)
+        self._counters.add("leases_given_back")
+        acks = self._ack(node_id, message, "duplicate")
+        text = f"{node_id} gives group {message.group_id} back: {message.detail}"
+        return [*self._complaints.note(node_id, "given_back", text, now=now), *acks]
+
+    # --- what follows ----------------------------------------------------------------------------
+
+    def _ack(
+        self, node_id: str, message: Deliver | Failed, outcome: str, reason: str = ""
+    ) -> list[Action]:
+        group_id, attempt = message.group_id, message.attempt
+        ack = Ack(group_id=group_id, attempt=attempt, outcome=outcome, reason=reason)
+        return self._routes.to(node_id, ack)
+
+    def _count(self, node_id: str, *, is_useful: bool, now: float) -> list[Action]:
+        texts = self._usefulness.delivered(node_id, is_useful=is_useful, now=now)
+        return [Note("warning", text) for text in texts]
+
+    def _cancel(self, leases: Sequence[LeaseRecord]) -> list[Action]:
+        """Tell the workers that have the other attempts of a group to stop."""
+        actions: list[Action] = []
+        for record in leases:
+            group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id
+            self._counters.add("leases_cancelled")
+            self._counters.add("hedges/tokens_lost", record.num_tokens)
+            end = Cancelled(
+                group=group_id, attempt=attempt, worker=worker_id, tokens=record.num_tokens
+            )
+            actions.append(AppendRecord(end))
+            ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
+            actions += self._routes.to(worker_id, ack)
+        return actions
+
+
+def _printable(text: str) -> str:
+    """Return the end of a peer's text as lines that are harmless on a terminal."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else "?" for char in text[-MAX_CAUSE_LENGTH:]
+    )
