@@ -1,7 +1,8 @@
 """Text and curves of an exact size for a terminal.
 
-Pure functions from numbers to rich `Text` rows; rich has no curves, so they are drawn in braille.
-Values that are not finite are left out, so that a diverged run can still be looked at.
+Pure functions from numbers to rows of rich `Text`. rich has no curves, so they are drawn with
+braille characters. Values that are not finite are left out, so that a diverged run can still be
+drawn.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ Point = tuple[float, float]
 
 _BRAILLE_BASE = 0x2800
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bit of each dot of a braille cell, [row from the top][column]."""
+"""The bit of each dot in a braille character, [row from the top][column]."""
 _LARGEST = 1e100
-"""Sums and differences of what is below are finite."""
+"""Sums and differences of smaller numbers are finite."""
 _ASCII = {"│": "|", "●": "o", "◆": "x", "◂": "<", "·": "-", "…": "~"}
 _ASCII |= dict.fromkeys("█▉▊▋▌▍▎▏", "#") | {chr(_BRAILLE_BASE + i): "*" for i in range(1, 256)}
-"""For each character that we, or rich's bars, draw with: one as wide."""
+"""An ASCII character of the same width for each character that this package and rich's bars use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Single points, drawn as one character each, over the curves."""
+    """Points that are drawn over the curves as one character each."""
 
     points: Sequence[Point]
     style: str
@@ -47,15 +48,15 @@ class Marks:
 
 
 def clean(text: str) -> str:
-    """Return `text` on one line with nothing in it that a terminal would obey.
+    """Return text on one line, with every unprintable character replaced by a space.
 
-    Names and notices come from remote nodes: an escape sequence in one must not reach the terminal.
+    Names and notices come from remote nodes: their escape sequences must not reach the terminal.
     """
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def to_ascii(text: str) -> str:
-    """Return `text` in ASCII and as wide; what has no likeness there becomes question marks."""
+    """Return text in ASCII with the same width; other characters become question marks."""
     return re.sub(
         r"[^\x00-\x7f]", lambda match: _ASCII.get(match[0]) or "?" * cell_len(match[0]), text
     )
@@ -63,12 +64,12 @@ def to_ascii(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class InAscii:
-    """Something to draw on a terminal that shows nothing but ASCII."""
+    """A renderable for a terminal that shows ASCII only."""
 
     content: RenderableType
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw it as everywhere, and replace the characters."""
+        """Render the content, and replace its characters."""
         for segment in console.render(self.content, options):
             yield segment if segment.control else Segment(to_ascii(segment.text), segment.style)
 
@@ -81,7 +82,7 @@ def fit(text: Text, width: int) -> Text:
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the vertical range to show: whole tenths for rates, else a little around the data."""
+    """Return the vertical range to show: whole tenths for rates, else the data with a margin."""
     finite = [v for v in values if abs(v) < _LARGEST]
     if not finite:
         return 0.0, 1.0
@@ -102,13 +103,13 @@ def line_chart(
     x_range: tuple[float, float],
     y_range: tuple[float, float],
 ) -> list[Text]:
-    """Return a chart of exactly `height` rows of `width` cells, axes with labels included.
+    """Return a chart with axes and labels, of exactly `height` rows of `width` cells.
 
     Args:
-        curves: drawn in order, later ones on top.
+        curves: drawn in this order, later curves on top.
         marks: drawn over the curves.
-        width: cells in all; below 12 there is no space for a plot and the rows are blank.
-        height: rows in all, the last of them the horizontal axis.
+        width: cells in all; below 12 the plot has no space and the rows are blank.
+        height: rows in all; the last row is the horizontal axis.
         x_range: values at the left and right edge.
         y_range: values at the bottom and top edge.
     """
@@ -142,7 +143,7 @@ def line_chart(
 
 
 def _place(value: float, bounds: tuple[float, float]) -> float:
-    """Where `value` lies within `bounds`, 0..1, clipped."""
+    """Return the position of a value within bounds, clipped to 0..1."""
     low, high = bounds
     return min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 0.0
 
@@ -150,7 +151,7 @@ def _place(value: float, bounds: tuple[float, float]) -> float:
 def _resample(
     points: Sequence[Point], columns: int, left: float, right: float
 ) -> list[float | None]:
-    """One value per column: the mean of the points in it, interpolated where there is none."""
+    """Return a value per column: the mean of its points, or interpolated; None outside the data."""
     xs = np.array([x for x, _ in points], dtype=np.float64)
     ys = np.array([y for _, y in points], dtype=np.float64)
     width = max(right - left, 1e-9)
@@ -193,7 +194,7 @@ def _draw_curve(
 
 
 def clock(seconds: float) -> str:
-    """Return `seconds` as a clock shows them: 0:07, 12:34, 1:02:03, 2d 03:04."""
+    """Return seconds as clock time: 0:07, 12:34, 1:02:03, 2d 03:04."""
     if not math.isfinite(seconds):
         return "-"
     minutes, secs = divmod(max(round(seconds), 0), 60)

@@ -1,9 +1,9 @@
-"""Live view on a terminal, log lines elsewhere.
+"""The live view on a terminal, and log lines elsewhere.
 
-The learner hands over snapshots and never waits for the terminal: a thread of its own draws the
-newest one, so that a paused terminal (Ctrl-S), a slow connection or one that was cut costs the
-learner nothing. Nothing that goes wrong with the output reaches it either: the view falls silent
-and keeps the reason.
+The learner passes snapshots to the view and never waits for the terminal: another thread draws the
+newest snapshot. So a paused terminal (Ctrl-S) or a slow or lost connection does not delay the
+learner. An error of the output does not reach the learner either: the view stops drawing and keeps
+the reason.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ logger = logging.getLogger(__name__)
 
 
 _STEPS_REMEMBERED = 20
-"""Enough to even out single slow steps, few enough to follow a change of the number of workers."""
+"""Enough to ignore single slow steps, few enough to follow a change in the number of workers."""
 
 
 class RemainingTime:
-    """Follow the steps of a run and estimate its end by their median.
+    """Estimates the remaining time of a run by the median duration of its recent steps.
 
-    So a time without workers, which is not expected again, counts as one step. Only steps seen by
-    this object count, without the first of its process: workers join before it.
+    With the median, a period without workers counts as a single slow step. Only steps that this
+    object has observed count, without the first step of the process, which includes the joining of
+    workers.
     """
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_STEPS_REMEMBERED + 1)
 
     def observe(self, snapshot: Snapshot) -> None:
-        """Note the instant at which a new step was first seen."""
+        """Record the time of a new step."""
         if self._seen and snapshot.step < self._seen[-1][0]:
             self._seen.clear()
         if snapshot.step > (self._seen[-1][0] if self._seen else snapshot.resumed_at):
@@ -66,21 +67,21 @@ class RemainingTime:
 # --- plain log ------------------------------------------------------------------------------------
 #
 # At most one line per step and one per interval; the first and last step, evaluations and notices
-# always show. A learner that waits says so, less and less often while nothing changes.
+# always have a line. A waiting learner is reported at growing intervals.
 
 
 _STEP_LINE_S = 5.0
-"""Seconds between two lines of steps, at least."""
+"""Least seconds between two lines about steps."""
 _MAX_NOTICES_PER_UPDATE = 5
 _WAIT_GROWTH = 2
 _MAX_WAIT_INTERVAL_S = 300.0
 
 
 class PlainLog:
-    """Write the lines that `lines_for` finds worth writing to a console."""
+    """Writes the lines that `lines_for` returns to a console."""
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
-        """Write to `console` by the clock `now`."""
+        """Write to a console; `now` is the clock, in seconds."""
         self._console = console
         self._now = now
         self._pace = RemainingTime()
@@ -93,11 +94,11 @@ class PlainLog:
         self._notices: Sequence[str] = ()
 
     def paint(self, snapshot: Snapshot) -> None:
-        """Write whatever is new in `snapshot`."""
+        """Write lines for the news in a snapshot."""
         self._write(self.lines_for(snapshot))
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Write what is left to say, the last step in any case."""
+        """Write the remaining lines, in any case one for the last step."""
         lines = self.lines_for(snapshot)
         if self._is_news(snapshot):
             lines.append(self._step_line(snapshot))
@@ -109,7 +110,7 @@ class PlainLog:
         self._pace.observe(snapshot)
         stamp = f"[{clock(snapshot.elapsed_s)}]"
         lines = [f"{stamp} {line}" for line in self._new_notices(snapshot.notices)]
-        if self._evals is None:  # what was evaluated before a resume is no news
+        if self._evals is None:  # evaluations before a resume are old
             earlier = snapshot.eval_history if snapshot.resumed_at else ()
             self._evals = {point for point in earlier if point[0] <= snapshot.resumed_at}
         for point in snapshot.eval_history:
@@ -141,11 +142,11 @@ class PlainLog:
         return lines
 
     def _is_news(self, snapshot: Snapshot) -> bool:
-        """Return whether a step's row was written that no line has shown yet."""
+        """Return whether the newest step has metrics and no line yet."""
         return snapshot.last_step is not None and snapshot.last_step.step != self._step_shown
 
     def _step_line(self, snapshot: Snapshot) -> str:
-        """Return a line with the newest step's own row, then with the state of the run."""
+        """Return a line with the metrics of the newest step, then the state of the run."""
         last = snapshot.last_step
         assert last is not None
         self._step_shown = last.step
@@ -159,7 +160,7 @@ class PlainLog:
         return f"{'  '.join(parts)}  | {'  '.join(self._run_parts(snapshot))}"
 
     def _run_parts(self, snapshot: Snapshot) -> list[str]:
-        """Return what is of the run, not of one step."""
+        """Return the parts of a line that describe the run."""
         parts = []
         workers = [node for node in snapshot.nodes if node.role == "worker"]
         num_lost = sum(node.state.startswith("lost") for node in workers)
@@ -181,9 +182,9 @@ class PlainLog:
         return parts
 
     def _new_notices(self, notices: Sequence[str]) -> list[str]:
-        """The notices that were not in the last snapshot; only the newest few of a flood."""
+        """Return the notices that were not in the last snapshot; of many only the newest."""
         known, self._notices = list(self._notices), notices
-        # The window slides: what is known is the longest end of the old that starts the new one.
+        # The window slides: known are the longest end of the old window that begins the new window.
         num_known = min(len(known), len(notices))
         while num_known and known[-num_known:] != list(notices[:num_known]):
             num_known -= 1
@@ -194,7 +195,7 @@ class PlainLog:
         return [f"({num_hidden} earlier notices not shown)", *new[num_hidden:]]
 
     def _write(self, lines: Sequence[str]) -> None:
-        """Write each line whole; what the console's encoding lacks becomes a question mark."""
+        """Write each line unwrapped; what the console cannot encode becomes question marks."""
         encoding = self._console.encoding
         for line in lines:
             encodable = line.encode(encoding, "replace").decode(encoding)
@@ -207,18 +208,18 @@ class PlainLog:
 
 
 REDRAW_S = 0.25
-"""Seconds between two states of the screen, at least."""
+"""Least seconds between two drawings of the screen."""
 _CLOSE_TIMEOUT_S = 2.0
-"""How long a terminal that takes no output may hold up the end of the run."""
+"""Seconds that a blocked terminal may delay the end of the run."""
 
 OUTPUT_ERRORS = (OSError, ValueError, ConsoleError, LiveError, SystemExit)
-"""Errors that writing to a terminal can raise: gone (EIO), not ready, closed, not encodable.
+"""Errors of writing to a terminal that is gone (EIO), not ready, closed or of another encoding.
 
 rich reports a pipe without a reader as SystemExit."""
 
 
 class _Frame:
-    """A snapshot that takes the size of the terminal at the moment it is drawn."""
+    """A snapshot that is laid out when it is drawn, for the terminal's size at that time."""
 
     def __init__(self, snapshot: Snapshot, eta_s: float | None) -> None:
         self._snapshot = snapshot
@@ -226,14 +227,14 @@ class _Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw for the console's present size and encoding."""
-        # The last row stays free: a line end written there would scroll the first one away.
+        # The last row stays free: a line end there would scroll the first row away.
         height = console.size.height - 1
         view = render_live(self._snapshot, options.max_width, height=height, eta_s=self._eta_s)
         yield InAscii(view) if options.ascii_only else view
 
 
 class _ScreenPainter:
-    """Draw on the terminal's alternate screen, which a resize cannot smear."""
+    """Draws on the terminal's alternate screen, where a resize leaves no remains."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -241,7 +242,7 @@ class _ScreenPainter:
         self._live: Live | None = None
 
     def paint(self, snapshot: Snapshot) -> None:
-        """Draw `snapshot` over the one before."""
+        """Draw a snapshot over the previous one."""
         self._pace.observe(snapshot)
         frame = _Frame(snapshot, self._pace.eta_s(snapshot))
         if self._live is None:
@@ -258,16 +259,16 @@ class _ScreenPainter:
             self._live.update(frame, refresh=True)
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Leave the alternate screen and print the last frame where the user will look."""
+        """Leave the alternate screen and print the last frame on the normal screen."""
         if self._live is not None:
             self._live.stop()
         self._console.print(_Frame(snapshot, self._pace.eta_s(snapshot)))
 
 
 class LiveView:
-    """Show the newest snapshot on a console, at most once in `REDRAW_S`.
+    """Shows the newest snapshot on a console, at most once in `REDRAW_S`.
 
-    Use as a context manager or call `close`. No method raises because of the terminal: resized,
+    Use it as a context manager or call `close`. No method raises if the terminal is resized,
     paused, gone, or of an encoding without block characters.
     """
 
@@ -275,13 +276,14 @@ class LiveView:
         """Start the drawing thread; nothing is shown before the first update.
 
         Args:
-            console: where to draw.
-            mode: "auto" draws on a terminal and logs lines elsewhere; "on" and "off" insist.
+            console: the console to draw on.
+            mode: "auto" draws on a terminal and logs lines elsewhere; "on" always draws, "off"
+                never.
         """
         can_draw = console.is_terminal and not console.is_dumb_terminal
         is_drawn = mode == "on" or (mode == "auto" and can_draw)
         self.failure: str | None = None
-        """Why the view fell silent; None while it works."""
+        """Why the view stopped drawing; None while it works."""
         self._painter = _ScreenPainter(console) if is_drawn else PlainLog(console)
         self._newest: Snapshot | None = None
         self._has_news = threading.Event()
@@ -290,12 +292,12 @@ class LiveView:
         self._thread.start()
 
     def update(self, snapshot: Snapshot) -> None:
-        """Hand over the newest state; returns at once."""
+        """Set the snapshot to draw next; returns at once."""
         self._newest = snapshot
         self._has_news.set()
 
     def close(self) -> None:
-        """Show the last state and give the terminal back; bounded, and harmless when repeated."""
+        """Show the last snapshot and restore the terminal; bounded in time, and may be repeated."""
         self._is_closing.set()
         self._has_news.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -307,7 +309,7 @@ class LiveView:
         self.close()
 
     def _run(self) -> None:
-        """Draw until closed, in the drawing thread."""
+        """Draw until `close`; runs in the drawing thread."""
         while not self._is_closing.is_set():
             self._has_news.wait()
             self._has_news.clear()
@@ -315,14 +317,14 @@ class LiveView:
                 with self._surviving():
                     self._painter.paint(self._newest)
             self._is_closing.wait(REDRAW_S)
-        # Also after a failure: whatever can still be restored of the terminal is.
+        # After a failure too, to restore the terminal as far as possible.
         if self._newest is not None:
             with self._surviving():
                 self._painter.finish(self._newest)
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Note a failure of the body's output; the run goes on."""
+        """Record an error of the output in the body, and suppress it."""
         try:
             yield
         except OUTPUT_ERRORS as error:

@@ -32,7 +32,7 @@ def new_figure(size: tuple[float, float], *, dpi: int, extra: str, wanted_by: st
         ConfigError: if matplotlib is not installed.
     """
     import_extra("matplotlib", extra=extra, wanted_by=wanted_by)
-    # Without pyplot: no global state and no display, whatever the user's backend is.
+    # Without pyplot there is no global state, and the user's backend needs no display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -42,7 +42,7 @@ def new_figure(size: tuple[float, float], *, dpi: int, extra: str, wanted_by: st
 
 
 def tidy(axes: Axes, *, lines: Literal["both", "y"] = "both") -> None:
-    """Leave out what says nothing, and put a faint grid behind the rest."""
+    """Remove the top and right edge, and add a faint grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=lines, color=FAINT, alpha=0.4, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -65,15 +65,15 @@ def save_figure(figure: Figure, out_png: Path) -> Path:
 _REWARD, _SAMPLED, _GREEDY = "#4c72b0", "#2a9d5c", "#b5479b"
 _INK = "#333333"
 _SMOOTHED_STEPS = 5
-"""Steps in the running mean of the reward: of a batch's noise it leaves less than half."""
+"""Steps in the running mean of the reward; the mean has less than half the noise of one batch."""
 
 
 def learning_curve(run_dir: Path, out_png: Path) -> Path:
-    """Plot a run's mean rewards by step, trained and held-out, and its staleness, as a PNG.
+    """Plot a run's mean rewards by step, in training and held-out, and its staleness, as a PNG.
 
     Raises:
         ConfigError: if matplotlib is not installed.
-        DataError: if the run has no metrics, or none of steps.
+        DataError: if the run has no metrics, or made no step yet.
         StorageError: if metrics are damaged or the PNG cannot be written.
     """
     history = read_metrics(run_dir)
@@ -90,7 +90,7 @@ def learning_curve(run_dir: Path, out_png: Path) -> Path:
 
 
 def _draw_curves(axes: Axes, history: MetricsHistory) -> None:
-    """Draw the mean rewards of the steps and of held-out prompts, which are one quantity."""
+    """Draw the mean rewards of steps and of held-out prompts on the same axis."""
     # A reward that was not finite was written as null.
     rows = [row for row in history.train if row["reward/mean"] is not None]
     steps, rewards = [row["step"] for row in rows], [row["reward/mean"] for row in rows]
@@ -144,18 +144,18 @@ def _draw_staleness(axes: Axes, tokens: Mapping[int, int], max_staleness: int | 
             fontsize=8,
             color="#c44e52",
         )
-    axes.set_xlim(-0.6, max(max_staleness or 0, *tokens) + 1.1)  # room for the bound's name
+    axes.set_xlim(-0.6, max(max_staleness or 0, *tokens) + 1.1)  # space for the bound's name
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and those shortly before it."""
+    """Return the running mean of the values."""
     windows = [values[max(i - _SMOOTHED_STEPS + 1, 0) : i + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
 def _bound(run_dir: Path) -> int | None:
-    """The staleness bound of the run; None where its configuration is gone."""
+    """Return the staleness bound of the run; None if its configuration is missing."""
     try:
         bound = read_config(run_dir).get("sync", {}).get("max_staleness")
     except DataError:
@@ -172,7 +172,7 @@ _FRONT, _CHOSEN = "#4c72b0", "#b5479b"
 def cost_plot(
     front: Mapping[str, Forecast], chosen: Forecast, out_png: Path, *, title: str
 ) -> Path:
-    """Plot the Pareto front of cost against idle share, and what each token then costs, as a PNG.
+    """Plot the Pareto front of cost against idle share, per hour and per token, as a PNG.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -194,7 +194,7 @@ def cost_plot(
 
 
 def _draw(axes: Axes, fleets: Sequence[Forecast], costs: Sequence[float], label: str) -> None:
-    """Draw a cost of all fleets, and of the plan, the last, against their share of waiting."""
+    """Draw a cost of each fleet against its idle share; the last fleet is the plan."""
     from matplotlib.ticker import PercentFormatter
 
     idle = [fleet.prediction.idle_share for fleet in fleets]
@@ -204,7 +204,7 @@ def _draw(axes: Axes, fleets: Sequence[Forecast], costs: Sequence[float], label:
     axes.scatter(*chosen, color=_CHOSEN, marker="D", s=70, zorder=3, label="the plan")
     axes.set_xlabel("share of the time in which the learner waits")
     axes.set_ylabel(label)
-    # Room for the label of the last point.
+    # Space for the label of the last point.
     axes.set_xlim(-0.015, max(0.1, 1.2 * max(idle)))
     axes.set_ylim(0, 1.1 * max(costs))
     axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
@@ -217,25 +217,25 @@ def _draw(axes: Axes, fleets: Sequence[Forecast], costs: Sequence[float], label:
 _BUSY, _IDLE = "#4c72b0", "#dd8452"
 _KINDS = {"weights": "#4c72b0", "rollouts": "#55a868", "control": "#bbbbbb"}
 MAX_LINKS = 12
-"""Links that are drawn, those with the most bytes."""
+"""Number of links that are drawn: the ones with the most bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPoint:
-    """One optimizer step."""
+    """An optimizer step of a simulated run."""
 
     begins_s: float
-    """When its training began."""
+    """Time at which its training began."""
     ends_s: float
     waited_s: float
     staleness: Mapping[int, float]
     """Trained tokens by staleness."""
     cost: float
-    """$ spent so far."""
+    """Total $ spent at its end."""
     cost_per_h: float
-    """$ per hour for machines and traffic, recently."""
+    """Recent $ per hour for machines and traffic."""
     standby_per_h: float
-    """The part of it for workers on standby."""
+    """The part of `cost_per_h` for workers on standby."""
 
 
 def simulation_plot(
@@ -246,7 +246,7 @@ def simulation_plot(
     title: str,
     waits: str,
 ) -> Path:
-    """Plot a run as a PNG.
+    """Plot a simulated run as a PNG.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -265,7 +265,7 @@ def simulation_plot(
 
 
 def _cost(axes: Axes, steps: Sequence[StepPoint]) -> None:
-    """Draw what was spent, and beside it what machines cost per hour and on standby."""
+    """Draw the total cost, and the cost per hour with its part for standby."""
     hours = [step.ends_s / 3600 for step in steps]
     axes.plot(hours, [step.cost for step in steps], color=_BUSY, label="$ spent")
     axes.set_xlabel("hours")
@@ -281,7 +281,7 @@ def _cost(axes: Axes, steps: Sequence[StepPoint]) -> None:
 
 
 def _timeline(axes: Axes, steps: Sequence[StepPoint], waits: str) -> None:
-    """Draw when the learner trains and when it waits, one bar per step."""
+    """Draw the learner's times of training and of waiting, one bar per step."""
     hours = 3600.0
     busy = [(s.begins_s / hours, (s.ends_s - s.begins_s) / hours) for s in steps]
     idle = [((s.begins_s - s.waited_s) / hours, s.waited_s / hours) for s in steps]
@@ -294,7 +294,7 @@ def _timeline(axes: Axes, steps: Sequence[StepPoint], waits: str) -> None:
 
 
 def _staleness(axes: Axes, steps: Sequence[StepPoint]) -> None:
-    """Draw the shares of the tokens of each step by staleness, one upon the other."""
+    """Draw the shares of each step's tokens by staleness as a stack."""
     lags = sorted({lag for step in steps for lag in step.staleness})
     numbers = range(1, len(steps) + 1)
     shares = [
@@ -332,7 +332,7 @@ def sweep_plot(
     key: str,
     title: str,
 ) -> Path:
-    """Plot what a parameter does: one panel per figure, a point per seed, a line through the means.
+    """Plot figures by a parameter's value: a panel per figure, a point per seed, and the means.
 
     Raises:
         ConfigError: if matplotlib is not installed.

@@ -1,8 +1,7 @@
-"""The rows that show a snapshot, and how they share a screen.
+"""The rows that show a snapshot, and their layout on a screen.
 
-Every function returns rows for rich no wider than asked for; `render_live` decides which of them,
-and how many rows of each, a terminal has room for. Text from other nodes is cleaned before it is
-shown.
+Every function returns rows for rich of at most the given width. `render_live` decides which parts,
+and how many rows of each, fit into a terminal. Text from other nodes is cleaned before it is shown.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from echo.core.units import format_bytes
 from echo.ui.drawing import Curve, Marks, clean, clock, fit, line_chart, short_count, value_range
 
 _MIN_SIDE_BY_SIDE = 56
-"""Below this width a curve and a histogram beside each other are both unreadable."""
+"""Least width for a curve and a histogram beside each other."""
 _MAX_CHART_ROWS = 14
 _MAX_NOTICES = 6
 
 _LABEL_WIDTH = 9
 _WRAPPER = Console(file=io.StringIO())
-"""Width that rich needs for wrapping; nothing is printed on it."""
+"""A console that rich needs for wrapping; nothing is printed on it."""
 _ROLE_ORDER = {"learner": 0, "relay": 1, "worker": 2}
 _STATE_STYLES = {"lost": "bold red", "waiting": "yellow", "refused": "bold red"}
 _NUMBER_COLUMNS = frozenset({"stale", "tok/s", "bytes/s", "mismatch", "reward", "leases", "seen"})
 _DISPENSABLE_COLUMNS = (
     "seen", "parent", "leases", "role", "reward", "bytes/s", "mismatch", "tok/s", "stale",
 )  # fmt: skip
-"""Left out where the width does not suffice, in this order."""
+"""Columns that are left out in this order until the others fit."""
 _MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
-"""Width to which these columns are cut while others lack space."""
+"""Widths to which these columns are cut while the table is too wide."""
 
 
 def header(snapshot: Snapshot, width: int, *, eta_s: float | None) -> list[RenderableType]:
-    """Return two rows: run name, step and times; then the bar of steps done."""
+    """Return two rows: run name, step and times; then a bar of the completed steps."""
     name = Text.assemble(("echo ", "bold cyan"), (clean(snapshot.run_name), "bold"))
     right = Text(f"step {snapshot.step}/{snapshot.max_steps}", "bold")
     for part in (
@@ -61,9 +60,9 @@ def header(snapshot: Snapshot, width: int, *, eta_s: float | None) -> list[Rende
 
 
 def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
-    """Return `height` rows: the newest numbers, then the curves against the step.
+    """Return `height` rows: the newest numbers, then reward curves by step.
 
-    Below 4 rows there is no space for a curve, and the numbers are all.
+    Below 4 rows there is no space for curves.
     """
     rewards = snapshot.reward_history
     sampled_glyph, greedy_glyph = "●", "◆"
@@ -83,7 +82,7 @@ def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
             (" greedy", "magenta"),
             (f" at step {step}", "dim"),
         )
-        # The longest of these that fits: everything, less and less, the bare numbers.
+        # The longest of these titles that fits, from everything down to the bare numbers.
         short = ("   held-out", "bold")
         for wanted in (
             parts,
@@ -128,8 +127,8 @@ def staleness_bins(
     """Group trained tokens by staleness into at most `max_bins` bins.
 
     Returns:
-        (label, tokens, whether it holds the bound S) per bin, from staleness 0 up to S, and beyond
-        S only if tokens lie there, which the learner never lets happen.
+        (label, tokens, whether the bin has the bound S) per bin, from staleness 0 to S. A bin
+        beyond S is added only if it has tokens, which the learner prevents.
     """
     beyond = sum(count for staleness, count in tokens.items() if staleness > max_staleness)
     room = max(max_bins - (beyond > 0), 1)
@@ -172,10 +171,10 @@ def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
 
 
 def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[RenderableType]:
-    """Return 2 + `num_wait_rows` rows: flow, weights, and what the learner waits for.
+    """Return 2 + `num_wait_rows` rows: groups, weights, and the reason why the learner waits.
 
-    A row more once a step was timed. Where anything has a price, a row or two more: what it costs,
-    and who was put on standby last.
+    After the first timed step there is another row, for the learner's speed. If anything has a
+    price, one or two rows more have the costs and the last change of active workers.
     """
     flow = [
         f"{snapshot.num_buffered} buffered, {snapshot.groups_per_step} needed",
@@ -200,7 +199,7 @@ def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[Render
 
 
 def speed_row(speed: SpeedView) -> Text:
-    """Return a row with how fast the learner trains, and what takes its time."""
+    """Return a row with the learner's speed and the seconds of its parts."""
     parts = [f"{short_count(speed.tokens_per_s)} tokens/s"]
     if speed.mfu is not None:
         parts.append(f"{speed.mfu:.0%} MFU")
@@ -210,7 +209,7 @@ def speed_row(speed: SpeedView) -> Text:
 
 
 def cost_rows(cost: CostView, width: int) -> list[Text]:
-    """Return a row with what the run costs, and one with the last change of who generates."""
+    """Return a row with the costs of the run, and a row with the last change of active workers."""
     parts = [f"${cost.per_h:.2f}/h"]
     total = f"${cost.total:.2f} so far"
     if cost.budget_per_run is not None:
@@ -225,7 +224,7 @@ def cost_rows(cost: CostView, width: int) -> list[Text]:
     ):
         if amount:
             parts.append(f"${amount:.2f}/h {what}")
-    # The first ones that fit: what it costs goes before where it goes to.
+    # As many parts as fit, the total before its components.
     while len(parts) > 1 and len("   ".join(parts)) > width - _LABEL_WIDTH:
         parts.pop()
     rows = [_labelled("cost", "   ".join(parts))]
@@ -235,10 +234,10 @@ def cost_rows(cost: CostView, width: int) -> list[Text]:
 
 
 def node_table(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]:
-    """Return at most `height` rows: a heading and a row per node, the rest summed up in the last.
+    """Return at most `height` rows: a heading, a row per node, and a sum of the hidden nodes.
 
-    Columns that do not fit are left out, the least telling first. Where there is no space for all
-    nodes, those in trouble and those that are not workers are shown first.
+    Columns that do not fit are left out, the least important first. If not all nodes fit, nodes in
+    trouble and nodes that are no workers have priority.
     """
     if not nodes or height < min(len(nodes) + 1, 3):
         return []
@@ -265,7 +264,7 @@ def node_table(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]
 
 
 def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
-    """Return a row with the groups refused or dropped by reason, most first, if there are any."""
+    """Return a row with the refused or dropped groups by reason, most frequent first; or none."""
     counts = sorted(((n, reason) for reason, n in refused.items() if n), reverse=True)
     if not counts:
         return []
@@ -274,10 +273,10 @@ def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
 
 
 def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
-    """Return each notice, the oldest first, as the rows that it needs.
+    """Return the rows of each notice, the oldest first.
 
-    Nothing is cut: a notice may be a command or a path for the reader to copy. For the same reason
-    the rows after the first are not indented.
+    Notices are never cut, since the reader may copy a command or a path from them. For the same
+    reason the rows after the first are not indented.
     """
     found = []
     for line in lines:
@@ -288,12 +287,12 @@ def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
 
 
 def idle_shares(snapshot: Snapshot) -> str:
-    """Return how much the learner waits, recently and since it started."""
+    """Return the learner's share of waiting, recently and since its start."""
     return f"{snapshot.recent_idle_ratio:.0%} recently, {snapshot.idle_ratio:.0%} in all"
 
 
 def _row(*parts: RenderableType) -> Table:
-    """All of `parts` on one line, which it ends: a bar of rich does not."""
+    """Return one row with all parts. It ends the line, which a bar of rich does not."""
     row = Table.grid()
     for _ in parts:
         row.add_column(no_wrap=True)
@@ -306,7 +305,7 @@ def _progress(done: float, total: float, width: int) -> ProgressBar:
 
 
 def _percent(share: float) -> str:
-    """A share in five characters; what exists never shows as zero."""
+    """Return a share in five characters; a positive share is never shown as zero."""
     if 0 < share < 0.001:
         return "<0.1%"
     return f"{share:5.1%}" if share < 0.9995 else " 100%"
@@ -332,9 +331,9 @@ def _waiting(snapshot: Snapshot, width: int, num_rows: int) -> list[Text]:
 
 
 def _node_order(node: NodeView) -> tuple[int, list[tuple[int, str]]]:
-    """By role, then by name with numbers in it counted: w2 before w10."""
+    """Return a sort key: by role, then by name with numbers in numeric order (w2 before w10)."""
     parts = re.findall(r"[0-9]+|[^0-9]+", node.node_id)
-    # The length of a run of digits goes first; leading zeros then sort as text, which will do.
+    # Numbers sort by their length first; leading zeros are not worth handling.
     return _ROLE_ORDER.get(node.role, 3), [(len(p) if p[0].isdigit() else 0, p) for p in parts]
 
 
@@ -349,7 +348,7 @@ def _state_style(node: NodeView) -> str:
 
 @dataclass(slots=True)
 class _Column:
-    """A column of the table of nodes."""
+    """A column of the node table."""
 
     name: str
     cells: list[str]
@@ -358,7 +357,7 @@ class _Column:
 
 
 def _align(cell: str, column: _Column) -> str:
-    """`cell` at exactly the width of `column`: words to the left, numbers to the right."""
+    """Return a cell at the width of its column: words to the left, numbers to the right."""
     missing = " " * max(column.width - cell_len(cell), 0)
     text = missing + cell if column.is_number else cell + missing
     return set_cell_size(text, column.width)
@@ -369,7 +368,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Column], str]:
-    """The columns that fit into `width`, and the gap between them."""
+    """Return the columns that fit into `width`, and the gap between them."""
     content: dict[str, list[str]] = {
         "node": [node.node_id for node in nodes],
         "role": [node.role for node in nodes],
@@ -387,7 +386,7 @@ def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Colum
     columns = []
     for name, raw in content.items():
         if name in ("mismatch", "reward") and set(raw) <= {"-"}:
-            continue  # nothing was trained yet
+            continue  # before the first trained group
         cells = [clean(cell) for cell in raw]
         natural = max(map(cell_len, [name, *cells]))
         limit = _MAX_CELL_WIDTHS.get(name, natural)
@@ -398,7 +397,7 @@ def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Colum
         if sum(column.width for column in columns) + len(gap) * (len(columns) - 1) <= width:
             break
         gap = " "
-    # The remaining width goes to the columns that were cut, the state before the names.
+    # The remaining width goes to the cut columns, the state before the names.
     spare = width - sum(column.width for column in columns) - len(gap) * (len(columns) - 1)
     for name in ("state", "node", "parent"):
         for column in columns:
@@ -419,7 +418,7 @@ def render_live(
     height: int | None = None,
     eta_s: float | None = None,
 ) -> Group:
-    """Draw `snapshot` as rows of text that fill `width` and fit into `height`."""
+    """Return a snapshot as rows of text that fill `width` and fit into `height`."""
     width = max(width, 1)
     rows_left = height if height is not None else 2 + _MAX_CHART_ROWS + len(snapshot.nodes) + 20
     title = header(snapshot, width, eta_s=eta_s)
@@ -428,7 +427,7 @@ def render_live(
     refused = refusals(snapshot.refused, width)
     told = notices(snapshot.notices[-_MAX_NOTICES:], width)
     rows_of_newest, rows_of_notices = len(told[-1]) if told else 0, sum(map(len, told))
-    # Height of each part, the most important first; then air between the parts; then larger parts.
+    # Least and most rows of each part, most important first; gaps come before larger parts.
     rows_left -= len(title) + len(state)
     num_nodes = len(snapshot.nodes)
     wanted = {
@@ -447,7 +446,7 @@ def render_live(
 
 
 def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
-    """Return the rows of the newest notices that fit as a whole, and of the newest in any case."""
+    """Return the rows of the newest notices that fit completely; the newest one may be cut."""
     rows: list[Text] = []
     for notice in reversed(notices):
         if rows and len(rows) + len(notice) > num_rows:
@@ -457,11 +456,11 @@ def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
 
 
 def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str, int]:
-    """Grant each part its least rows while there are any, then the growing ones their most.
+    """Give each part its least rows in order, then some parts their most rows.
 
     Args:
-        wanted: (least, most) rows per part, the most telling part first.
-        num_rows: rows to share out.
+        wanted: (least, most) rows per part, the most important part first.
+        num_rows: rows to distribute.
     """
     granted = dict.fromkeys(wanted, 0)
     for name, limit in [
@@ -475,7 +474,7 @@ def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str
 
 
 def _charts(snapshot: Snapshot, width: int, height: int) -> list[RenderableType]:
-    """The reward curve, and beside it the histogram of staleness where both have room."""
+    """Return the reward curve, with the staleness histogram beside it if the width allows."""
     if width < _MIN_SIDE_BY_SIDE or height < 4:
         return [*reward_chart(snapshot, width, height)]
     right_width = min(max(width * 3 // 10, 21), 44)
@@ -491,7 +490,7 @@ def _charts(snapshot: Snapshot, width: int, height: int) -> list[RenderableType]
 
 
 def _join(blocks: Iterable[Sequence[RenderableType]], num_gaps: int) -> list[RenderableType]:
-    """All rows of `blocks` with a blank row before each block but the first, `num_gaps` at most."""
+    """Return the rows of all blocks, with blank rows between blocks, at most `num_gaps`."""
     rows: list[RenderableType] = []
     for block in blocks:
         if block and rows and num_gaps > 0:

@@ -1,12 +1,12 @@
-"""Metric sinks: metrics.jsonl always, TensorBoard and wandb where configured.
+"""Metric sinks: metrics.jsonl, and TensorBoard and wandb if configured.
 
-metrics.jsonl has every number, and a run ends that cannot write it. The others are for convenience:
-one that is not installed is refused at the start, and one that fails is left out with a warning.
-Each of them has a thread, in which its library may wait for a network as long as it likes: a run
-starts, trains and ends without it.
+metrics.jsonl has every number, and a run that cannot write it ends. TensorBoard and wandb are
+conveniences, called mirrors below. A configured mirror that is not installed is refused at the
+start; a mirror that fails later is dropped with a warning. Each mirror has its own thread, so a run
+starts, trains and ends without waiting for its network.
 
-metrics.jsonl is only ever appended to. A resumed learner makes some steps again: their rows follow
-those of the abandoned ones under a higher `lineage`, and readers let the later ones count
+Rows are only appended to metrics.jsonl. A resumed learner repeats some steps: the new rows follow
+the abandoned ones and have a higher `lineage`, and readers use the new rows
 (`echo.records.run_files`).
 """
 
@@ -36,10 +36,10 @@ Metric = float | Mapping[str, float]
 
 
 class _Mirror(Protocol):
-    """A further place that metrics are shown at; its library may raise anything."""
+    """A further sink of metrics, whose library may raise any error."""
 
     remedy: str
-    """Reaction to a failure."""
+    """The remedy for a failure."""
 
     def start(self) -> None:
         """Open it."""
@@ -48,17 +48,17 @@ class _Mirror(Protocol):
         """Add the metrics of one row."""
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write buffered rows."""
 
 
 MAX_ROWS_BEHIND = 1000
-"""Rows that wait for a mirror; rows that come while the queue is full are left out."""
+"""Length of a mirror's queue; rows that do not fit are left out."""
 CLOSE_S = 15.0
-"""Seconds that a mirror has at the end of a run for what it has not written yet."""
+"""Seconds that a mirror has at the end of a run to write its queue."""
 
 
 class _Feed:
-    """Feeds a mirror from a thread of its own; one that fails is told once, and left out."""
+    """Feeds a mirror from its own thread; after a failure it warns once and drops the mirror."""
 
     def __init__(self, name: str, mirror: _Mirror, path: Path) -> None:
         self._name, self._mirror, self._path = name, mirror, path
@@ -72,7 +72,7 @@ class _Feed:
         self._thread.start()
 
     def put(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Hand over a row; returns at once."""
+        """Queue a row; returns at once."""
         if self._has_failed:
             return
         try:
@@ -83,7 +83,7 @@ class _Feed:
             self._is_behind = True
 
     def close(self) -> None:
-        """Let it write what is left; bounded."""
+        """Write the rest of the queue and close the mirror; bounded in time."""
         give_up_at = time.monotonic() + CLOSE_S
         try:
             self._rows.put(None, timeout=CLOSE_S)
@@ -99,7 +99,7 @@ class _Feed:
             while (row := self._rows.get()) is not None:
                 self._mirror.write(*row)
             self._mirror.close()
-        except Exception as error:  # noqa: BLE001 -- a disk, a login, a network: training goes on
+        except Exception as error:  # noqa: BLE001 -- an error of disk, login or network must not stop training
             self._has_failed = True
             why = f"{type(error).__name__}: {one_line(str(error))}"
             self._tell("fails and is left out, training goes on", why)
@@ -110,7 +110,7 @@ class _Feed:
 
 
 def sinks_missing(sinks: Collection[str]) -> list[str]:
-    """Return why sinks cannot be used here, a line for each that is not installed."""
+    """Return a line with the remedy for each configured sink that is not installed."""
     problems = []
     for name in _MODULES:
         if name in sinks:
@@ -122,7 +122,7 @@ def sinks_missing(sinks: Collection[str]) -> list[str]:
 
 
 class MetricsWriter:
-    """Append rows to metrics.jsonl of a run and mirror them elsewhere as configured."""
+    """Appends rows to metrics.jsonl of a run and sends them to the configured mirrors."""
 
     def __init__(
         self,
@@ -135,17 +135,17 @@ class MetricsWriter:
         """Open the file, repair its end if a crash tore it, and start the mirrors.
 
         Args:
-            run_dir: directory of the run, made if missing; its name names the run in wandb.
+            run_dir: directory of the run, created if missing; wandb gets its name as the run's.
             sinks: "tensorboard" for event files in `run_dir`/tensorboard, "wandb" for Weights &
-                Biases; WANDB_MODE and the like apply.
-            wandb_project: project to log to.
+                Biases, which reads WANDB_MODE and its other variables.
+            wandb_project: the project in wandb.
             config: resolved configuration, shown by wandb.
 
         Raises:
-            ConfigError: if a mirror is wanted that is not installed.
+            ConfigError: if a configured mirror is not installed.
             StorageError: if the file cannot be opened or repaired.
         """
-        # The mirrors first: a refusal must not leave an open file behind.
+        # The mirrors come first, since a refusal must not leave an open file.
         mirrors: dict[str, _Mirror] = {}
         if "tensorboard" in sinks:
             mirrors["tensorboard"] = _TensorBoard(run_dir / "tensorboard")
@@ -166,18 +166,18 @@ class MetricsWriter:
         """Append one row.
 
         Args:
-            step: optimizer step the numbers belong to.
-            metrics: numbers and histograms by name; what is not finite is written as null.
-            at: unix seconds, now if None.
+            step: the optimizer step of the numbers.
+            metrics: numbers and histograms by name; a number that is not finite is written as null.
+            at: Unix seconds; None for the present time.
 
         Raises:
-            StorageError: if the row cannot be written, a full disk for instance.
+            StorageError: if the row cannot be written, for example on a full disk.
         """
         at = time.time() if at is None else at
         numbers = {name: _plain(value) for name, value in metrics.items()}
         row = msgspec.json.encode({"step": step, "time": at, **numbers}) + b"\n"
         try:
-            # Unbuffered and in one piece: a reader sees whole rows, a crash tears the last at most.
+            # One unbuffered write: readers see whole rows, and a crash can tear only the last row.
             written = self._file.write(row)
         except OSError as error:
             raise StorageError(
@@ -190,7 +190,7 @@ class MetricsWriter:
             feed.put(step, flat, at)
 
     def close(self) -> None:
-        """Close the file and the mirrors; bounded."""
+        """Close the file and the mirrors; bounded in time."""
         self._file.close()
         for feed in self._feeds:
             feed.close()
@@ -203,7 +203,7 @@ class MetricsWriter:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut off a last line without its line end, which a crash in mid-write leaves behind."""
+    """Remove a last line without line end, which a crash during a write leaves."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -223,14 +223,14 @@ def drop_torn_line(path: Path) -> None:
 
 
 def _plain(value: Metric) -> float | dict[str, float]:
-    """Numbers of any library as Python's own; the counts among them stay whole."""
+    """Return numbers of any library as Python's; integers stay integers."""
     if isinstance(value, Mapping):
         return {str(name): _number(count) for name, count in value.items()}
     return value if type(value) is int else float(value)
 
 
 def _number(value: float) -> float:
-    """A whole number stays whole: token counts read better without a point."""
+    """Return a number, as an integer if it is whole: token counts are easier to read so."""
     return int(value) if math.isfinite(value) and value == int(value) else float(value)
 
 
@@ -256,7 +256,7 @@ class _TensorBoard:
         self._directory = directory
 
     def start(self) -> None:
-        """Make the directory and its event file."""
+        """Create the directory and its event file."""
         self._writer = self._summary.Writer(str(self._directory))
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
@@ -270,7 +270,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A wandb run; the same run again after a resume."""
+    """Writes to a wandb run, which a resumed run continues."""
 
     remedy = (
         "set WANDB_API_KEY or call `wandb login`, or keep it here with WANDB_MODE=offline, and "
@@ -282,7 +282,7 @@ class _Wandb:
         self._run_dir, self._project, self._config = run_dir, project, config
 
     def start(self) -> None:
-        """Begin the run, or go on with it."""
+        """Begin or continue the run."""
         self._run = self._wandb.init(
             project=self._project,
             name=self._run_dir.name,
@@ -291,21 +291,21 @@ class _Wandb:
             resume="allow",
             config=dict(self._config),
         )
-        # wandb's own step may only grow, a resumed learner goes back: steps are plotted by ours.
+        # wandb's own step may only grow, but a resumed learner goes back, so plots use our step.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Log one row; wandb stamps it with its own clock."""
+        """Log a row; wandb sets its time."""
         del at
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
-        """Finish the run, which uploads what is left."""
+        """Finish the run, which uploads the remaining rows."""
         self._run.finish()
 
 
 def _wandb_id(run_dir: Path) -> str:
-    """The id of the wandb run that belongs to `run_dir`, kept in a file there."""
+    """Return the id of the wandb run for `run_dir`, which a file there keeps."""
     path = run_dir / "wandb_id"
     if not path.exists():
         path.write_text(os.urandom(4).hex(), encoding="ascii")

@@ -1,7 +1,7 @@
-"""Summary of a run from what it left on disk.
+"""Summary of a run, made from its files.
 
-The staleness distribution is added up from the ledger, not taken from the learner's own metrics: it
-is the record of what was really trained on.
+The distribution of staleness is computed from the ledger and not from the learner's metrics: the
+ledger records the groups that were actually trained on.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from echo.ui.screen import staleness_bars, staleness_bins
 
 
 CAUSES = ("staleness", "numerics", "truncation", "tokenisation")
-"""Of the mismatch between sampler and learner, in the order in which they are told."""
+"""Causes of the mismatch between sampler and learner, in the order of the report."""
 
 
 def learning_facts(train: Sequence[MetricsRow], *, num_last: int) -> tuple[tuple[str, str], ...]:
-    """Return (label, text) of what the run has measured; what it has not is left out.
+    """Return (label, text) for each fact that the run has measured.
 
     Args:
         train: rows of optimizer steps, by step.
-        num_last: how many of the last steps stand for "in the end".
+        num_last: the number of last steps that count as "in the end".
     """
     last = train[-num_last:]
     facts = [
@@ -83,7 +83,7 @@ def _off_policy(last: Sequence[MetricsRow]) -> str:
 
 
 def _mismatch(train: Sequence[MetricsRow]) -> str:
-    """Each cause's part of the variance, summed over all measurements."""
+    """Return each cause's share of the variance, summed over all measurements."""
     measured = [row for row in train if row.get("attribution/variance") is not None]
     shared = [row for row in measured if row.get(f"attribution/{CAUSES[0]}") is not None]
     total = sum(row["attribution/variance"] for row in shared)
@@ -114,7 +114,7 @@ def _reference(last: Sequence[MetricsRow]) -> str:
 
 
 def _cost(train: Sequence[MetricsRow]) -> str:
-    """Total cost; a run that was resumed goes on counting."""
+    """Return the total cost, which a resumed run continues."""
     rows = [row for row in train if row.get("cost/total") is not None]
     if not rows:
         return ""
@@ -124,7 +124,7 @@ def _cost(train: Sequence[MetricsRow]) -> str:
 
 
 def _continued(row: MetricsRow) -> str:
-    """Ends of the rollouts that did not end in the call of the engine that began them."""
+    """Return how often rollouts were continued after an interruption, and the tokens lost by it."""
     resumed = row.get("count/partials/resumed")
     age, wasted = row.get("partials/mean_age"), row.get("partials/wasted_ratio")
     if not resumed or age is None or wasted is None:
@@ -137,7 +137,7 @@ def _continued(row: MetricsRow) -> str:
 
 
 def _lengths(train: Sequence[MetricsRow]) -> str:
-    """Whether what is trained on is as long as what is sampled; only where it differs."""
+    """Return the lengths of trained and of sampled rollouts, if the run continued rollouts."""
     rows = [row for row in train if row.get("lengths/bias") is not None]
     if not rows or not rows[-1].get("count/partials/resumed"):
         return ""
@@ -150,16 +150,16 @@ def _lengths(train: Sequence[MetricsRow]) -> str:
 
 
 _REWARD_STEPS = 5
-"""Steps whose mean stands for the reward before and after: one batch alone is too noisy."""
+"""Steps in the mean reward before and after the run, since one batch alone is too noisy."""
 _MAX_BINS = 12
 _BARS_WIDTH = 60
 _UNWRAPPED = 10_000
-"""A width that no line reaches."""
+"""A width beyond every line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A run in numbers and paths."""
+    """The numbers and paths that the summary of a run shows."""
 
     run_dir: Path
     num_steps: int
@@ -167,13 +167,13 @@ class RunSummary:
     max_staleness: int
     publish_period: int | str
     wall_time_s: float
-    """Seconds from the start of each lineage to its last row of metrics, all lineages together."""
+    """Seconds from the start of each lineage to its last row of metrics, summed over lineages."""
     num_lineages: int
-    """1, and 1 more for each resume."""
+    """1 plus the number of resumes."""
     num_reward_steps: int
-    """Steps averaged for each of the two rewards."""
+    """Steps in the mean of each of the two rewards."""
     reward_before: float | None
-    """Mean reward of the first steps; None if there was no finite one."""
+    """Mean reward of the first steps; None without a finite reward."""
     reward_after: float | None
     """Mean reward of the last steps."""
     eval_before: Evaluation | None
@@ -189,9 +189,9 @@ class RunSummary:
     broadcast_bytes: float
     """Weight bytes that the learner sent."""
     learning: tuple[tuple[str, str], ...]
-    """How it learned: label, text; only what was measured."""
+    """Measured facts about learning: label, text."""
     paths: dict[str, Path]
-    """Where to find what: label, path; only what exists."""
+    """Existing files by label."""
     commands: tuple[str, ...]
     """Suggestions for the next run."""
 
@@ -208,14 +208,14 @@ class RunSummary:
 
 
 def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSummary:
-    """Read the ledger, metrics.jsonl and config.json of a run and sum them up.
+    """Return the summary of a run from its ledger, metrics.jsonl and config.json.
 
     Args:
         run_dir: directory of the run.
-        commands: what to try next; three that follow from the configuration if None.
+        commands: suggestions for the next run; None for three that follow from the configuration.
 
     Raises:
-        DataError: if a file is missing or no step has been made.
+        DataError: if a file is missing, or the run made no step yet.
         StorageError: if a file is damaged; a torn last line is not damage.
     """
     config = read_config(run_dir)
@@ -255,7 +255,7 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
 
 
 def render_summary(summary: RunSummary) -> Group:
-    """Draw `summary` for a console of 60 columns or more."""
+    """Return a summary for a console of 60 columns or more."""
     title = Text.assemble(
         ("echo ", "bold cyan"),
         (summary.run_dir.resolve().name, "bold"),
@@ -269,7 +269,7 @@ def render_summary(summary: RunSummary) -> Group:
     parts += [*_staleness_rows(summary), Text(), _facts(summary)]
     if summary.commands:
         parts += [Text(), Text("Try next", "bold")]
-        # Flush left: an indent would end up within a command of several lines when it is copied.
+        # Without indent, which a copied command of several lines would include.
         parts += [Text(command, "cyan", overflow="fold") for command in summary.commands]
     return Group(*parts)
 
@@ -278,7 +278,7 @@ def as_text(summary: RunSummary, *, width: int | None = None) -> str:
     """Return `summary` as plain ASCII text.
 
     Args:
-        summary: what to draw.
+        summary: the summary to write.
         width: of the terminal that shows it; None for a file or a pipe, where no line wraps.
     """
     lines = io.StringIO()
@@ -349,7 +349,7 @@ def _facts(summary: RunSummary) -> Table:
 
 
 def _wall_time_s(history: MetricsHistory, ledger: LedgerTotals) -> float:
-    """Seconds that the learner was up: the time between a crash and its resume does not count."""
+    """Return the seconds that the learner ran, without the time between a crash and its resume."""
     starts = ledger.lineage_starts or [history.times[0]]
     total = 0.0
     for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
@@ -369,9 +369,9 @@ def _paths(run_dir: Path) -> dict[str, Path]:
 
 
 def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
-    """Go on for longer, try another staleness bound, load the result."""
+    """Return commands that continue the run, try another staleness bound, and load the result."""
     run, sync = _section(config, "run"), _section(config, "sync")
-    # Broken where a shell lets them be, so that they can be copied from a narrow terminal.
+    # Broken into lines with backslashes, so that they can be copied from a narrow terminal.
     config_path = shlex.quote(str(run_dir / "config.json"))
     learner = f"{command('node')} --role learner --config {config_path}"
     max_steps = int(run.get("max_steps", 100))
@@ -389,7 +389,7 @@ def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
 
 
 def _reads_images(model_dir: Path) -> bool:
-    """Return whether transformers has a class of its own for the models of this kind."""
+    """Return whether the model reads images, for which transformers has another class."""
     path = model_dir / "config.json"
     return path.is_file() and "vision_config" in json.loads(path.read_text(encoding="utf-8"))
 

@@ -1,4 +1,4 @@
-"""The status of a worker: a line below its log, or a line of the log now and then."""
+"""The status of a worker: a line below its log, or a log line every minute."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from echo.core.metrics import WorkerView
 LOG_S = 60.0
 """Seconds between two lines of a log."""
 RATE_WINDOW_S = 10.0
-"""Seconds over which tokens per second are averaged, at least."""
+"""Least seconds over which tokens per second are averaged."""
 
 _ERASE = "\r\x1b[K"
 
 
 class StatusLine(logging.StreamHandler[TextIO]):
-    """Writes log lines to a stream, and below them a status line if the stream is a terminal."""
+    """A log handler that keeps a status line below the log on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Begin without a status."""
+        """Write to a stream, with an empty status."""
         super().__init__(stream)
         self.is_live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        """Whether `show` shows anything."""
+        """Whether the stream shows a status."""
         self._status = ""
 
     def show(self, status: str) -> None:
-        """Show a status in place of the one before; an empty one erases it."""
+        """Replace the status; an empty status erases it."""
         if not self.is_live:
             return
         self.acquire()
@@ -54,13 +54,13 @@ class StatusLine(logging.StreamHandler[TextIO]):
             self.show(status)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging's name
-        """Say nothing of a terminal that is gone: there is nowhere to."""
+        """Ignore errors of a terminal that is gone: it cannot show them."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
 class WorkerStatus:
-    """Tells tokens per second, groups and version of a worker on its terminal, or in its log."""
+    """Reports tokens per second, groups and version of a worker on its terminal, or in its log."""
 
     def __init__(self, line: StatusLine, log: logging.Logger) -> None:
         """Begin without a measurement."""
@@ -69,18 +69,18 @@ class WorkerStatus:
         self._sampled: deque[tuple[float, int]] = deque()
 
     def tell(self, view: WorkerView, *, now: float) -> None:
-        """Show a state, seconds on any clock; without a terminal one in LOG_S is logged."""
+        """Show a state at the time `now` in seconds; without a terminal log one per LOG_S."""
         text = self.text(view, now=now)
         if self._line.is_live:
             self._line.show(text)
         elif self._told_at is None:
-            self._told_at = now  # the log has just said that it starts
+            self._told_at = now  # the log has just reported the start
         elif now >= self._told_at + LOG_S:
             self._told_at = now
             self._log.info("%s", text)
 
     def text(self, view: WorkerView, *, now: float) -> str:
-        """Return the status at an instant, seconds on any clock."""
+        """Return the status line at the time `now` in seconds."""
         self._sampled.append((now, view.num_tokens))
         while len(self._sampled) > 2 and self._sampled[1][0] <= now - RATE_WINDOW_S:
             self._sampled.popleft()
