@@ -1,7 +1,7 @@
-"""Actions: requests of a role to the process around it.
+"""Actions: what a role requests from the process around it.
 
-Roles and planes decide and never act: each method returns a list of these, and the
-node (`runtime/node.py`) or a test carries them out in order.
+Roles and planes decide and never act. Their methods return lists of actions, which the node
+(`runtime/node.py`) or a test executes in order.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from echo.wire.seals import Channel
 
 
 class Action:
-    """A request of a role; each plane's own actions stand beside who asks for them."""
+    """A request of a role; the actions of one plane are defined in its own modules."""
 
     __slots__ = ()
 
 
 class Work(Action):
-    """Something to be done in a thread, and then told to the role with its result (`worked`)."""
+    """Work for a thread; the role receives the result (`worked`)."""
 
     __slots__ = ()
 
     def run(self) -> str:
-        """Do it, in whatever thread; return what was wrong, or nothing."""
+        """Do the work, in any thread; return the fault, or empty."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Action):
-    """Hand these frames to the transport; if it refuses them they are lost, which is allowed."""
+    """Pass frames to the transport. If it refuses them they are lost, which is permitted."""
 
     peer: str
     frames: Sequence[Frame]
     is_public: bool = False
-    """Whether any reader may see them: nothing, or what matters encrypted already."""
+    """Whether they may travel unencrypted: they are not secret, or are encrypted already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dial(Action):
-    """Connect to `address` and report the new peer with the role's `dialled`."""
+    """Connect to an address and report the new peer with the role's `dialled`."""
 
     address: str
     purpose: str
@@ -53,74 +53,74 @@ class Dial(Action):
 
 @dataclass(frozen=True, slots=True)
 class HangUp(Action):
-    """Close the link to `peer`."""
+    """Close the link to a peer."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Note(Action):
-    """Something the operator may want to read."""
+    """A log message for the operator."""
 
     level: str
     """"info" or "warning"."""
     text: str
     topic: str = ""
-    """Where many may follow: one a minute of each topic is told, with how many there were."""
+    """If set, one message per minute on this topic is logged; others are counted."""
     ends: str = ""
-    """The topic that this message ends: messages on it that still wait to be sent are dropped."""
+    """The topic that this message ends: waiting messages on it are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop(Action):
-    """This node's work has ended: cleanly, or with the error that the user must see."""
+    """The node ends: cleanly, or with an error for the user."""
 
     reason: str
     error: EchoError | None = None
 
 
-# --- What the learner's planes share to make actions of messages and of complaints ---
+# --- What the learner's planes share: replies by node, and complaints ---
 
 MAX_ROUTES = 100_000
-"""Nodes that are remembered at most, the newest; each costs some hundred bytes."""
+"""Number of nodes with a route, the most recent ones; each takes some hundred bytes."""
 
 
 class Routes:
-    """Over which link each node was last heard, which is how it is answered."""
+    """The link over which each node last sent a message, and over which it is answered."""
 
     def __init__(
         self, counters: Counters, channel_of: Callable[[str], Channel | None] = lambda node_id: None
     ) -> None:
-        """Start without any; what cannot be sent is counted.
+        """Start without routes.
 
         Args:
-            counters: for that.
-            channel_of: node id -> the channel in which its messages are sealed.
+            counters: counts messages that cannot be sent.
+            channel_of: returns the channel that seals messages to a node id.
         """
         self._peers: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
         self._counters = counters
         self._channel_of = channel_of
 
     def learn(self, node_id: str, peer: str) -> None:
-        """Note over which link a node has spoken."""
+        """Record the link over which a node has sent a message."""
         self._peers[node_id] = peer
 
     def restore(self, node_id: str, peer: str | None) -> None:
-        """Answer a node where it was answered before, after another node's message."""
+        """Set or remove the route of a node, to undo `learn` after another node's message."""
         if peer is None:
             self._peers.discard(node_id)
         else:
             self._peers[node_id] = peer
 
     def peer_of(self, node_id: str) -> str | None:
-        """Return the link over which a node was last heard; None if there is none."""
+        """Return the link over which a node last sent a message; None if there is none."""
         return self._peers.get(node_id)
 
     def forget(self, peer: str) -> None:
         self._peers.discard_value(peer)
 
     def to(self, node_id: str, message: Message, *payload: Frame) -> list[Action]:
-        """Return the Send of a message to a node, or nothing if no link leads to it."""
+        """Return the action that sends a message to a node, or no action without a route."""
         peer = self.peer_of(node_id)
         if peer is None:
             self._counters.add("dropped/no_route")
@@ -131,12 +131,12 @@ class Routes:
 
 
 class Complaints:
-    """Report to the operator of nodes that misbehave: once a minute for each and each reason."""
+    """Reports misbehaving nodes to the operator, once per minute for each node and reason."""
 
     def __init__(self) -> None:
         self._lines = OncePerMinute()
 
     def note(self, node_id: str, reason: str, text: str, *, now: float) -> list[Action]:
-        """Return the Note, or nothing if it was said a moment ago."""
+        """Return a Note, or no action if the same was reported less than a minute ago."""
         line = self._lines.say(node_id, reason, text, now=now)
         return [] if line is None else [Note("warning", line)]

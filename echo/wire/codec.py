@@ -1,12 +1,12 @@
-"""Bytes to messages and back, with every bound checked before anything is believed.
+"""Encoding and decoding of messages, with every bound checked first.
 
-The bounds are those of `core/bounds.py`: sizes here, ranges of values by the decoder, which knows
-them from the fields' types. Sender and receiver apply the same limits on sizes.
+The bounds are defined in `core/bounds.py`. This module checks sizes, for sender and receiver alike;
+the decoder checks ranges of values, which the types of the fields declare.
 
 The header frame is msgpack: [protocol version, source node, target node, message, hops, seal]. A
 link message has an empty target and no seal (`seals.py`). The message itself is decoded in a second
-step, so that a node of another protocol version is recognised and told so instead of failing to
-decode. Payload frames follow unchanged and uncopied.
+step: a node of another protocol version can then be reported as such, and not as a decoding error.
+Payload frames follow unchanged and are not copied.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from echo.wire.seals import Channel, Seal, Seals
 Frame = bytes | bytearray | memoryview
 
 MAX_HOPS = 16
-"""Relays between a node and the learner at most; more can only be a circle."""
+"""Largest number of relays between a node and the learner; more means a circle of relays."""
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors that msgspec raises for malformed bytes; endless nesting is the last."""
+"""Errors that msgspec raises for malformed bytes; RecursionError for deep nesting."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The fields of a message that a relay reads."""
+    """The header of a message, which relays read."""
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 31)]
     source: Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_LENGTH)]
@@ -55,9 +55,9 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """Node id for a routed message, empty for a link message."""
     body: msgspec.Raw
     num_hops: Annotated[int, Meta(ge=0, le=MAX_HOPS)] = 0
-    """Relays that have forwarded it."""
+    """Number of relays that have forwarded the message."""
     seal: Seal | None = None
-    """Of the node or learner that sent it; a relay passes it on as it is."""
+    """The seal of the sender; relays forward it unchanged."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -73,12 +73,12 @@ def encode(
     target: str = "",
     channel: Channel | None = None,
 ) -> list[Frame]:
-    """Return the frames of `message`: header first, then the payload frames as they are.
+    """Return the frames of a message: the header, then the unchanged payload frames.
 
-    With a `channel` it is sealed, unless it is of a kind that is not.
+    A message with a `channel` is sealed, unless its kind is in UNSEALED.
 
     Raises:
-        LocalProtocolError: if they are larger than any node would accept.
+        LocalProtocolError: if the frames are larger than a node accepts.
     """
     body, seal = _encoder.encode(message), None
     if channel is not None and not isinstance(message, UNSEALED):
@@ -92,12 +92,12 @@ def encode(
 
 
 def payload_bytes(payload: Sequence[Frame]) -> int:
-    """Return the bytes of payload frames: MAX_PAYLOAD_BYTES at most fit into one message."""
+    """Return the size of payload frames in bytes; a message has at most MAX_PAYLOAD_BYTES."""
     return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in payload)
 
 
 def _size_fault(frames: Sequence[Frame]) -> str | None:
-    """Return which bound of a message's sizes these frames exceed, or None."""
+    """Return the size bound that these frames exceed, for a message, or None."""
     if len(frames[0]) > MAX_HEADER_BYTES:
         return f"a header of {len(frames[0])} bytes; at most {MAX_HEADER_BYTES} are accepted"
     if len(frames) > MAX_FRAMES:
@@ -108,7 +108,7 @@ def _size_fault(frames: Sequence[Frame]) -> str | None:
 
 
 def decode_envelope(frames: Sequence[Frame]) -> Envelope:
-    """Read who sent a message to whom, without looking inside.
+    """Decode the header of a message, but not the message in it.
 
     Raises:
         RemoteProtocolError: if the header is missing or malformed, or the message is too large.
@@ -125,17 +125,17 @@ def decode_envelope(frames: Sequence[Frame]) -> Envelope:
 
 
 def open_seal(seals: Seals, envelope: Envelope, payload: Sequence[Frame]) -> bool:
-    """Return whether a sealed message is of a channel that counts; see `Seals.open`."""
+    """Return whether a sealed message belongs to a current channel; see `Seals.open`."""
     body = memoryview(envelope.body)
     return seals.open(envelope.seal, envelope.source, envelope.target, body, payload)
 
 
 def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
-    """Return the frames that a relay passes on: the same message with one hop more.
+    """Return the frames that a relay forwards: the same message with one more hop.
 
     Raises:
-        RemoteProtocolError: if relays that dial each other have it going round, or it grows beyond
-            the bound (another implementation may have packed the envelope closer).
+        RemoteProtocolError: if the message runs in a circle of relays, or grows beyond the bound
+            (another implementation may encode the envelope shorter).
     """
     if envelope.num_hops >= MAX_HOPS:
         raise RemoteProtocolError(
@@ -151,7 +151,7 @@ def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
 
 
 def other_protocol(envelope: Envelope) -> str | None:
-    """Return what to tell the operator if the sender speaks another protocol version, or None."""
+    """Return a message for the operator if the sender has another protocol version, or None."""
     if envelope.protocol == PROTOCOL_VERSION:
         return None
     return (
@@ -161,10 +161,10 @@ def other_protocol(envelope: Envelope) -> str | None:
 
 
 def decode_message(envelope: Envelope) -> Any:
-    """Read the message inside an envelope.
+    """Decode the message in an envelope.
 
     Raises:
-        RemoteProtocolError: if the sender speaks another protocol version or the body is malformed.
+        RemoteProtocolError: if the sender has another protocol version or the body is malformed.
     """
     fault = other_protocol(envelope)
     if fault is not None:
@@ -183,7 +183,7 @@ _tag_decoder = msgspec.msgpack.Decoder(_Tag)
 
 
 def describe(frames: Sequence[Frame]) -> tuple[str, str, str]:
-    """Return (source, target, kind) of a message as far as they can be read, for a log."""
+    """Return (source, target, kind) of a message for a log, empty if unreadable."""
     try:
         envelope = decode_envelope(frames)
         return envelope.source, envelope.target, _tag_decoder.decode(envelope.body).type
@@ -192,9 +192,9 @@ def describe(frames: Sequence[Frame]) -> tuple[str, str, str]:
 
 
 def is_public(frames: Sequence[Frame]) -> bool:
-    """Return whether a message may come without encryption: a Chunk from neighbour to neighbour.
+    """Return whether a message may arrive unencrypted: only a Chunk from a neighbour may.
 
-    It is compared with what the learner has signed, and nothing is kept of it before.
+    A chunk is compared with the hash that the learner has signed before it is stored.
     """
     source, target, kind = describe(frames)
     return bool(source) and not target and kind == Chunk.__name__
@@ -204,7 +204,7 @@ def is_public(frames: Sequence[Frame]) -> bool:
 
 
 class GroupHeader(msgspec.Struct, frozen=True):
-    """Everything of a group except its arrays."""
+    """The fields of a group without its arrays."""
 
     group_id: GroupId
     attempt: Attempt
@@ -212,7 +212,7 @@ class GroupHeader(msgspec.Struct, frozen=True):
     num_prompt_tokens: NumTokens
     num_tokens: Annotated[tuple[NumTokens, ...], Meta(max_length=MAX_MEMBERS)]
     rewards: Annotated[tuple[Finite | None, ...], Meta(max_length=MAX_MEMBERS)]
-    """None where the task has no opinion."""
+    """None means that the task has no opinion."""
     finish_reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_MEMBERS)]
 
 
@@ -222,9 +222,9 @@ BYTES_PER_TOKEN = 4 + 4 + 8 + 1
 
 
 def encode_group(group: Group) -> tuple[bytes, bytes]:
-    """Return a group as (header, arrays); the same bytes travel and lie on the learner's disk.
+    """Return a group as (header, arrays), for the network and for the learner's disk.
 
-    Arrays, little-endian, one after the other: prompt ids, then for each rollout token ids,
+    The arrays are concatenated, little-endian: prompt ids, then for each rollout token ids,
     log-probs, versions and mask.
     """
     header = GroupHeader(
@@ -248,7 +248,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
 
 
 def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
-    """Read a group back; the arrays are copies, so the frames may be released.
+    """Decode a group; its arrays are copies, so the frames may be released.
 
     Raises:
         RemoteProtocolError: if sizes disagree or a field is out of range.

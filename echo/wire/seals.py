@@ -1,41 +1,42 @@
-"""Seals of routed messages: proof that they come from the other end, unchanged and only once.
+"""Seals of routed messages: proof of sender, content and single delivery.
 
-CURVE ends at each hop, so a relay sees what passes through it. It may be any holder of the run's
-secret. It can delay and drop messages; it must not change a reward, forge an Ack or a Finish, or
-replay one of an earlier time. So node and learner share two keys that no relay has, one for each
-direction, and every routed message bears a seal, except for those that make the keys (UNSEALED of
-`messages.py`). A relay forwards seals as it forwards all else.
+CURVE encrypts each hop, so a relay sees the messages that it forwards, and any holder of the run's
+secret may be a relay. A relay can delay and drop messages. It must not be able to change a reward,
+forge an Ack or a Finish, or replay an earlier message. So node and learner share two keys that no
+relay has, one for each direction, and every routed message has a seal. The exceptions are the
+messages that agree on the keys (UNSEALED in `messages.py`). Relays forward seals unchanged.
 
 **Agreement.** Both processes have a key pair of curve 25519. Each Hello has the node's public key
-and a nonce, each Welcome the learner's public key, a nonce, and the hash of the Hello that it
+and a nonce. Each Welcome has the learner's public key, a nonce, and the hash of the Hello that it
 answers. The learner signs the Welcome with the key whose fingerprint is in the join string. So the
-node knows that the learner has its very Hello, with its public key, and that it has the learner's;
-a relay that puts a key of its own into either is found out. The shared secret of the pairs, both
-nonces and the Hello's hash make the keys of this **channel**. (Without a fingerprint, on links
-without CURVE, the first learner that answers is believed, as in all else.)
+node can verify that the learner received its Hello unchanged, and that the public key in the
+Welcome is the learner's. A relay that replaces either key is detected. The shared secret of the key
+pairs, both nonces and the Hello's hash determine the keys of this **channel**. (On links without
+CURVE there is no fingerprint, and the node accepts the first learner that answers.)
 
-The learner knows less: the sender of a message is also the sender of that Hello. A relay may say
-Hello for a node that has not come, as any member may say Hello for itself. It cannot speak in a
-channel that a node has begun.
+The learner can verify less: the sender of a message is also the sender of the Hello. A relay may
+send a Hello in the name of an absent node, as any member may send a Hello for itself. It cannot
+send messages in a channel that another node has begun.
 
 **Seal.** (channel, number, code): eight bytes that name the channel, the number of the message in
-its direction, and BLAKE3 keyed with the direction's key over number, source, target, message and
-payload frames. A receiver takes each of the last WINDOW numbers once: a role does not always send
-in the order in which it decides, and a relay that changes its own link may mix up a few messages.
+its direction, and BLAKE3, keyed with the direction's key, over number, source, target, message and
+payload frames. A receiver accepts each of the last WINDOW numbers once, in any order: a role may
+send messages in another order than it made them, and a relay that changes its own link may reorder
+a few.
 
-**Replay.** Nonces are new with each joining, so what was sealed before a reconnect, another parent
-or a restart of either end is of another channel. It is dropped without blame: honest messages are
-late, too. A message of this channel with a wrong code, without one, or with a number that was there
-already was forged or replayed on the way (`ForgedError`).
+**Replay.** Each joining has new nonces. So a message that was sealed before a reconnect, a change
+of parent or a restart belongs to an earlier channel. It is dropped without a complaint, since
+honest messages may be late. A message without seal, or of the present channel with a wrong code or
+a repeated number, was forged or replayed on the way (`ForgedError`).
 
-**Change of channel.** A node that says Hello again is heard and answered in its former channel
-until the learner has opened a message of the new one, in which the node seals from Welcome on.
+**Change of channel.** After another Welcome a node seals in the new channel. The learner uses the
+former channel, in both directions, until it has opened a message of the new one.
 
-Only authenticity is kept, not secrecy: relays hold the weights in clear, and rollouts tell less.
-BLAKE3 is the hash of everything else here.
+Seals give authenticity and no secrecy: relays forward rollouts in clear. BLAKE3 is used since all
+other hashes of the protocol are BLAKE3.
 
-The keys lie outside of the role, as the learner's signing key does: an event log has codes, but no
-key.
+Keys are stored outside the role, like the learner's signing key, so an event log has codes but no
+keys.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ from echo.core.errors import ForgedError
 _Bytes = bytes | bytearray | memoryview
 
 MAX_CHANNELS = 1 << 14
-"""Channels whose keys are kept at hand; those of others are computed again."""
+"""Number of channels whose keys are cached; other keys are computed again."""
 NONCE_BYTES, NAME_BYTES, CODE_BYTES = 16, 8, 16
 WINDOW = 1024
-"""Messages by which one may be late in its direction, and count all the same."""
+"""Number of later messages after which a message of the same direction is no longer accepted."""
 
 _PRIVATE = "echo-rl 2026-11 private key of a process for seals"
 _NONCE = "echo-rl 2026-11 nonce of a joining"
@@ -68,7 +69,7 @@ _KEYS = "echo-rl 2026-11 keys of a channel, up and down"
 
 
 class Seal(msgspec.Struct, frozen=True, array_like=True):
-    """Proof that a routed message comes from the other end."""
+    """The seal of a routed message."""
 
     channel: Annotated[bytes, Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
     number: Annotated[int, Meta(ge=1, le=1 << 62)]
@@ -76,10 +77,10 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SealKeys:
-    """The key pair of one process, and what follows from it."""
+    """The key pair of a process, with the nonces and channel keys derived from it."""
 
     def __init__(self, secret: bytes) -> None:
-        """Take random bytes that no other process has, new with each process."""
+        """Derive the key pair from random bytes that no other process has."""
         self._secret, self._num_nonces = secret, 0
         private = blake3(secret, derive_key_context=_PRIVATE).digest()
         self._private = X25519PrivateKey.from_private_bytes(private)
@@ -90,19 +91,19 @@ class SealKeys:
         return self._private.public_key().public_bytes_raw()
 
     def nonce(self) -> bytes:
-        """Return bytes that were never returned before."""
+        """Return a new nonce."""
         self._num_nonces += 1
         number = self._num_nonces.to_bytes(8, "big")
         return blake3(self._secret + number, derive_key_context=_NONCE).digest(length=NONCE_BYTES)
 
     def code(self, theirs: bytes, channel: bytes, is_up: bool, parts: Sequence[_Bytes]) -> bytes:
-        """Return the code of a message; empty where `theirs` is no public key.
+        """Return the code of a message; empty if `theirs` is no public key.
 
         Args:
-            theirs: the other end's public key.
-            channel: as `channel_of` returns it.
+            theirs: the public key of the other end.
+            channel: the result of `channel_of`.
             is_up: whether the message goes to the learner.
-            parts: what is sealed.
+            parts: the bytes to seal.
         """
         keys = self._keys(theirs, channel)
         if not keys:
@@ -122,13 +123,13 @@ class SealKeys:
 
 
 def channel_of(*, hello: bytes, nonce: bytes, learner_key: bytes, run_id: str) -> bytes:
-    """Return what both ends call a channel, 32 bytes.
+    """Return the id of a channel at both ends, 32 bytes.
 
     Args:
-        hello: hash of the Hello, which has the node's name, public key and nonce.
-        nonce: the learner's.
-        learner_key: its public key for seals.
-        run_id: of the run.
+        hello: the hash of the Hello, which has the node's name, public key and nonce.
+        nonce: the learner's nonce.
+        learner_key: the learner's public key for seals.
+        run_id: the id of the run.
     """
     parts = msgspec.msgpack.encode((hello, nonce, learner_key, run_id))
     return blake3(parts, derive_key_context=_CHANNEL).digest()
@@ -136,28 +137,28 @@ def channel_of(*, hello: bytes, nonce: bytes, learner_key: bytes, run_id: str) -
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """One joining of one node, at one of its two ends."""
+    """One end of the channel that a joining of a node has agreed on."""
 
     keys: SealKeys
     theirs: bytes
-    """The other end's public key."""
+    """The public key of the other end."""
     channel: bytes
     is_learner: bool
     """Whether this is the learner's end."""
     num_sent: int = 0
     newest: int = 0
-    """The highest number that was opened."""
+    """The highest number of an opened message."""
     _opened: int = 0
-    """Bit i is set where newest - i was opened."""
+    """Bit i is set if the message with the number newest - i was opened."""
 
     @property
     def name(self) -> bytes:
-        """The channel as seals name it."""
+        """The name of the channel in seals."""
         return self.channel[:NAME_BYTES]
 
     @property
     def is_possible(self) -> bool:
-        """Whether the other end's key is one."""
+        """Whether the key of the other end is a valid public key."""
         return bool(self.keys.code(self.theirs, self.channel, True, ()))
 
     def seal(self, source: str, target: str, body: _Bytes, payload: Sequence[_Bytes]) -> Seal:
@@ -169,16 +170,16 @@ class Channel:
     def open(
         self, seal: Seal, source: str, target: str, body: _Bytes, payload: Sequence[_Bytes]
     ) -> None:
-        """Take a message of the other end.
+        """Verify a message of the other end, and mark its number as used.
 
         Raises:
-            ForgedError: if it is not that, or was here before.
+            ForgedError: if it was forged or replayed.
         """
         age = self.newest - seal.number
         if age >= WINDOW or (age >= 0 and self._opened >> age & 1):
             raise ForgedError(f"it is number {seal.number}, which was here before: replayed")
         right = self._code(self.is_learner, seal.number, source, target, body, payload)
-        if not hmac.compare_digest(right, seal.code):  # in the same time wherever they differ
+        if not hmac.compare_digest(right, seal.code):  # in constant time
             raise ForgedError("its seal is wrong: changed or forged")
         if age < 0:
             former = 0 if -age >= WINDOW else self._opened << -age
@@ -202,16 +203,16 @@ class Channel:
 
 @dataclass(slots=True)
 class Seals:
-    """The channels of a node and its learner at one end: one in use, and one that may follow."""
+    """The channels of a node and its learner at one end: the one in use, and its successor."""
 
     confirmed: Channel | None = None
-    """The last in which a message was opened here."""
+    """The channel of the last message that was opened here."""
     offered: Channel | None = None
-    """A channel that was agreed on since."""
+    """A channel that was agreed on later; no message of it was opened yet."""
 
     @property
     def newest(self) -> Channel | None:
-        """The channel in which a node seals."""
+        """The channel in which the node seals."""
         return self.offered or self.confirmed
 
     @property
@@ -222,10 +223,10 @@ class Seals:
     def open(
         self, seal: Seal | None, source: str, target: str, body: _Bytes, payload: Sequence[_Bytes]
     ) -> bool:
-        """Return whether a message is of one of the channels, so that it counts.
+        """Verify a message; return False if it belongs to an earlier channel and must be ignored.
 
         Raises:
-            ForgedError: if it was made, changed or replayed on the way.
+            ForgedError: if it was forged, changed or replayed on the way.
         """
         if seal is None:
             raise ForgedError("it has no seal: forged")
