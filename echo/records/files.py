@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and directories that one process has to itself."""
+"""Atomic files, and directories that one process locks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _READ_BYTES = 16 << 20
 
 
 def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> int:
-    """Make a directory this process's own until the descriptor is closed, or the process ends.
+    """Lock a directory for this process until the descriptor is closed or the process ends.
 
     Args:
-        directory: what to lock; made, for its owner alone, if it does not exist.
-        name: of the file that is locked, and bears the pid.
-        called: what the user knows the directory as.
-        in_use: what to say where another process has it, whose pid replaces "{}".
+        directory: created if missing, readable by its owner only.
+        name: the file that is locked and has the process id.
+        called: the directory's name in messages.
+        in_use: the message if another process has locked it; its process id replaces "{}".
 
     Raises:
-        StorageError: if it cannot be used, or another process uses it.
+        StorageError: if the directory cannot be locked, or another process has locked it.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -46,19 +46,19 @@ def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> i
                 "system"
             ) from error
         raise StorageError(f"{called} {in_use.format(owner)}") from error
-    with contextlib.suppress(OSError):  # the pid is for people; a full disk must not stop us here
+    with contextlib.suppress(OSError):  # a full disk is no error: only people read it
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
     return descriptor
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write a file atomically and force it onto the disk; one of the same name is replaced.
+    """Write or replace a file atomically, and sync it to the disk.
 
-    `mode` is that before the umask.
+    `mode` is the file's mode before the umask.
 
     Raises:
-        OSError: if it cannot be written; what was there before is kept.
+        OSError: if it cannot be written; the previous file is kept.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -69,23 +69,23 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
             os.fsync(file.fileno())
         temporary.rename(path)
     except OSError:
-        temporary.unlink()  # or it would go on taking the space that there is too little of
+        temporary.unlink()  # the disk may be full
         raise
     sync_path(path.parent)
 
 
 def make_private_directory(path: Path) -> None:
-    """Make a directory that only its owner may look into, or make it one.
+    """Create a directory, and let only its owner read it.
 
     Raises:
-        OSError: if that cannot be.
+        OSError: if the directory cannot be created or its mode not be changed.
     """
     path.mkdir(parents=True, exist_ok=True)
     path.chmod(0o700)
 
 
 def sync_path(path: Path) -> None:
-    """Force a file's bytes, or the names in a directory, onto the disk."""
+    """Sync the bytes of a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -96,7 +96,8 @@ def sync_path(path: Path) -> None:
 def hash_file(path: Path) -> str:
     """Return the BLAKE3 hash of a file as hexadecimal digits.
 
-    It is read, not mapped: a bad sector raises OSError here, and would kill the process there.
+    The file is read, not mapped into memory: a bad sector then raises OSError and does not kill the
+    process.
     """
     digest = blake3(max_threads=blake3.AUTO)
     with path.open("rb") as file:

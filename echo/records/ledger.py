@@ -1,32 +1,32 @@
-"""The learner's ledger: what happened to every group, on disk before any node is told.
+"""The learner's ledger: a record of what happened to every group.
 
-In the run's directory, format 2:
+Records are on the disk before any node is informed. Files in the run's directory, format 2:
 
-* `ledger.sqlite`, small and kept for good. Table `records` has a row for each thing that happened:
-  `seq` (1, 2, 3, ... without a gap), `body` (a JSON object: `kind`, `at` in Unix seconds, and the
-  fields of the record below that has this kind) and `hash` (BLAKE3 of seq as 8 bytes,
-  little-endian, followed by body); `kind` and `at` are columns, too. `PRAGMA user_version` is the
-  format.
-* `ledger.head`: the number of rows that the disk had after the last `sync`, in decimal digits. It
-  lies outside the database, so that a damaged log or an older database cannot lose rows in silence.
-* `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record says where its group
-  lies and has the hash of these bytes. A file is unlinked when all its groups have ended for good.
-* `ledger.lock`: locked by the learner that writes, whose process id it has.
+* `ledger.sqlite`, small and never deleted. The table `records` has a row for each event: `seq` (1,
+  2, 3, ... without a gap), `body` (a JSON object: `kind`, `at` in Unix seconds, and the fields of
+  the record class of this kind below) and `hash` (BLAKE3 of seq as 8 bytes, little-endian, followed
+  by body). `kind` and `at` are columns too. `PRAGMA user_version` is the format.
+* `ledger.head`: the number of rows on the disk after the last `sync`, in decimal digits. It is
+  outside the database, so that rows lost by a damaged log or an older database are noticed.
+* `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record has the place of its
+  group and the hash of its bytes. A file is deleted when all its groups have finally ended.
+* `ledger.lock`: locked by the learner that writes; it has the learner's process id.
 
-A reader from outside needs the tables alone, or the JSON lines of `echo-rl ledger RUN`.
+Other programs can read the table, or the JSON lines of `echo-rl ledger RUN`.
 
 Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
-step > f: those steps are gone. The rest is the surviving line, on which every accepted group has at
-most one end, and exactly one once the run has finished. A discard is never voided.
+step > f: these steps were abandoned. The remaining records are the surviving line. There every
+accepted group has at most one end, and exactly one after the run has finished. A discard is never
+voided.
 
-Durability. The event loop never waits for the disk: it appends to a queue in memory, and another
-thread, one at a time, writes the queue in its order (`commit`), all of it or nothing. After
-`commit` the records survive the process (write-ahead log, synchronous = NORMAL), after `sync` the
-machine, too (FULL). So what others are told of is committed first; before a node drops its own copy
-(the worker of a group that is acknowledged, the checkpoint that a newer one replaces) it is synced.
-A kill or a power cut leaves a prefix of what was committed, with all that was synced. The
-write-ahead log needs memory that all processes with the ledger open share: on a network volume they
-have to be on the learner's machine.
+Durability. The event loop never waits for the disk: it appends to a queue in memory. Another
+thread, one at a time, writes the whole queue in order, or nothing of it (`commit`). After `commit`
+the records survive a kill of the process (write-ahead log, synchronous = NORMAL); after `sync` they
+survive a power cut too (FULL). So a record is committed before other nodes are informed of it. It
+is synced before another copy is dropped: a worker's copy of an acknowledged group, or a checkpoint
+that a newer one replaces. After a kill or a power cut the ledger has a prefix of the committed
+records, with all synced ones. The write-ahead log needs memory that all processes share that have
+the ledger open: on a network volume these must run on the learner's machine.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ from echo.records.files import lock_directory, sync_path, write_file
 from echo.wire.codec import Frame, decode_group
 
 FORMAT = 2
-"""Rises with every new kind of record."""
+"""Raised with every new kind of record."""
 FILE = "ledger.sqlite"
 HEAD = "ledger.head"
 HEAD_FORMAT = b"%020d\n"
-"""All numbers have one size, so that a number is overwritten in place."""
+"""All numbers have the same size, so that they can be overwritten in place."""
 GROUPS = "groups"
 GROUP_FILE_BYTES = 64 << 20
-"""Size at which a new group file is begun; small enough to be freed soon."""
+"""Size at which the next group file begins; small, so that files can be deleted early."""
 BUSY_S = 30.0
-"""Seconds to wait for a lock of SQLite; readers hold theirs for milliseconds."""
+"""Seconds to wait for a lock of SQLite; readers hold a lock for milliseconds."""
 LOG_RECORDS = 2000
-"""Records after which the write-ahead log, of some MB by then, is moved into the database."""
+"""Records after which the write-ahead log, then some MB, is moved into the database."""
 READ_ROWS = 2000
-"""Rows per query: no reader holds a lock for longer than that takes, whatever becomes of them."""
+"""Rows per query; this bounds the time for which a reader holds a lock."""
 
 _SQLITE_ERRORS = sqlite3.Error, UnicodeDecodeError
-"""Errors that reading raises; the second, where the text of an error has damage in it."""
+"""Errors that reading raises; the second if damage reaches the text of an error."""
 _SCHEMA = """
 CREATE TABLE records (
     seq INTEGER PRIMARY KEY,
@@ -92,25 +92,25 @@ class Began(Record, tag="lineage"):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where the bytes of a group lie: a JSON array of four."""
+    """The place of a group's bytes; a JSON array of four."""
 
     file: str
     """Name in the directory of group files."""
     offset: int
     length: int
     hash: str
-    """BLAKE3 of these bytes, in hexadecimal digits."""
+    """BLAKE3 of the bytes, in hexadecimal digits."""
 
 
 class Accepted(Record, tag="accepted"):
-    """A worker's result counts; its bytes are in a group file."""
+    """A worker's result was accepted; its bytes are in a group file."""
 
     group: int
     attempt: int
     worker: str
     versions: tuple[PolicyVersion, ...]
     version_tokens: tuple[int, ...]
-    """Trainable tokens that each of `versions` sampled, when the group was accepted."""
+    """Trainable tokens of each of `versions` at acceptance."""
     tokens: int
     """Completion tokens, masked ones included."""
     rewards: tuple[float, ...]
@@ -128,7 +128,7 @@ class Trained(Record, tag="trained"):
     staleness: dict[int, int]
     """Trained tokens by staleness."""
     trimmed: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
-    """Group -> tokens of the newest of its versions, where those of older ones were masked."""
+    """Group -> tokens of each remaining version, for groups whose older tokens were masked."""
 
 
 class Published(Record, tag="published"):
@@ -138,7 +138,7 @@ class Published(Record, tag="published"):
 
 
 class Sealed(Record, tag="sealed"):
-    """A published version was hashed; workers note the hash of what they have installed."""
+    """A published version was hashed; workers record the hash of their installed version."""
 
     version: PolicyVersion
     root: str
@@ -148,21 +148,21 @@ class Sealed(Record, tag="sealed"):
 
 
 class Checkpointed(Record, tag="checkpoint"):
-    """A checkpoint is visible."""
+    """A checkpoint was completed."""
 
     lineage: int
     step: int
 
 
 class Finished(Record, tag="finished"):
-    """All steps are made, saved and exported, and every node was told."""
+    """All steps are made, saved and exported, and every node was informed."""
 
     step: int
     """Optimizer steps done."""
 
 
 class BoundChanged(Record, tag="bound"):
-    """The learner moved the bound on staleness."""
+    """The learner changed the bound on staleness."""
 
     step: int
     before: int
@@ -171,24 +171,24 @@ class BoundChanged(Record, tag="bound"):
 
 
 class ActivationChanged(Record, tag="activation"):
-    """Other workers are needed than before."""
+    """The set of active workers changed."""
 
     step: int
     cause: str
     activated: tuple[str, ...]
     deactivated: tuple[str, ...]
     numbers: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Basis of the decision."""
+    """The numbers behind the decision."""
 
 
 class Cost(Record, tag="cost"):
-    """Costs of the run up to a step, so that a resumed run goes on counting."""
+    """Costs of the run up to a step; a resumed run continues from them."""
 
     step: int
     total: float
     """$."""
     per_h: float
-    """$ per hour, just then."""
+    """$ per hour at this step."""
 
 
 AnyRecord = (
@@ -206,7 +206,7 @@ def _hash(seq: int, body: bytes) -> bytes:
 
 
 def _tokens_by_version(group: Group) -> tuple[int, ...]:
-    """Return how many trainable tokens each of the group's versions sampled, in their order."""
+    """Return the number of trainable tokens of each of the group's versions, in their order."""
     rows = np.concatenate(
         [rollout.policy_versions[rollout.completion_mask] for rollout in group.rollouts]
     )
@@ -216,7 +216,7 @@ def _tokens_by_version(group: Group) -> tuple[int, ...]:
 
 
 def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[int, int]:
-    """Return the tokens by staleness that a step trains on, made after `consumed_at` others."""
+    """Return the trained tokens by staleness of the step after `consumed_at` other steps."""
     steps = np.concatenate(
         [r.policy_versions[r.completion_mask, 1] for group in groups for r in group.rollouts]
     )
@@ -228,40 +228,40 @@ def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[in
 
 
 class LedgerQueue(ABC):
-    """Records and groups of a run on their way to where they are kept.
+    """The queue of records and groups of a run, and the interface of its storage.
 
-    `append` and `store` only fill the queue and may be called in the event loop. The others write,
-    one at a time: they are for threads that may wait for the disk.
+    `append` and `store` only fill the queue and may be called in the event loop. The other methods
+    write, one at a time, and are for threads that may wait for the disk.
     """
 
     def __init__(self, run_dir: Path, *, spool_bytes: float) -> None:
-        """Begin with an empty queue; storing fails beyond `spool_bytes` of group files."""
+        """Begin with an empty queue; `store` fails beyond `spool_bytes` of group files."""
         self.run_dir = run_dir
         self.spool_bytes = spool_bytes
         self.num_records = 0
         self._queue: list[tuple[Any, Sequence[Frame]]] = []
-        self._queue_lock = threading.Lock()  # of the queue and the count of bytes
-        self._write_lock = threading.Lock()  # of all that `_write_queue` touches
+        self._queue_lock = threading.Lock()  # for the queue and the count of bytes
+        self._write_lock = threading.Lock()  # for all state of `_write_queue`
         self._used_bytes = 0
 
     def now(self) -> float:
-        """Return what records are stamped with: unix seconds."""
+        """Return the time for records, in Unix seconds."""
         return time.time()
 
     @property
     def has_queued(self) -> bool:
-        """Whether anything waits for the next `commit` or `sync`."""
+        """Whether the queue has records for the next `commit` or `sync`."""
         return bool(self._queue)
 
     def append(self, record: AnyRecord) -> None:
-        """Put a record into the queue; it is on record after the next `commit`."""
+        """Append a record to the queue; the next `commit` writes it."""
         with self._queue_lock:
             self._queue.append((self._stamped(record), ()))
 
     def store(self, group: Group, header: Frame, arrays: Frame) -> None:
-        """Put an accepted group into the queue; acknowledge it after the next `sync`.
+        """Append an accepted group to the queue; it may be acknowledged after the next `sync`.
 
-        Header and arrays, as they came, must not change before they are written.
+        Header and arrays are the received frames; they must not change before they are written.
 
         Raises:
             StorageError: if the group files would take more than `spool_bytes`.
@@ -292,25 +292,25 @@ class LedgerQueue(ABC):
         return record if record.at else msgspec.structs.replace(record, at=round(self.now(), 3))
 
     def commit(self) -> None:
-        """Write the queue: it survives the process.
+        """Write the queue; the records then survive a kill of the process.
 
         Raises:
-            StorageError: if that fails; the queue is kept, and the disk has nothing of it.
+            StorageError: if writing fails; the queue is kept, and the disk has none of its records.
         """
         with self._write_lock:
             self._write_queue(durably=False)
 
     def sync(self) -> None:
-        """Write the queue: it and everything before survive the machine.
+        """Write the queue; its records and all earlier ones then survive a power cut.
 
         Raises:
-            StorageError: as `commit` does.
+            StorageError: as in `commit`.
         """
         with self._write_lock:
             self._write_queue(durably=True)
 
     def trained(self, groups: Sequence[Group], *, lineage: int, consumed_at: int) -> dict[int, int]:
-        """Commit the record of an optimizer step; return its tokens by staleness."""
+        """Commit the record of an optimizer step; return its trained tokens by staleness."""
         staleness = staleness_of_groups(groups, consumed_at=consumed_at)
         self.append(
             Trained(
@@ -327,50 +327,50 @@ class LedgerQueue(ABC):
 
     @abstractmethod
     def records(self) -> Iterator[AnyRecord]:
-        """Yield what is on record, oldest first."""
+        """Yield the written records, oldest first."""
 
     @abstractmethod
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Sync the record of a checkpoint, and drop groups that have ended for good.
+        """Sync the record of a checkpoint, and drop groups that have finally ended.
 
-        Groups trained after `oldest_step`, that of the oldest checkpoint kept, may be needed again,
-        so their bytes stay.
+        The bytes of groups that were trained after `oldest_step` are kept: a resume from the oldest
+        kept checkpoint, made at this step, needs them.
         """
 
     @abstractmethod
     def load(self, group_id: int, place: Place) -> Group:
-        """Read a group back, as after a restart.
+        """Read a group from the disk, after a restart.
 
         Raises:
-            StorageError: if it is missing or damaged.
+            StorageError: if the group is missing or damaged.
         """
 
     @abstractmethod
     def free_unused(self) -> None:
-        """Drop the groups that, after a restart, are not waiting."""
+        """Drop the groups that were not loaded after a restart."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write the queue, and end in good order."""
+        """Write the queue and close the files."""
 
     @abstractmethod
     def release(self) -> None:
-        """End as it stands: what is only queued is lost."""
+        """Close the files; records in the queue are lost."""
 
     @abstractmethod
     def _write_queue(self, *, durably: bool) -> None:
-        """Write the queue while the write lock is held."""
+        """Write the queue; the caller holds the write lock."""
 
 
 class Ledger(LedgerQueue):
-    """The ledger of a run on the disk, open for writing."""
+    """The ledger of a run, open for writing."""
 
     def __init__(self, run_dir: Path, *, spool_bytes: int) -> None:
-        """Open the ledger of a run, or begin one.
+        """Open or create the ledger of a run.
 
         Raises:
-            StorageError: if it cannot be opened, is damaged, has another format, or another process
-                writes it.
+            StorageError: if the ledger cannot be opened, is damaged, has another format, or is open
+                in another learner.
         """
         super().__init__(run_dir, spool_bytes=spool_bytes)
         self.path = run_dir / FILE
@@ -402,15 +402,15 @@ class Ledger(LedgerQueue):
         self._used_bytes = sum(path.stat().st_size for path in files)
 
     def _group_files(self) -> set[Path]:
-        """Return the group files, without what others have put beside them."""
+        """Return the group files, without other files in their directory."""
         found = self._groups_dir.glob("*.bin")
         return {p for p in found if p.stem.isdecimal() and p.stem == f"{int(p.stem):06d}"}
 
     def _open_database(self) -> sqlite3.Connection:
-        """Connect with a write-ahead log, and begin an empty ledger.
+        """Connect with a write-ahead log, and create the table in a new database.
 
         Raises:
-            StorageError: if the volume cannot have a write-ahead log.
+            StorageError: if the volume does not support a write-ahead log.
         """
         try:
             database = _connect_to_write(self.path)
@@ -420,19 +420,20 @@ class Ledger(LedgerQueue):
                 "set run.dir to a directory on a disk of this machine"
             ) from error
         if not database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            # In one transaction, or a kill could leave a ledger without its format.
+            # In one transaction, since a kill between the two would leave a ledger without its
+            # format.
             database.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {FORMAT};COMMIT;")
             sync_path(self.run_dir)
         return database
 
     def records(self) -> Iterator[AnyRecord]:
-        """Yield what is on record, as `read_records` does."""
+        """Yield the written records, as `read_records` does."""
         return read_records(self.run_dir)
 
     # --- what the disk thread does ---------------------------------------------------------------
 
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Sync the record of a checkpoint; unlink the files whose groups have ended for good."""
+        """Sync the record of a checkpoint; delete the files whose groups have all finally ended."""
         self.append(Checkpointed(lineage=lineage, step=step))
         with self._write_lock:
             self._write_queue(durably=True)
@@ -462,7 +463,7 @@ class Ledger(LedgerQueue):
             with _named(self.run_dir):
                 self._write_rows(records, durably=durably)
         except StorageError:
-            self._leave_file()  # what it has of this batch belongs to no record
+            self._leave_file()  # bytes of this batch in it belong to no record
             with self._queue_lock:
                 self._queue = queue + self._queue
             raise
@@ -474,7 +475,7 @@ class Ledger(LedgerQueue):
                 self._empty_log()
 
     def _put(self, parts: Sequence[Frame]) -> Place:
-        """Append a group to the file that is being filled."""
+        """Append a group to the current group file."""
         if self._file is None or self._file.tell() >= GROUP_FILE_BYTES:
             self._next_file()
         file = self._file
@@ -519,11 +520,11 @@ class Ledger(LedgerQueue):
         self.num_records += len(rows)
         self._num_logged += len(rows)
         if durably:
-            # Only now: a number that is there before its rows would name a loss that is none.
+            # Last, since a number before its rows would report a loss after a crash.
             os.pwrite(self._head, HEAD_FORMAT % self.num_records, 0)
 
     def _empty_log(self) -> None:
-        """Move the write-ahead log into the database, unless a process is reading."""
+        """Move the write-ahead log into the database, unless another process is reading."""
         self._database.execute("PRAGMA busy_timeout = 100")
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._database.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000)}")
@@ -539,7 +540,7 @@ class Ledger(LedgerQueue):
             yield
 
     def _note(self, record: AnyRecord) -> None:
-        """Note the groups that have ended, their files, and when they ended."""
+        """Update the groups by file that have not ended, and the step at which others ended."""
         match record:
             case Accepted():
                 self._unended.setdefault(record.place.file, set()).add(record.group)
@@ -554,7 +555,7 @@ class Ledger(LedgerQueue):
         """Read a group back, as after a restart.
 
         Raises:
-            StorageError: if its file is missing or damaged.
+            StorageError: if the group's file is missing or damaged.
         """
         path = self._groups_dir / place.file
         where = f"group {group_id} cannot be read back from {path}"
@@ -576,7 +577,7 @@ class Ledger(LedgerQueue):
         return group
 
     def free_unused(self) -> None:
-        """Unlink the group files in which, after a restart, no group is waiting."""
+        """Delete the group files from which no group was loaded after a restart."""
         with self._write_lock, _named(self.run_dir):
             for path in self._group_files():
                 if path.name not in self._unended:
@@ -595,18 +596,18 @@ class Ledger(LedgerQueue):
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Sync, and leave one database that needs no file beside it."""
+        """Sync, and leave a database that needs no log file."""
         with self._write_lock:
             self._write_queue(durably=True)
             with _named(self.run_dir):
                 self._empty_log()
-            with suppress(sqlite3.OperationalError):  # a process reads: then the log stays
+            with suppress(sqlite3.OperationalError):  # another process is reading, so the log stays
                 self._database.execute("PRAGMA busy_timeout = 100")
                 self._database.execute("PRAGMA journal_mode = DELETE")
         self.release()
 
     def release(self) -> None:
-        """Close the files, if they are open, as they are: what is only queued is lost."""
+        """Close the files unless they are closed; records in the queue are lost."""
         with self._write_lock:
             if self._lock_file < 0:
                 return
@@ -619,7 +620,7 @@ class Ledger(LedgerQueue):
 
 @contextmanager
 def _named(directory: Path, what: str = "the ledger") -> Iterator[None]:
-    """Turn what the disk says into an error that names what is written where, and the remedy."""
+    """Turn an error of the disk into a StorageError with the file and the remedy."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -649,7 +650,7 @@ def _connect(path: Path, *, is_read_only: bool = False) -> sqlite3.Connection:
         f"{path.absolute().as_uri()}?mode={'ro' if is_read_only else 'rwc'}",
         uri=True,
         timeout=BUSY_S,
-        isolation_level=None,  # transactions are begun and ended by hand
+        isolation_level=None,  # transactions begin and end explicitly
         check_same_thread=False,
     )
 
@@ -658,7 +659,7 @@ def _connect_to_write(path: Path) -> sqlite3.Connection:
     """Connect with a write-ahead log.
 
     Raises:
-        sqlite3.OperationalError: if the volume cannot have it.
+        sqlite3.OperationalError: if the volume does not support it.
     """
     with ExitStack() as undo:
         database = undo.enter_context(closing(_connect(path)))
@@ -667,19 +668,19 @@ def _connect_to_write(path: Path) -> sqlite3.Connection:
         if mode != "wal":
             raise sqlite3.OperationalError(f"its journal_mode stays {mode!r}")
         with _transaction(database):
-            pass  # touches locks and shared memory
+            pass  # tests locks and shared memory
         undo.pop_all()
     return database
 
 
 def _count_records(database: sqlite3.Connection, run_dir: Path) -> int:
-    """Return the number of records, after a look at the format.
+    """Check the format, and return the number of records.
 
     Raises:
-        StorageError: if it is of another format, or records at the end are missing.
+        StorageError: if the format is different, or records at the end are missing.
     """
     path, head = run_dir / FILE, run_dir / HEAD
-    # Before the rows are counted: a learner that goes on raises both.
+    # Read before the rows are counted: a running learner increases both.
     least = head.read_bytes() if head.exists() else b"0"
     if not least.strip().isdigit():
         raise _damaged(head, "it holds no number")
@@ -707,11 +708,11 @@ def _damaged(path: Path, what: str) -> StorageError:
 
 
 def _read_rows(run_dir: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (seq, body) of each record, oldest first, each as it was written.
+    """Yield (seq, body) of each record, oldest first, after a check of its hash.
 
     Raises:
-        DataError: if there is no ledger.
-        StorageError: if it cannot be read, has another format or is damaged.
+        DataError: if the run has no ledger.
+        StorageError: if the ledger cannot be read, has another format or is damaged.
     """
     path = run_dir / FILE
     if not path.exists():
@@ -740,10 +741,10 @@ def _read_rows(run_dir: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_lines(run_dir: Path) -> Iterator[str]:
-    """Yield each record of a run as its JSON object, oldest first.
+    """Yield the records of a run as JSON texts, oldest first.
 
     Raises:
-        DataError, StorageError: as `read_records` does.
+        DataError, StorageError: as in `read_records`.
     """
     for _, body in _read_rows(run_dir):
         yield body.decode()
@@ -752,11 +753,11 @@ def read_lines(run_dir: Path) -> Iterator[str]:
 def read_records(run_dir: Path) -> Iterator[AnyRecord]:
     """Yield the records of a run, oldest first.
 
-    A run that goes on may be read: what it writes meanwhile is left out.
+    The run may be going on: records that are written meanwhile are left out.
 
     Raises:
-        DataError: if there is no ledger.
-        StorageError: if it cannot be read, has another format or is damaged.
+        DataError: if the run has no ledger.
+        StorageError: if the ledger cannot be read, has another format or is damaged.
     """
     for seq, body in _read_rows(run_dir):
         try:
@@ -766,10 +767,10 @@ def read_records(run_dir: Path) -> Iterator[AnyRecord]:
 
 
 def lock_run(run_dir: Path) -> int:
-    """Make a run this process's own until the descriptor is closed.
+    """Lock a run for this process until the descriptor is closed.
 
     Raises:
-        StorageError: if another learner has it.
+        StorageError: if another learner has locked it.
     """
     return lock_directory(
         run_dir,
@@ -780,10 +781,10 @@ def lock_run(run_dir: Path) -> int:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return whether a run lives in a directory, so that it can only be resumed.
+    """Return whether a directory has a run with records, which can only be resumed.
 
     Raises:
-        StorageError: if its ledger cannot be read.
+        StorageError: if the ledger cannot be read.
     """
     return (run_dir / FILE).exists() and next(read_records(run_dir), None) is not None
 
@@ -793,27 +794,27 @@ def has_begun(run_dir: Path) -> bool:
 
 @dataclass(slots=True)
 class LedgerState:
-    """Work left along the surviving line after going back to a checkpoint."""
+    """The state of a run's groups on the surviving line, after a return to a checkpoint."""
 
     lineages: tuple[Lineage, ...] = ()
     next_group_id: int = 0
     finished: set[int] = field(default_factory=set)
-    """Groups that were accepted or ended."""
+    """Groups that were accepted or have ended."""
     granted: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Open groups that were granted: id -> attempt -> worker."""
+    """Granted groups that are still open: id -> attempt -> worker."""
     waiting: dict[int, Place] = field(default_factory=dict)
-    """Accepted groups without an end: where they lie."""
+    """Accepted groups without an end, with their places."""
     staleness_tokens: dict[int, int] = field(default_factory=dict)
 
 
 def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> LedgerState:
-    """Return what is left to do after going back to the checkpoint of `step` in `lineage`.
+    """Return the state of a run after a return to the checkpoint of `step` in `lineage`.
 
-    The records are the run's, oldest first; trained ones after the checkpoint are void.
+    The records are the run's, oldest first; trained records after the checkpoint are void.
 
     Raises:
-        StorageError: if a later lineage has abandoned the checkpoint, or records of its steps are
-            missing.
+        StorageError: if a later lineage has abandoned the checkpoint, or records of steps before it
+            are missing.
     """
     state = LedgerState()
     lineages: list[Lineage] = []
@@ -830,7 +831,7 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
             case Accepted():
                 accepted[record.group] = record.place
             case Discarded():
-                # A group whose prompt cannot be used was never granted.
+                # A group with an unusable prompt was never granted.
                 state.next_group_id = max(state.next_group_id, record.group + 1)
                 discarded.add(record.group)
             case Trained():
@@ -841,12 +842,12 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
             "more: the run was resumed from an earlier one since; write the name of another one "
             "into checkpoints/latest"
         )
-    # The new lineage forks off at the checkpoint, so later steps of its own are void as well.
+    # The new lineage forks at the checkpoint, so later steps of the checkpoint's lineage are void.
     forks = [*lineages, Lineage(lineages[-1].lineage + 1, step)]
     surviving = _surviving(steps, forks)
     last = max((record.step for record in surviving), default=0)
     if last < step:
-        # They were synced before the checkpoint became visible.
+        # Records are synced before their checkpoint becomes visible.
         raise StorageError(
             f"the checkpoint of step {step} in lineage {lineage} is ahead of the ledger, whose "
             f"last step is {last}: the end of the ledger is lost; restore it from a copy, or write "
@@ -863,7 +864,7 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
 
 @dataclass(slots=True)
 class LedgerTotals:
-    """Totals of the records of a run, steps on its surviving line only."""
+    """Totals of the records of a run; of steps only those on the surviving line."""
 
     num_tokens: int = 0
     """Completion tokens of the accepted groups."""
@@ -876,11 +877,11 @@ class LedgerTotals:
     lineage_starts: list[float] = field(default_factory=list)
     """Unix seconds at which each lineage began."""
     cost: Cost | None = None
-    """The newest bill; None where nothing has a price."""
+    """The newest costs; None if nothing has a price."""
 
 
 def totals_of(records: Iterable[AnyRecord]) -> LedgerTotals:
-    """Add up the records of a run."""
+    """Return the totals of a run's records."""
     totals = LedgerTotals()
     lineages: list[Lineage] = []
     steps: list[Trained] = []
@@ -913,11 +914,11 @@ class Delivery:
     accepted_at: float
     """Unix seconds."""
     num_tokens: int
-    """Completion tokens of all its rollouts."""
+    """Completion tokens of all rollouts."""
 
 
 def deliveries_of(records: Iterable[AnyRecord]) -> list[Delivery]:
-    """Return who delivered what, from grant to acceptance, in order of acceptance."""
+    """Return the accepted deliveries of workers, in order of acceptance."""
     granted: dict[tuple[int, int], float] = {}
     found = []
     for record in records:

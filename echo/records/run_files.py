@@ -1,10 +1,10 @@
-"""Files of a run beside its ledger: metrics.jsonl and config.json.
+"""Reading metrics.jsonl and config.json of a run.
 
-A crash may have torn the last line of the first: it is left out. Any other damage is an error that
-names the line. Rows of steps that a resume abandoned do not count.
+A crash may have cut the last line of metrics.jsonl; that line is left out. Any other damage is an
+error that names the line. Rows of steps that a resume abandoned are left out too.
 
-A worker's rate is its completion tokens over the time in which it held at least one group, from
-grant to acceptance: time that leases kept it waiting does not count against it.
+A worker's rate is its completion tokens divided by the time in which it held at least one group,
+from grant to acceptance. Time without a lease does not lower it.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Evaluation:
     greedy: float
     """Mean reward of greedy decoding."""
     num_errors: int = 0
-    """Rewards that failed, and count as 0."""
+    """Number of failed rewards, which count as 0."""
     is_rate: bool = True
     """Whether every reward was 0 or 1, so that the means are pass rates."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsHistory:
-    """The rows of metrics.jsonl that lie on the surviving line of the run."""
+    """The rows of metrics.jsonl that belong to the surviving history of the run."""
 
     train: tuple[MetricsRow, ...] = ()
-    """Rows of optimizer steps, by step; all have `reward/mean`."""
+    """Rows of optimizer steps in order; all have `reward/mean`."""
     evaluations: tuple[Evaluation, ...] = ()
     broadcast_bytes: float = 0
-    """Sum of `broadcast/bytes` of every row, those of abandoned steps too: they were sent."""
+    """Sum of `broadcast/bytes` of all rows, those of abandoned steps included."""
     times: tuple[float, ...] = ()
-    """Unix seconds of every row, in order of writing."""
+    """Unix seconds of all rows, in the order of writing."""
 
     @property
     def evals_are_rates(self) -> bool:
@@ -60,7 +60,7 @@ class MetricsHistory:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, MetricsRow]]:
-    """Yield (line number from 1, object) of each line of `path`; a torn last line is left out.
+    """Yield (line number from 1, object) per line; an incomplete last line is left out.
 
     Raises:
         DataError: if the file is missing.
@@ -82,10 +82,10 @@ def json_lines(path: Path) -> Iterator[tuple[int, MetricsRow]]:
 
 
 def read_config(run_dir: Path) -> MetricsRow:
-    """Return the resolved configuration of the run in `run_dir`.
+    """Return the resolved configuration of a run.
 
     Raises:
-        DataError: if there is none.
+        DataError: if the run has no configuration.
         StorageError: if it is damaged.
     """
     path = run_dir / "config.json"
@@ -98,10 +98,10 @@ def read_config(run_dir: Path) -> MetricsRow:
 
 
 def read_metrics(run_dir: Path) -> MetricsHistory:
-    """Read metrics.jsonl of the run in `run_dir`.
+    """Return the metrics of a run.
 
-    The first row of a new lineage tells where the run was resumed: what older lineages wrote of
-    later steps is left out. So it is where a step comes again.
+    The first row of a new lineage shows the step at which the run was resumed: later steps of older
+    lineages are left out. The same holds if a step is repeated within a lineage.
     """
     path = run_dir / "metrics.jsonl"
     train: list[MetricsRow] = []
@@ -117,7 +117,8 @@ def read_metrics(run_dir: Path) -> MetricsHistory:
         is_step = "reward/mean" in row
         before, lineage = lineage, _finite(row, "lineage", where) if "lineage" in row else lineage
         if lineage > before or (is_step and train and step <= train[-1]["step"]):
-            # A row of an optimizer step comes after it, an evaluation before the next one.
+            # The row of a step has the number after the step; an evaluation has the number before
+            # the next step.
             fork_step = step - 1 if is_step else step
             train = [earlier for earlier in train if earlier["step"] <= fork_step]
             evaluations = {at: e for at, e in evaluations.items() if at <= fork_step}
@@ -152,7 +153,7 @@ def _finite(row: MetricsRow, key: str, where: str) -> float:
 
 
 def _evaluation(row: MetricsRow, step: int) -> Evaluation | None:
-    """The evaluation in `row`, if there is one: eval/<task>/reward and eval/<task>/greedy."""
+    """Return the evaluation in a row (eval/<task>/reward and eval/<task>/greedy), or None."""
     values = {k.rpartition("/")[2]: v for k, v in row.items() if k.startswith("eval/")}
     sampled, greedy = values.get("reward"), values.get("greedy")
     if sampled is None or greedy is None:
@@ -168,31 +169,31 @@ def _evaluation(row: MetricsRow, step: int) -> Evaluation | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRate:
-    """Work of one worker."""
+    """The rate of a worker."""
 
     tokens_per_s: float
-    """Completion tokens per second while it held a group."""
+    """Completion tokens per second, while the worker held a group."""
     concurrency: int
-    """Most rollouts that it held side by side."""
+    """Largest number of rollouts that it held at a time."""
     group_s: float
     """Median seconds from grant to acceptance of a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRates:
-    """A run's own summary."""
+    """The rates of a run, for a comparison with a simulation."""
 
     name: str
     num_steps: int
     job: Job
-    """With the run's own times, lengths and sizes."""
+    """The job with the run's measured times, lengths and sizes."""
     workers: Mapping[str, WorkerRate]
     broadcast_s: float
-    """Median seconds of a broadcast; 0 if none was recorded."""
+    """Median seconds of a broadcast; 0 without a recorded one."""
     idle_share: float
-    """Recorded share of the time in which the learner waited."""
+    """Recorded share of the learner's time spent waiting."""
     useful_share: float
-    """Recorded share of the groups whose rewards were not all equal."""
+    """Recorded share of groups with unequal rewards."""
 
 
 def values_of(rows: Sequence[MetricsRow], key: str) -> list[float]:
@@ -201,7 +202,7 @@ def values_of(rows: Sequence[MetricsRow], key: str) -> list[float]:
 
 
 def rates_of(deliveries: Iterable[Delivery], group_size: int) -> dict[str, WorkerRate]:
-    """Return each worker's rate from what it has delivered, by name."""
+    """Return the rates of workers by name, from their deliveries."""
     by_worker: dict[str, list[Delivery]] = {}
     for each in deliveries:
         by_worker.setdefault(each.worker, []).append(each)
@@ -225,7 +226,7 @@ def _rate(deliveries: list[Delivery], group_size: int) -> WorkerRate:
 
 
 def tokens_by_staleness(rows: Iterable[MetricsRow]) -> dict[int, int]:
-    """Return trained tokens by staleness, summed over `staleness/hist` of metric rows."""
+    """Return trained tokens by staleness, the sum of `staleness/hist` over metric rows."""
     totals: dict[int, int] = {}
     for row in rows:
         histogram: Mapping[str, int] = row.get("staleness/hist") or {}
