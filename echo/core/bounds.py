@@ -1,12 +1,11 @@
 """Bounds of messages: sizes, lengths, and ranges of values.
 
-Both ends use the same numbers: the sender checks them with `codec.encode`, the receiver with the
-decoder, before it uses anything. The ranges are wide: they hold whatever an honest node of any run
-can have to say, and nothing that costs the receiver memory, time or a finite result. A range that
-also excludes NaN and the infinities has both ends.
+Sender and receiver check the same numbers: the sender in `codec.encode`, the receiver in the
+decoder, before it uses a message. The ranges are wide enough for every honest node of any run. They
+exclude values that would cost the receiver too much memory or time, or a finite result. Ranges with
+both ends exclude NaN and the infinities too.
 
-The contents of a `dict[str, Any]` (settings, examples) are bounded by the size of the message
-alone.
+The contents of a `dict[str, Any]` (settings, examples) are bounded only by the size of the message.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ from msgspec import Meta
 # --- sizes ---------------------------------------------------------------------------------------
 
 MAX_CHUNKS = 8
-"""Chunks of the weights in one message, a frame each."""
+"""Chunks of weights in one message, each in a frame."""
 MAX_FRAMES = 1 + MAX_CHUNKS
 """Frames of a message, its header included."""
 MAX_HEADER_BYTES = 8 << 20
-"""Of the header frame; the largest honest ones are grants and a Welcome with its settings."""
+"""Size of the header frame; grants and a Welcome with its settings have the largest ones."""
 MAX_LEASE_BYTES = 7 << 20
-"""Prompt and example of one lease in it."""
+"""Size of one lease, with prompt and example, in a header."""
 MAX_PAYLOAD_BYTES = 64 << 20
-"""Of the other frames together: a file that is inherited, a group, a manifest, a chunk."""
+"""Size of the payload frames together: an inherited file, a group, a manifest, chunks."""
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
-"""Of all frames together, and so of any one of them."""
+"""Size of all frames together, and therefore of a single frame."""
 
 # --- lengths of collections ----------------------------------------------------------------------
 
 MAX_LEASES = 1 << 14
-"""Leases in one message: no worker holds more."""
+"""Leases in one message; no worker holds more."""
 MAX_RANGES = 1 << 16
-"""Runs of chunks in one Fetch; what lies behind them is asked for later."""
+"""Ranges of chunks in one Fetch; a later Fetch requests further ranges."""
 MAX_NODES = 1 << 10
-"""Nodes that one message names in one place: suspects, the parents of a plan."""
+"""Nodes in one field of a message: suspects, or the parents of a plan."""
 MAX_NAMES = 1 << 10
-"""Entries of a mapping from names: counters, hashes, settings."""
+"""Entries of a mapping by name: counters, hashes, settings."""
 MAX_MEMBERS = 1 << 16
-"""Rollouts of a group, as the configuration allows."""
+"""Rollouts of a group; the configuration has the same limit."""
 MAX_TOKENS = 1 << 24
-"""Tokens of a prompt or of a rollout, as the configuration allows."""
+"""Tokens of a prompt or of a rollout; the configuration has the same limit."""
 
 # --- texts ---------------------------------------------------------------------------------------
 
@@ -55,7 +54,7 @@ Word: TypeAlias = Annotated[str, Meta(max_length=128)]
 """A name, a reason, a state, a hash."""
 Address: TypeAlias = Annotated[str, Meta(max_length=512)]
 Line: TypeAlias = Annotated[str, Meta(max_length=1 << 17)]
-"""A text for the operator, or names with commas between."""
+"""A text for the operator, or names separated by commas."""
 Key: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 """A public key, or a signature."""
 
@@ -63,23 +62,23 @@ Key: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 
 GroupId: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 48)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 10)]
-"""Leases of one group so far; after some twenty it is given up."""
+"""Number of the lease of a group; after some twenty leases the group is given up."""
 Seed: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
 Step: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 NumTokens: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 60)]
-"""Of things that have happened since a process started; bytes too."""
+"""A count, or bytes, since the start of a process."""
 Progress: TypeAlias = Annotated[int, Meta(ge=-1, le=1 << 48)]
 Size: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
-"""Bytes of one thing."""
+"""Size in bytes."""
 Place: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
-"""Which chunk or segment, or how many."""
+"""Index or number of chunks or segments."""
 Capacity: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LEASES)]
-"""Groups that a worker can hold, or samples concurrently."""
+"""Number of groups that a worker can hold, or samples concurrently."""
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 Period: TypeAlias = Annotated[float, Meta(ge=1e-3, le=1e9)]
-"""Seconds between two of something."""
+"""Seconds between two periodic events."""
 MIN_RATE, MAX_RATE = 1.0, 1e13
 Rate: TypeAlias = Annotated[float, Meta(ge=MIN_RATE, le=MAX_RATE)]
 """Bytes per second of a link."""
@@ -88,22 +87,22 @@ Finite: TypeAlias = Annotated[float, Meta(ge=-1.7976931348623157e308, le=1.79769
 
 
 def clamped_rate(bytes_per_s: float | None) -> float | None:
-    """Return a measured rate as it may be told to others."""
+    """Return a measured rate within the range of `Rate`."""
     return None if bytes_per_s is None else min(max(bytes_per_s, MIN_RATE), MAX_RATE)
 
 
 # --- connections over a long link ----------------------------------------------------------------
 
 MAX_CONNECTIONS = 8
-"""Connections for the chunks of one parent; beyond, nothing was gained."""
+"""Connections for the chunks of one parent; more did not increase the rate."""
 ONE_CONNECTION_RTT_S = 0.045
-"""Round trip up to which one connection with 4 MiB of buffer carries 500 Mbit/s."""
+"""Largest round-trip time at which one connection with a 4 MiB buffer reaches 500 Mbit/s."""
 RTT_PER_CONNECTION_S = 0.012
-"""One connection more for each so much beyond: 6 at 100 ms, which fill 1 Gbit/s. Fewer leave some
-of it, and 8 push so much more than the link takes that it drops packets."""
+"""Additional round-trip time per additional connection: 6 connections at 100 ms, which fill 1
+Gbit/s. Fewer do not fill it, and 8 overload the link so that it drops packets."""
 
 
 def num_connections(rtt_s: float, *, most: int = MAX_CONNECTIONS) -> int:
-    """Return how many connections to open over a link with this round trip, at most `most`."""
+    """Return the number of connections for a link with this round-trip time, at most `most`."""
     more = math.ceil((rtt_s - ONE_CONNECTION_RTT_S) / RTT_PER_CONNECTION_S)
     return min(most, max(1, 1 + more))

@@ -1,8 +1,8 @@
-"""Rollout buffer: accepted groups, oldest first, within the staleness bound.
+"""The rollout buffer: accepted groups within the staleness bound, oldest first.
 
-The buffer is where promise 1 is kept: `take` hands out only groups whose oldest trainable token has
-staleness <= max_staleness at that moment, and `evict` removes the others with their reason. It is
-bounded by admission (`leases/admission.py`), at (S + 1) * B groups.
+The buffer enforces promise 1: `take` returns only groups whose oldest trainable token has staleness
+<= max_staleness at this step, and `evict` removes the others with a reason. Admission
+(`leases/admission.py`) bounds the buffer to (S + 1) * B groups.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A group that left the buffer untrained."""
+    """A group that was removed from the buffer untrained."""
 
     group: Group
     reason: str
-    """As `echo.core.rollout.find_fault` names it, for example "stale" or "abandoned_version"."""
+    """The fault by `echo.core.rollout.find_fault`, such as "stale" or "abandoned_version"."""
 
 
 class StalenessBuffer:
-    """Groups in order of age, with the staleness bound enforced at the exit."""
+    """Groups in order of age; `take` and `evict` enforce the staleness bound."""
 
     def __init__(
         self, *, max_staleness: int, lineages: Sequence[Lineage], trims_stale: bool = False
@@ -31,17 +31,16 @@ class StalenessBuffer:
         """Start empty.
 
         Args:
-            max_staleness: S, inclusive.
-            lineages: the learner's histories; a new one means a new buffer.
-            trims_stale: whether a group keeps its other tokens when some have grown too old.
+            max_staleness: the bound S, inclusive.
+            lineages: the learner's lineages; a new lineage begins with a new buffer.
+            trims_stale: whether a group stays without its stale tokens.
         """
         self.trims_stale = trims_stale
         self.num_trimmed_tokens = 0
-        """Tokens masked here because they had grown too old."""
+        """Tokens that this buffer has masked because they became stale."""
         self.max_staleness = max_staleness
         self.admission_staleness = max_staleness
-        """The bound that new leases are granted for; groups that are in the buffer stay valid when
-        it is lowered.
+        """The bound for granting new leases; lowering it does not affect groups in the buffer.
         """
         self.lineages = tuple(lineages)
         self._groups: dict[int, Group] = {}
@@ -58,15 +57,15 @@ class StalenessBuffer:
         return group_id in self._groups
 
     def num_unspent(self, *, step: int) -> int:
-        """Return how many groups admission must count besides those of the steps done.
+        """Return the number of groups that admission must count in addition to completed steps.
 
-        These are the groups here, and those taken at this same step: their step is being made, so
-        it is not counted yet.
+        These are the groups in the buffer, and the groups taken at this step, which is not
+        completed yet.
         """
         return len(self._groups) + (self._num_taken if self._taken_at == step else 0)
 
     def put(self, group: Group) -> None:
-        """Add a group that the ledger holds and that is not here yet."""
+        """Add a group that is in the ledger and not in the buffer."""
         if group.group_id in self._groups:
             raise ValueError(f"group {group.group_id} is in the buffer already")
         self._groups[group.group_id] = group
@@ -74,8 +73,8 @@ class StalenessBuffer:
     def evict(self, *, step: int) -> list[Evicted]:
         """Remove and return every group that can no longer be trained.
 
-        A rollout that newer weights continued stays when only its first tokens have grown too old;
-        these are masked.
+        If only the first tokens of continued rollouts are stale, `trims_stale` masks them and the
+        group stays.
         """
         evicted = []
         for group in list(self._groups.values()):
@@ -89,7 +88,7 @@ class StalenessBuffer:
         return evicted
 
     def _trim(self, group: Group, step: int) -> bool:
-        """Mask what is too old of a group; return whether enough of it is left."""
+        """Mask the stale tokens of a group; return whether it can still be trained."""
         trimmed = trim_stale(group, step=step, max_staleness=self.max_staleness)
         if not self.trims_stale or trimmed is None:
             return False
@@ -100,11 +99,11 @@ class StalenessBuffer:
     def take(self, num_groups: int, *, step: int) -> list[Group] | None:
         """Remove and return the `num_groups` oldest groups, or None if there are too few.
 
-        Call `evict` first: a group beyond the bound raises.
+        Call `evict` first, since a group beyond the bound raises ValueError.
 
         Args:
-            num_groups: B.
-            step: optimizer steps done by the learner, the step about to be made not counted.
+            num_groups: the number of groups per step, B.
+            step: the learner's completed optimizer steps, without the step to be made.
         """
         if len(self._groups) < num_groups:
             return None
@@ -125,18 +124,18 @@ class StalenessBuffer:
         return taken
 
     def put_back(self, groups: Sequence[Group], *, num_taken: int) -> None:
-        """Undo the last `take` when no step could be made of it.
+        """Undo the last `take` after its step failed.
 
         Args:
-            groups: those of it that may be taken again.
-            num_taken: how many it returned.
+            groups: the groups that may be taken again.
+            num_taken: the number of groups that `take` returned.
         """
         self._num_taken -= num_taken
         for group in groups:
             self.put(group)
 
     def clear(self) -> list[Group]:
-        """Remove and return everything, as at the end of a run."""
+        """Remove and return all groups, for the end of a run."""
         groups = list(self._groups.values())
         self._groups.clear()
         return groups

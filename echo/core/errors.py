@@ -1,4 +1,4 @@
-"""Every error this project raises on purpose, as one tree.
+"""The tree of errors that Echo raises on purpose.
 
 EchoError
 ├── ConfigError            a setting is wrong: where, what, and the remedy
@@ -40,7 +40,7 @@ class ProtocolError(EchoError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This process tried to break the protocol's rules: a bug of ours."""
+    """This process tried to break the protocol's rules, which is a bug."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -48,11 +48,11 @@ class RemoteProtocolError(ProtocolError):
 
 
 class ForgedError(RemoteProtocolError):
-    """A peer passed on as another's what that one has not signed or sealed as this."""
+    """A peer forwarded a message or chunk without a valid signature or seal of its origin."""
 
 
 class TransportError(EchoError):
-    """A socket could not do what was asked of it."""
+    """An operation of a socket failed."""
 
 
 class StorageError(EchoError):
@@ -76,7 +76,7 @@ class RankError(EchoError):
 
 
 def in_one(what: str, problems: Iterable[str]) -> str:
-    """Return the message of an error that lists all problems of `what`, each once."""
+    """Return an error message that lists all problems of `what` without repetition."""
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return unique[0]
@@ -84,5 +84,5 @@ def in_one(what: str, problems: Iterable[str]) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that `word` was probably meant to be, or None."""
+    """Return the candidate that is most similar to a word, or None."""
     return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)), None)

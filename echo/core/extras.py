@@ -1,7 +1,7 @@
-"""Installed version and optional packages.
+"""The installed version, and optional packages.
 
-A checkout has bin/echo-setup; elsewhere pip installs packages, named as our own metadata names
-them. Never by the name of our distribution, which no index has.
+In a checkout bin/echo-setup installs packages; elsewhere pip does, by the requirements in our
+metadata. The name of our distribution is never used, since no index has it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from echo.core.paths import local_path
 DISTRIBUTION = "echo-rl"
 CHECKOUT = Path(__file__).resolve().parents[2]
 ROLES = ("learner", "worker", "relay")
-"""Extras that are roles, too."""
+"""Extras that are also roles."""
 STAMP = ".echo-setup"
-"""File that bin/echo-setup leaves in the environments that it makes."""
+"""A file that bin/echo-setup writes into its environments."""
 
 
 def version() -> str:
-    """Return our name and version, whatever else is installed here and called echo."""
-    # In a checkout echo/__init__.py is ours, and newer than what was once installed from it; among
-    # installed packages another one called echo may have written its own over it.
+    """Return our name and version, even if another package called echo is installed."""
+    # In a checkout echo/__init__.py is ours, and newer than the metadata of an earlier
+    # installation. Among installed packages, another package called echo may have overwritten it.
     if not (CHECKOUT / "pyproject.toml").exists():
         with contextlib.suppress(metadata.PackageNotFoundError):
             return f"{DISTRIBUTION} {metadata.version(DISTRIBUTION)}"
@@ -40,7 +40,7 @@ def version() -> str:
 
 
 def program(name: str) -> str:
-    """Return one of our programs as it is called from this directory."""
+    """Return the path of one of our programs, relative to this directory if possible."""
     own, near = CHECKOUT / "bin" / name, Path("bin") / name
     if not own.exists():
         return name
@@ -48,11 +48,11 @@ def program(name: str) -> str:
 
 
 def command(name: str, *, elsewhere: bool = False) -> str:
-    """Return how a command is called: `bin/echo-node` in a checkout, `echo-rl node` from a wheel.
+    """Return the command line of a command: `bin/echo-node` in a checkout, else `echo-rl node`.
 
     Args:
-        name: of the command.
-        elsewhere: whether the line is for another machine, in the directory of its checkout.
+        name: the command.
+        elsewhere: whether the line is for another machine, relative to its checkout.
     """
     script, is_installed = f"echo-{name}", Path(sys.argv[0]).name == DISTRIBUTION
     if is_installed or not (CHECKOUT / "bin" / "echo-rl").exists():
@@ -63,7 +63,7 @@ def command(name: str, *, elsewhere: bool = False) -> str:
 
 
 def models_directory() -> Path:
-    """Return where models that we make are kept: in a checkout, else in the user's cache."""
+    """Return the directory of models that Echo makes: in a checkout, else in the user's cache."""
     if (CHECKOUT / "pyproject.toml").exists():
         place = CHECKOUT / "build" / "models"
         return place.relative_to(CHECKOUT) if Path.cwd() == CHECKOUT else place
@@ -72,10 +72,10 @@ def models_directory() -> Path:
 
 
 def find_config(name: str) -> Path:
-    """Return one of the configurations that come with us: where a clone has it, or in the package.
+    """Return the path of a configuration that Echo includes: in ./configs, else in the package.
 
     Raises:
-        ConfigError: if this installation lacks it.
+        ConfigError: if this installation does not include it.
     """
     for directory in (Path("configs"), Path(__file__).parents[1] / "configs"):
         if (directory / name).exists():
@@ -84,15 +84,15 @@ def find_config(name: str) -> Path:
 
 
 def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:
-    """Import `module`, which the extra `extra` of this distribution installs.
+    """Import a module that an extra of this distribution installs.
 
     Args:
-        module: dotted name of the module.
-        extra: name of the extra, as in pyproject.toml.
+        module: the module's dotted name.
+        extra: the extra's name in pyproject.toml.
         wanted_by: the setting or output that needs it, for the message.
 
     Raises:
-        ConfigError: if it is missing or broken; names the cause and the remedy.
+        ConfigError: with cause and remedy, if the module is missing or cannot be imported.
     """
     try:
         return importlib.import_module(module)
@@ -107,7 +107,7 @@ def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that adds, to this environment, what it lacks of these extras."""
+    """Return the command that installs the missing packages of these extras."""
     wanted = sorted({one for extra in extras for one in _requirements(extra)})
     if (Path(sys.prefix) / STAMP).exists() or not wanted:
         roles = [f"--role {extra}" for extra in extras if extra in ROLES]
@@ -126,9 +126,9 @@ def _is_installed(requirement: str) -> bool:
 
 
 def _requirements(extra: str) -> set[str]:
-    """Return what an extra asks for by our metadata, with the extras of ours that it contains.
+    """Return the requirements of an extra by our metadata, with the extras that it includes.
 
-    A relay needs what every installation has, and is no extra.
+    The relay is no extra: its requirements are the ones that every installation has.
     """
     try:
         lines = metadata.requires(DISTRIBUTION) or []

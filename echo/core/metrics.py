@@ -1,4 +1,4 @@
-"""Counters of a node, and the snapshot of the live view.
+"""The counters of a node, and the snapshot for the live view.
 
 Metric names follow the field: `reward/mean`, `staleness/{mean,max}`, `time/{step,train,...}`,
 `learner/idle_ratio`, `perf/tokens_per_s`, `broadcast/{bytes,seconds,goodput}` and so on.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 class Counters:
-    """Named monotonic counts; a name exists once it has been counted."""
+    """Monotonic counters by name; a name exists after its first `add`."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
@@ -29,73 +29,73 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """One node as the learner sees it."""
+    """The learner's view of a node."""
 
     node_id: str
     role: str
     """"learner", "relay" or "worker"."""
     state: str
-    """One word or short phrase: "training", "generating", "fetching v17 63%", "waiting", "lost"."""
+    """A word or short phrase: "training", "generating", "fetching v17 63%", "waiting", "lost"."""
     version: str = "-"
     """Installed policy version, as text."""
     staleness: int | None = None
-    """Learner's step minus the installed step; None where it has no meaning."""
+    """The learner's step minus the installed step; None if it has no meaning."""
     tokens_per_s: float = 0.0
     bytes_per_s: float = 0.0
     """Weight bytes received per second over the last seconds."""
     num_leases: int = 0
     parent: str = "-"
-    """Where it gets weights from."""
+    """The node from which it gets weights."""
     seen_s: float = 0.0
-    """Seconds since it was last heard of."""
+    """Seconds since its last message."""
     mismatch_kl: float | None = None
-    """Of a worker's newest trained groups, nats per token; None before there is one."""
+    """Mismatch of a worker's newest trained groups, nats per token; None before the first one."""
     reward: float | None = None
     """Mean reward of the same groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """A worker as it sees itself."""
+    """A worker's view of itself."""
 
     version: str
     """Installed policy version, as text."""
     num_tokens: int
-    """Completion tokens sampled since the process started, those in the engine included."""
+    """Completion tokens sampled since the process started, including unfinished rollouts."""
     num_groups: int
-    """Groups that the learner has accepted of them."""
+    """Groups that the learner has accepted."""
     activity: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostView:
-    """Costs of the run, as the live view shows them."""
+    """The costs of the run for the live view."""
 
     per_h: float
     """$ per hour, machines and traffic."""
     total: float
     """$ so far."""
     per_million_tokens: float | None
-    """$ per 10^6 accepted tokens; None before there are any."""
+    """$ per 10^6 accepted tokens; None before the first one."""
     standby_per_h: float
     """The part of `per_h` for machines on standby."""
     unconfirmed_per_h: float
-    """The part for machines that are gone without word that they were given back."""
+    """The part of `per_h` for machines that left without a confirmed release."""
     budget_per_run: float | None
     num_active: int
     num_standby: int
     decision: str = ""
-    """The last change of who generates, in words."""
+    """A description of the last change of active workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedView:
-    """How fast the learner trained its last step."""
+    """The learner's speed in its last step."""
 
     tokens_per_s: float
-    """Through the model, prompts included, while it trained."""
+    """Tokens per second through the model while it trained, prompts included."""
     mfu: float | None
-    """Share of the device's arithmetic that the model needed; None where that is not known."""
+    """Share of the device's arithmetic that the model used; None if unknown."""
     peak_memory_bytes: float
     forward_backward_s: float
     optimizer_s: float
@@ -103,22 +103,22 @@ class SpeedView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepView:
-    """Values of one optimizer step's row of metrics."""
+    """Values of the metrics row of an optimizer step."""
 
     step: int
-    """Steps done with it."""
+    """Number of the step, from 1."""
     reward: float
     mean_staleness: float | None
-    """Of the trained tokens, in steps; None if there were none."""
+    """Mean staleness of the trained tokens, in steps; None without trained tokens."""
     max_staleness: int
     accepted_tokens_per_s: float
-    """Completion tokens accepted since the step before, over the time since it."""
+    """Completion tokens accepted per second since the previous step."""
     seconds: float
-    """Since the step before."""
+    """Seconds since the previous step."""
 
 
 def held_out(is_rate: bool) -> str:
-    """Name the mean reward of held-out prompts by what it is.
+    """Return the name of the mean reward of held-out prompts.
 
     Args:
         is_rate: whether every reward is 0 or 1.
@@ -128,7 +128,7 @@ def held_out(is_rate: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningCurve:
-    """Learning curve of a run from before it was resumed."""
+    """The learning curve of a run before it was resumed."""
 
     rewards: Mapping[int, float]
     """Mean reward by step."""
@@ -140,7 +140,7 @@ class LearningCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything the live view draws, taken at one instant by the learner."""
+    """The data that the live view draws, which the learner collects at one time."""
 
     run_name: str
     elapsed_s: float
@@ -149,30 +149,30 @@ class Snapshot:
     max_staleness: int
     publish_period: int
     resumed_at: int = 0
-    """Step at which this process of the learner began."""
+    """Step at which this learner process began."""
     activity: str = ""
     """The learner's activity, such as "training"; empty while it waits for groups."""
     waiting_for: str = ""
-    """Reason for which the learner waits, in words; empty while it does something."""
+    """The reason why the learner waits; empty while it does not wait."""
     nodes: tuple[NodeView, ...] = ()
     reward_history: tuple[float, ...] = ()
     """Mean reward of each step so far, oldest first."""
     eval_history: tuple[tuple[int, float, float], ...] = ()
     """(step, mean reward sampled, mean reward greedy) of each evaluation so far."""
     evals_are_rates: bool = True
-    """Whether every reward of them was 0 or 1."""
+    """Whether every reward of the evaluations was 0 or 1."""
     eval_errors: Mapping[int, int] = field(default_factory=dict)
-    """Rewards that failed, and count as 0, by the step of the evaluation; only where some did."""
+    """Number of failed rewards, which count as 0, by the step of the evaluation."""
     staleness_tokens: Mapping[int, int] = field(default_factory=dict)
     """Trained tokens by staleness, whole run."""
     idle_ratio: float = 0.0
     """Share of the learner's time spent waiting for rollouts since it started, 0..1."""
     recent_idle_ratio: float = 0.0
-    """The same of the last minute, or of the last steps if those took longer."""
+    """The same over the last minute, or over the last steps if they took longer."""
     last_step: StepView | None = None
-    """None before this process has made one."""
+    """The newest step; None before this process has made one."""
     speed: SpeedView | None = None
-    """Of the last step; None before the first."""
+    """The speed in the last step; None before the first."""
     num_buffered: int = 0
     groups_per_step: int = 0
     num_leased: int = 0
@@ -180,10 +180,10 @@ class Snapshot:
     broadcast_done: float = 0.0
     """Share of all receivers' chunks of the newest version that have arrived, 0..1."""
     broadcast_bytes: int = 0
-    """Weight bytes that the learner itself has sent, whole run."""
+    """Weight bytes that the learner itself has sent in the whole run."""
     refused: Mapping[str, int] = field(default_factory=dict)
     """Groups refused or dropped so far, by reason."""
     cost: CostView | None = None
-    """None where nothing has a price."""
+    """The costs; None if nothing has a price."""
     notices: tuple[str, ...] = ()
-    """Newest log lines worth showing, oldest first."""
+    """The newest log lines for the operator, oldest first."""

@@ -1,4 +1,4 @@
-"""Paths as users write them, and where they lead on this machine."""
+"""Resolving paths as users write them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 MAX_FILE_NAME_BYTES = 255
-"""Most bytes of one part of a path: no disk takes more."""
+"""Largest number of bytes in a part of a path, on every file system."""
 
 
 def local_path(name: str | Path) -> Path:
-    """Return where a name leads on this machine; `~user` stays where no such user is known."""
+    """Return a path with `~` and `~user` expanded; an unknown user's `~user` is kept."""
     return Path(os.path.expanduser(name))  # noqa: PTH111 -- pathlib's raises there

@@ -1,4 +1,4 @@
-"""Price of a node's machine, stated at joining."""
+"""The price of a node's machine, which it states at joining."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     per_gb: Money = 0.0
     """$ per 1e9 bytes in and out of the machine."""
     losses_per_h: Money = 0.0
-    """How often such a machine is taken away, as a spot machine is."""
+    """Expected losses of such a machine per hour, for a spot machine."""
 
     def __post_init__(self) -> None:
-        """Refuse what would turn costs into nonsense; a peer's message may hold anything."""
+        """Refuse values outside the range: prices come from peers."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1e9:

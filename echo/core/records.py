@@ -1,7 +1,7 @@
-"""Records of the ledger that the scheduler of leases makes.
+"""The ledger records that the lease scheduler makes.
 
-They are made where it is decided what becomes of a group, which knows no files.
-`echo/records/ledger.py` has all others, and writes them.
+The scheduler has no access to files, so its records are defined here. `echo/records/ledger.py`
+defines the other records and writes all of them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from echo.core.rollout import PolicyVersion
 
 
 class Record(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
-    """Something that happened."""
+    """An event of the run."""
 
     at: float = 0.0
-    """Unix seconds; set when it is appended without it."""
+    """Unix seconds; set at `append` if it is 0."""
 
 
 class Granted(Record, tag="granted"):
@@ -27,17 +27,17 @@ class Granted(Record, tag="granted"):
     version: PolicyVersion | None = None
     """The version that the worker had installed."""
     copy_of: int | None = None
-    """The attempt that it repeats on a faster worker."""
+    """The attempt of which this is a copy on a faster worker."""
 
 
 class Cancelled(Record, tag="cancelled"):
-    """A lease was ended, since another attempt was first."""
+    """A lease was ended because another attempt was accepted first."""
 
     group: int
     attempt: int
     worker: str
     tokens: int
-    """Tokens that it had sampled, as far as was known."""
+    """Tokens that it had sampled by the last report."""
 
 
 class Refused(Record, tag="refused"):

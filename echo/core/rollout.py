@@ -1,7 +1,7 @@
-"""Versions, rollouts and groups as records of numpy arrays.
+"""Policy versions, rollouts and groups, made of numpy arrays.
 
-Shapes: T completion tokens, P prompt tokens, G group size. Nothing here touches torch, so that a
-relay can handle groups without installing it.
+Shapes: T completion tokens, P prompt tokens, G group size. Nothing here imports torch, which a
+relay does not install.
 """
 
 from __future__ import annotations
@@ -16,46 +16,47 @@ import numpy as np
 import numpy.typing as npt
 
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
-"""Versions stand beside every token as two int32."""
+"""Every token has its version as two int32."""
 
 KEEP_VERSIONS = 2
-"""Whole versions that a node keeps: the one in use, and the one before, which children may still be
-taking and deltas are coded against."""
+"""Whole versions that a node keeps: the one in use, and the previous one, which children may still
+be fetching and which deltas are coded against."""
 
 MAX_UNACKED_GROUPS = 64
-"""Finished groups that a worker keeps until the learner has them, and a relay holds on their way: a
-full engine's a few times over. So sampling does not pause for a slow disk, and what they take (2 MB
-each at 16 rollouts of 8192 tokens) stays small."""
+"""Finished groups that a worker keeps until the learner has them, and that a relay buffers: several
+times the groups of a full engine. So sampling does not pause for a slow disk, and their memory (2
+MB each at 16 rollouts of 8192 tokens) stays small."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """Name one set of weights: an unbroken learner history and a step within it.
+    """The name of a set of weights: a lineage, and a step in it.
 
-    Ordered by lineage first: every version of a newer lineage supersedes those of older ones.
+    Ordered by lineage first: every version of a newer lineage supersedes all versions of older
+    lineages.
     """
 
     lineage: Int32
-    """Which unbroken history of the learner; the first is 1, each resume adds 1."""
+    """Number of the learner's lineage: 1 at first, plus 1 at each resume."""
     step: Int32
-    """Optimizer steps behind these weights; the initial weights are step 0."""
+    """Optimizer steps made until these weights; the initial weights are step 0."""
 
     def __str__(self) -> str:
         return f"v{self.step}" if self.lineage == 1 else f"v{self.step}/L{self.lineage}"
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """One unbroken history of the learner and where it left the one before."""
+    """An uninterrupted history of the learner, and the step at which it left the previous one."""
 
     lineage: Int32
     fork_step: Int32
-    """Last step of the previous lineage that belongs to this one too; 0 for the first lineage."""
+    """Last step of the previous lineage that belongs to this lineage too; 0 for the first one."""
 
 
 def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
-    """Return whether `version` lies on the history that ends in the last of `lineages`.
+    """Return whether a version belongs to the history that ends in the last of `lineages`.
 
-    A version exists from its lineage's fork on, and survives if no later lineage forked off before
-    its step.
+    A version exists if its step is not before its lineage's fork. It survives if no later lineage
+    forked before its step.
     """
     is_known = False
     for lineage in lineages:
@@ -68,37 +69,37 @@ def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokens:
-    """Completion tokens and what is known of each; none by default."""
+    """Completion tokens with log-probability, version and mask; empty by default."""
 
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     """[T] sampled ids, the stop token included."""
     sampler_logprobs: npt.NDArray[np.float32] = field(
         default_factory=lambda: np.empty(0, np.float32)
     )
-    """[T] natural-log probability of each id under the distribution really sampled from, nats."""
+    """[T] natural-log probability of each id under the distribution that was sampled from, nats."""
     policy_versions: npt.NDArray[np.int32] = field(
         default_factory=lambda: np.empty((0, 2), np.int32)
     )
     """[T, 2] (lineage, step) of the weights that sampled each token."""
     completion_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
-    """[T] True where the token was sampled by the policy and may be trained on."""
+    """[T] True if the policy sampled the token and it may be trained on."""
 
     @property
     def num_tokens(self) -> int:
-        """How many there are, masked ones included."""
+        """Number of tokens, masked ones included."""
         return int(self.token_ids.shape[0])
 
 
 NO_OPINION = math.nan
-"""Reward of a rollout that the task did not judge; `scored_part` leaves such rollouts out."""
+"""The reward of a rollout on which the task has no opinion; `scored_part` leaves it out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout(Tokens):
-    """One sampled answer, at least one token long."""
+    """A sampled answer of at least one token."""
 
     reward: float
-    """NO_OPINION where the task has none."""
+    """The reward, or NO_OPINION."""
     finish_reason: str
     """"stop" (a stop token), "length" (the token limit) or "abort" (cut short)."""
 
@@ -123,7 +124,7 @@ class Rollout(Tokens):
 
 
 def _distinct(rows: npt.NDArray[np.int32]) -> list[PolicyVersion]:
-    """Return the versions that stand in [T, 2] rows, oldest first."""
+    """Return the distinct versions in [T, 2] rows, oldest first."""
     packed = rows.astype(np.int64)
     found: list[int] = np.unique(packed[:, 0] << 32 | packed[:, 1]).tolist()
     return [PolicyVersion(each >> 32, each & 0xFFFFFFFF) for each in found]
@@ -134,9 +135,9 @@ class Group:
     """The rollouts of one prompt: the unit of dispatch, delivery and admission."""
 
     group_id: int
-    """Serial number of the prompt group within the run; the same prompt drawn twice has two ids."""
+    """Serial number of the group in the run; a prompt that is drawn twice has two ids."""
     attempt: int
-    """Which lease of this group produced it, from 0."""
+    """Number of the lease that produced it, from 0."""
     worker_id: str
     prompt_ids: npt.NDArray[np.int32]
     """[P] prompt token ids."""
@@ -155,7 +156,7 @@ class Group:
             raise ValueError(f"Group {self.group_id}: prompt_ids must be int32[P] with P >= 1")
         if not self.rollouts:
             raise ValueError(f"Group {self.group_id} has no rollouts")
-        # Computed once: the buffer asks for it at every step.
+        # Computed once, since the buffer reads it at every step.
         rows = [rollout.policy_versions[rollout.completion_mask] for rollout in self.rollouts]
         object.__setattr__(self, "versions", tuple(_distinct(np.concatenate(rows))))
 
@@ -181,10 +182,10 @@ class Group:
 
 
 def scored_part(group: Group) -> Group | None:
-    """Return `group` without the rollouts on which the task has no opinion.
+    """Return a group without the rollouts on which the task has no opinion.
 
     Returns:
-        None if fewer than two are left, though there were more: nothing can be compared.
+        None if rollouts were left out and fewer than two remain, which cannot be compared.
     """
     scored = tuple(rollout for rollout in group.rollouts if not math.isnan(rollout.reward))
     if len(scored) == len(group.rollouts):
@@ -193,7 +194,7 @@ def scored_part(group: Group) -> Group | None:
 
 
 def staleness_of(group: Group, *, step: int) -> int:
-    """Return how many steps the learner is ahead of the group's oldest trainable token."""
+    """Return the learner's step minus the step of the group's oldest trainable token."""
     oldest = group.oldest_version
     if oldest is None:
         raise ValueError(f"group {group.group_id} has no trainable token")
@@ -201,11 +202,11 @@ def staleness_of(group: Group, *, step: int) -> int:
 
 
 def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
-    """Return `group` with its tokens beyond the bound masked, as rollouts that were continued have.
+    """Return a group with its tokens beyond the bound masked; continued rollouts have such tokens.
 
     Returns:
-        None if no token is beyond it, or a rollout would be left without a token to train on: its
-        group would have lost a member.
+        None if no token is beyond the bound, or if a rollout would lose all its trainable tokens
+            and the group therefore a member.
     """
     rollouts = []
     for rollout in group.rollouts:
@@ -222,7 +223,7 @@ def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
 def find_fault(
     group: Group, *, step: int, max_staleness: int, lineages: Sequence[Lineage]
 ) -> str | None:
-    """Return why `group` must not be trained at `step`, or None if it may."""
+    """Return why a group must not be trained at a step, or None if it may."""
     versions = group.versions
     if not versions:
         return "no_trainable_token"
@@ -236,7 +237,7 @@ def find_fault(
 
 
 MAX_LOGPROB = 1e-3
-"""Log-probabilities above this are none; a little above 0 is rounding."""
+"""Larger log-probabilities are invalid; slightly positive ones come from rounding."""
 
 
 StaleTokens = Literal["keep", "mask", "drop"]
@@ -244,12 +245,12 @@ StaleTokens = Literal["keep", "mask", "drop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialRollout(Tokens):
-    """One answer so far."""
+    """An answer that may be unfinished."""
 
     finish_reason: str = ""
     """"stop" or "length"; empty while it is unfinished."""
     num_segments: int = 0
-    """Calls of an engine that have sampled for it, whatever became of their tokens."""
+    """Engine calls that have sampled for it, including calls whose tokens were dropped."""
 
     @property
     def versions(self) -> list[PolicyVersion]:
@@ -281,11 +282,11 @@ class PartialRollout(Tokens):
         )
 
     def reset(self) -> PartialRollout:
-        """Return it without its tokens; the next segment gets another seed than the first had."""
+        """Return it without its tokens; the next segment then has another seed than the first."""
         return PartialRollout(num_segments=self.num_segments)
 
     def without(self, is_stale: npt.NDArray[np.bool_]) -> PartialRollout:
-        """Return it with these tokens masked."""
+        """Return it with the stale tokens masked."""
         if not (self.completion_mask & is_stale).any():
             return self
         return replace(self, completion_mask=self.completion_mask & ~is_stale)

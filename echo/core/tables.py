@@ -1,7 +1,7 @@
-"""Tables of states: state -> kind of event -> what the event does there.
+"""Tables of states: state -> kind of event -> move.
 
-Every pair is in the table: an event moves to another state, is ignored, or is impossible, which is
-a fault of this node.
+A table has every pair: the event changes the state, is ignored, or is impossible. An impossible
+event is a bug of this node.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ State = TypeVar("State", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move(Generic[State]):
-    """What an event does in one state."""
+    """The effect of an event in a state."""
 
     then: State | None = None
-    """The next state; None stays."""
+    """The next state; None for no change."""
     handle: Callable[..., None] | None = None
     """Called after the move."""
 

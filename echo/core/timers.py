@@ -1,11 +1,11 @@
 """Deadlines, pacing and bounded maps for thousands of nodes.
 
-* `Paced`: work that goes through all nodes (grant leases, plan the links) is asked for by nearly
-  every message. In a small fleet it is done at once; in a large one no more often than in
-  proportion to its size, so that what it costs per second does not depend on the size.
-* `Deadlines`: the first of many instants that move, without looking at all of them.
-* `OncePerMinute`: what is logged about peers that misbehave.
-* `earliest`: of a few instants; roles ask for it after every message.
+* `Paced`: nearly every message requests work over all nodes (granting leases, planning links). In a
+  small fleet the work is done at once. In a large fleet the interval between two runs grows with
+  the number of nodes, so that the cost per second stays constant.
+* `Deadlines`: the earliest of many moving deadlines, without a search through all.
+* `OncePerMinute`: rate-limited log lines about misbehaving peers.
+* `earliest`: the first of a few instants; roles call it after every message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 class RecentMap(Generic[RecentKey, Value]):
-    """The last `max_entries` entries written, by key: for what a peer's messages make grow."""
+    """A map of the last `max_entries` written entries, for data that peers' messages grow."""
 
     def __init__(self, *, max_entries: int) -> None:
         """Start empty."""
@@ -59,17 +59,17 @@ class RecentMap(Generic[RecentKey, Value]):
 
 
 MANY_NODES = 64
-"""Fleets up to this size are served at once."""
+"""Largest fleet whose work is never delayed."""
 
 MINUTE_S = 60.0
 MAX_LINES = 100
-"""Lines in a minute about all peers together: names can be made up."""
+"""Lines per minute about all peers together, since a peer can invent names."""
 
 Key = TypeVar("Key")
 
 
 def earliest(*instants: float | None) -> float | None:
-    """Return the first of some instants, where None stands for never; None if all are."""
+    """Return the earliest of some instants, where None means never; None if all are None."""
     first = None
     for at in instants:
         if at is not None and (first is None or at < first):
@@ -78,21 +78,21 @@ def earliest(*instants: float | None) -> float | None:
 
 
 class Paced:
-    """Something that is wanted often, and done when it can be afforded."""
+    """Work that is requested often and done at a limited rate."""
 
     def __init__(self, node_s: float) -> None:
-        """Want nothing.
+        """Start without a request.
 
         Args:
-            node_s: seconds for each node between doing it twice, in a fleet of many.
+            node_s: least seconds between two runs, per node, in a large fleet.
         """
         self._node_s = node_s
         self._done_at = -math.inf
         self.deadline: float | None = None
-        """When it is to be done; None if it is not wanted."""
+        """The time of the next run; None if none is requested."""
 
     def may(self, num_nodes: int, *, now: float) -> bool:
-        """Return whether to do it now; if not, it is wanted at `deadline`."""
+        """Return whether to run now; if not, set `deadline` to the time of the next run."""
         pause_s = self._node_s * num_nodes if num_nodes > MANY_NODES else 0.0
         if now >= self._done_at + pause_s:
             self._done_at, self.deadline = now, None
@@ -101,30 +101,29 @@ class Paced:
         return False
 
     def want(self, *, now: float) -> None:
-        """Have it done now, or when it can be afforded."""
+        """Request a run; a request that is pending keeps its deadline."""
         if self.deadline is None:
             self.deadline = now
 
     def is_due(self, *, now: float) -> bool:
-        """Return whether it is wanted and can be afforded now."""
+        """Return whether a requested run is due."""
         return self.deadline is not None and now >= self.deadline
 
 
 class OncePerMinute:
-    """Lines about peers: one for each peer and reason in a minute, and not too many in all.
+    """Log lines about peers: per minute one for each peer and reason, and a limited number in all.
 
-    Lines that are left out are counted, and the next line of that peer and reason tells their
-    number.
+    Omitted lines are counted; the next line for the same peer and reason has their number.
     """
 
     def __init__(self) -> None:
-        """Start with nothing said."""
+        """Start without lines."""
         self._said: RecentMap[tuple[str, str], tuple[float, int]] = RecentMap(max_entries=MAX_LINES)
         self._minute_at = -math.inf
         self._num_lines = 0
 
     def say(self, peer: str, reason: str, text: str, *, now: float) -> str | None:
-        """Return the line to log, or None if it is to be left out."""
+        """Return the line to log, or None to omit it."""
         said_at, num_left_out = self._said.get((peer, reason)) or (-math.inf, 0)
         if now >= self._minute_at + MINUTE_S:
             self._minute_at, self._num_lines = now, 0
@@ -140,17 +139,17 @@ Item = TypeVar("Item", contravariant=True)
 
 
 class DeadlineOwner(Protocol[Item]):
-    """An owner of items, which knows when each is due."""
+    """The owner of items, which has their current deadlines."""
 
     def deadline_of(self, item: Item) -> float | None:
-        """Return an item's true deadline; None for one that has ended."""
+        """Return an item's current deadline; None if the item has ended."""
 
 
 class Deadlines(Generic[Key]):
-    """Items whose deadlines move to later instants, and the first of them.
+    """Items whose deadlines may move to later instants, ordered by deadline.
 
-    An item's true deadline is asked for when the noted one comes first, and noted again if it has
-    moved; one that has become earlier than it was would be missed.
+    When the stored deadline of an item is the first, the owner is asked for the current one, which
+    is stored again if it has moved. A deadline that moves to an earlier instant would be missed.
     """
 
     def __init__(self, owner: DeadlineOwner[Key]) -> None:
@@ -160,7 +159,7 @@ class Deadlines(Generic[Key]):
         self._serial = 0
 
     def add(self, item: Key) -> None:
-        """Watch an item until it is over or has been due."""
+        """Watch an item until it has ended or was due."""
         at = self._owner.deadline_of(item)
         if at is not None:
             self._serial += 1
@@ -168,7 +167,7 @@ class Deadlines(Generic[Key]):
 
     @property
     def first(self) -> float | None:
-        """The first deadline; None without one."""
+        """The earliest deadline; None without items."""
         heap = self._heap
         while heap:
             at, serial, item = heap[0]
@@ -182,7 +181,7 @@ class Deadlines(Generic[Key]):
         return None
 
     def take_due(self, *, now: float) -> list[Key]:
-        """Return the items whose deadline has come, in order; they are no longer watched."""
+        """Remove and return the items that are due, in order of their deadlines."""
         due = []
         while (first := self.first) is not None and first <= now:
             due.append(heapq.heappop(self._heap)[2])

@@ -1,8 +1,8 @@
-"""Durations, sizes and rates as text; texts safe to show.
+"""Durations, sizes and rates as text, and cleaning of texts for display.
 
-Sizes are exact integers and print in binary units (KiB, MiB, ...), because memory and chunk sizes
-are powers of two. Ambiguous units are refused instead of guessed: "5m" may be metres, minutes or
-months, "8G" may be 10^9 or 2^30, and "8Mb" is usually bits.
+Sizes are exact integers and printed in binary units (KiB, MiB, ...), because memory and chunk sizes
+are powers of two. Ambiguous units are refused: "5m" may be metres, minutes or months, "8G" may be
+10^9 or 2^30, and "8Mb" usually means bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import TypeGuard
 
 JOIN_SECRET = re.compile(r"(#[^\s.\"']*)\.[^\s\"']+")
-"""The text after the key in a join string, wherever it stands in a text."""
+"""The secret in a join string, which follows the key, anywhere in a text."""
 
 _KEY = re.compile(r"(?<=\d)#[\w-]{43}(?:\.[\w-]+)*")
 
@@ -42,9 +42,9 @@ SIZE_UNITS: dict[str, int] = {
 """Bytes per unit."""
 
 MAX_DURATION_S = 10_000 * 86400.0
-"""Some 27 years, which every clock, timer and message can hold."""
+"""About 27 years, within the range of every clock, timer and message."""
 MAX_SIZE_BYTES = 10**6 * 2**40
-"""More than any disk, and what system calls, messages and databases can hold."""
+"""More than any disk, and within the range of system calls, messages and databases."""
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _QUANTITY = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[A-Za-z]+)")
@@ -57,7 +57,8 @@ def parse_duration(value: object) -> float:
         value: seconds as a number, or text with a unit: "100ms", "30s", "5min", "2h", "1d".
 
     Raises:
-        ValueError: if it is neither, negative, not finite or above `MAX_DURATION_S`.
+        ValueError: for any other value, and if it is negative, not finite or above
+            `MAX_DURATION_S`.
     """
     seconds: Fraction | float | None = None
     if isinstance(value, str):
@@ -84,7 +85,7 @@ def parse_size(value: object) -> int:
             a byte are cut off.
 
     Raises:
-        ValueError: if it is neither, negative or above `MAX_SIZE_BYTES`.
+        ValueError: for any other value, and if it is negative or above `MAX_SIZE_BYTES`.
     """
     num_bytes: int | None = None
     if isinstance(value, str):
@@ -104,18 +105,18 @@ def parse_size(value: object) -> int:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration for people, three significant digits: "850ms", "1.5s", "2.25h"."""
+    """Return a duration with three significant digits: "850ms", "1.5s", "2.25h"."""
     units = [(unit, float(factor)) for unit, factor in DURATION_UNITS.items()]
     return "0s" if seconds == 0 else _format(seconds, units, space="")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a size for people in binary units, three significant digits: "8 GiB", "201 KiB"."""
+    """Return a size in binary units with three significant digits: "8 GiB", "201 KiB"."""
     return _format(num_bytes, [(unit, 1024.0**i) for i, unit in enumerate(_BINARY_UNITS)])
 
 
 def _is_amount(value: object) -> TypeGuard[int | float]:
-    """Tell whether `value` is a number from 0 to 2^63; true and false are no numbers here."""
+    """Return whether a value is a number from 0 to 2^63; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
@@ -124,7 +125,7 @@ def _show(value: object) -> str:
 
 
 def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ") -> str:
-    """Write `amount` in the largest of `units` (ascending) that is not larger than it."""
+    """Return an amount in the largest of `units` (ascending) that does not exceed it."""
     if amount < 0:
         return f"-{_format(-amount, units, space)}"
     index = max((i for i, (_, factor) in enumerate(units) if amount >= factor), default=0)
@@ -136,30 +137,29 @@ def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ")
 
 
 def _three_digits(value: float) -> str:
-    """Write three significant digits, more before the point where the value has them."""
+    """Return a value with three significant digits, and with all digits before the point."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def without_secrets(text: str) -> str:
-    """Return a text that may be shown: of join strings in it the secret is left out."""
+    """Return a text with the secrets of its join strings replaced by ***."""
     return JOIN_SECRET.sub(r"\1.***", text)
 
 
 def without_keys(text: str) -> str:
-    """Return a text whose addresses end at the port, whatever follows the # of one.
+    """Return a text without the keys that follow its addresses.
 
-    A key is public, but who reads one in a log cannot tell, and needs none to find the place.
+    A key is public, but a reader of a log cannot know that, and does not need it.
     """
     return _KEY.sub("", text)
 
 
 def one_line(text: str) -> str:
-    """Return a foreign text without characters that end a line or move a terminal's cursor.
+    """Return foreign text on one line, without characters that move a cursor.
 
-    Whatever cannot be printed, escape sequences and line breaks above all, is written as Python
-    would write it in a string.
+    Unprintable characters, such as escape sequences and line breaks, become Python's escapes.
     """
     if text.isprintable():
         return text
