@@ -45,20 +45,20 @@ SMALL: list[Frame] = [b"x" * 200]
 class Pair:
     """A parent that listens, and a child that has dialled it."""
 
-    def __init__(self, parent: ZmqTransport, child: ZmqTransport) -> None:
+    def __init__(self, parent: ZmqTransport, child: ZmqTransport, bulk_port: int) -> None:
         self.parent = parent
         self.child = child
+        self.bulk_port = bulk_port
         self.link = child.dial(parent.listen_address or "", has_bulk=True)
         self.heard: list[TransportEvent] = []
         self.at_parent: list[TransportEvent] = []
 
     @property
-    def bulk_port(self) -> int:
-        return self.parent._bulk_port
-
-    @property
     def inbound(self) -> Inbound:
-        [found] = [p for p in self.parent._peers.values() if isinstance(p, Inbound)]
+        """The child as its parent knows it, since it connected last."""
+        [*_, peer] = [event.peer for event in self.at_parent if isinstance(event, Connected)]
+        found = self.parent.find_inbound(peer)
+        assert found is not None
         return found
 
     async def until(self, is_done: Callable[[], bool]) -> None:
@@ -82,13 +82,29 @@ class Pair:
         return self.received()[-1]
 
 
+async def offer_of(parent: ZmqTransport) -> tuple[int, bytes]:
+    """Return port and token that a parent offers to a child, which is gone afterwards."""
+    async with opened(None, worker(parent.listen_address or "")) as child:
+        link = child.dial(parent.listen_address or "")
+        await child.receive()
+        child.send(link, [BULK_ASK])
+        hearing = asyncio.ensure_future(child.receive())
+        events = await parent.receive()
+        [offer] = await hearing
+        assert isinstance(offer, Received)
+    while not any(isinstance(event, Disconnected) for event in events):
+        events += await parent.receive()
+    _, port, token = offer.frames
+    return int.from_bytes(port, "big"), bytes(token)
+
+
 @contextlib.asynccontextmanager
 async def pair(options: TransportOptions = OPTIONS) -> AsyncIterator[Pair]:
     async with (
         opened(ANY_PORT, LEARNER, options=options) as parent,
         opened(None, worker(parent.listen_address or ""), options=options) as child,
     ):
-        both = Pair(parent, child)
+        both = Pair(parent, child, (await offer_of(parent))[0])
         readers = [
             asyncio.create_task(both.read(parent, both.at_parent)),
             asyncio.create_task(both.read(child, both.heard)),
@@ -282,7 +298,6 @@ def test_a_token_is_good_for_one_connection_of_a_link_that_stands(run: Run) -> N
         async with pair() as both:
             [used] = both.inbound.tokens
             assert len(used) == 2 * TOKEN_BYTES
-            assert used not in both.parent._admission.tokens  # type: ignore[union-attr]
             # Replayed, by who has read it on the way.
             assert await closes(both.bulk_port, raw_greeting(b"PLAIN") + hello(used) + MORE) < 200
             assert (await both.send([b"head", CHUNK], is_public=True)).is_public
@@ -296,13 +311,11 @@ def test_a_token_is_good_for_one_connection_of_a_link_that_stands(run: Run) -> N
                 unused = bytes(offer.frames[2])
                 for _ in range(2 * MAX_CONNECTIONS):  # no more than that are handed out
                     other.send(link, [BULK_ASK])
-                await both.until(
-                    lambda: len(both.parent._admission.tokens) == MAX_CONNECTIONS  # type: ignore[union-attr]
-                )
-                assert unused in both.parent._admission.tokens  # type: ignore[union-attr]
-            await both.until(lambda: unused not in both.parent._admission.tokens)  # type: ignore[union-attr]
+                peer = both.inbound.peer
+                await both.until(lambda: len(both.inbound.tokens) == MAX_CONNECTIONS)
+                assert unused in both.inbound.tokens
+            await both.until(lambda: both.parent.find_inbound(peer) is None)
             assert await closes(both.bulk_port, raw_greeting(b"PLAIN") + hello(unused) + MORE) < 200
-            assert unused not in both.inbound.tokens
 
     run(scenario())
 
@@ -339,11 +352,9 @@ def test_a_link_whose_bulk_connection_ends_is_dialled_anew(run: Run) -> None:
             await both.until(lambda: len([e for e in both.heard if isinstance(e, Connected)]) == 2)
             assert both.child.send(both.link, [b"greet"])
             await both.until(
-                lambda: (
-                    [*map(type, both.parent._peers.values())] == [Inbound]
-                    and old not in both.parent._peers.values()
-                )
+                lambda: any(isinstance(e, Received) and e.peer != old.peer for e in both.at_parent)
             )
+            assert both.parent.find_inbound(old.peer) is None
             # Nobody listens there any more: it goes without.
             assert not (await both.send(SMALL, is_public=True)).is_public
 
@@ -419,7 +430,7 @@ def test_the_bulk_port_follows_the_listeners_own(
             address = f"tcp://127.0.0.1:{port}"
             with contextlib.suppress(Exception):
                 async with opened(address, LEARNER) as first:
-                    if first._bulk_port == port + BULK_PORT_OFFSET:
+                    if (await offer_of(first))[0] == port + BULK_PORT_OFFSET:
                         break
         else:
             raise AssertionError("the port was never so much above")
@@ -427,9 +438,10 @@ def test_the_bulk_port_follows_the_listeners_own(
             port = server.getsockname()[1] - BULK_PORT_OFFSET
             async with opened(f"tcp://127.0.0.1:{port}", LEARNER) as second:
                 taken = server.getsockname()[1]
-                assert second._bulk_port not in (0, taken)
+                bulk_port, _ = await offer_of(second)
+                assert bulk_port not in (0, taken)
                 assert f"port {taken} is taken" in caplog.text
-                assert f"they do at port {second._bulk_port}" in caplog.text
+                assert f"they do at port {bulk_port}" in caplog.text
 
     run(scenario())
 

@@ -23,7 +23,6 @@ import pytest
 
 from echo.core.errors import TransportError
 from echo.net import dialler as dialling
-from echo.net.listener import Inbound
 from echo.net.transport import (
     Connected,
     DialFailed,
@@ -287,8 +286,8 @@ def test_a_peer_that_never_reads_costs_no_memory_beyond_its_bound(run: Run) -> N
                         else:
                             refused += 1
                             await asyncio.sleep(0.01)
-                    peer = listener._peers[stuck]
-                    assert isinstance(peer, Inbound)
+                    peer = listener.find_inbound(stuck)
+                    assert peer is not None
                     waiting = peer.outbox.unsent_bytes
                     assert 0 <= OPTIONS.max_unsent_bytes - waiting < (1 << 18) + 1024
                     # Its own queue and unread messages, plus what the two kernels buffer.
@@ -518,7 +517,6 @@ def test_connections_that_come_and_go_leave_nothing_behind(run: Run) -> None:
             # libzmq closes them in a thread of its own.
             while num_open_files() > num_descriptors + 4:  # noqa: ASYNC110, nothing tells of it
                 await asyncio.sleep(0.01)
-            assert listener._peers == {}
-            assert dialler._peers == {}
+            assert not any(listener.find_inbound(child) for child in seen)
 
     run(scenario())
