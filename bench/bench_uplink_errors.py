@@ -222,7 +222,7 @@ class Fleet:
             if link == former:
                 continue
             self._ends[link] = hops[0][0], name
-            joined = node.receiver.set_parent(link, rtt_s=2 * LATENCY_S, now=self.now)
+            joined = node.set_parent(link, rtt_s=2 * LATENCY_S, now=self.now)
             self._perform(name, joined)
             if former is not None:
                 parent, _ = self._ends.pop(former)

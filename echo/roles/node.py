@@ -105,7 +105,7 @@ class DialingRole:
         self._told_at: dict[str, float] = {}
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
         self._weights = Parents(
-            broadcast.receiver,
+            broadcast,
             addresses=settings.addresses,
             retry_s=settings.retry_s,
         )

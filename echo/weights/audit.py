@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from echo.core.rollout import PolicyVersion
 from echo.weights.artifacts import AuditChunks, Transfer
 from echo.weights.store import ItemStore
 from echo.wire.actions import Action
@@ -47,23 +48,32 @@ class Audit:
         self._work, self._began_at = AuditChunks(image, self._next, stop), now
         return [self._work]
 
-    def worked(self, work: AuditChunks, *, now: float) -> bool:
-        """Take a piece that was right; return whether it was the last of its image."""
+    def worked(self, work: AuditChunks, fault: str, *, now: float) -> bool:
+        """Take the result of a piece; return whether it decides about its image.
+
+        A fault decides, and so does the last piece. An image that was dropped meanwhile is not
+        hashed further.
+        """
         self._work = None
-        self._next = work.stop
-        self._due_at = now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
-        if work.stop < work.image.num_chunks:
+        image = work.image
+        is_held = self._store.images.get(image.manifest.version) is image
+        if is_held and not fault and work.stop < image.num_chunks:
+            self._next, self._due_at = work.stop, self._due_after(now)
             return False
-        self._image = None
+        if self._image is image:
+            self._image = None
+        if is_held and not fault:
+            self._begin_newest(image.manifest.version, now)
+        return is_held
+
+    def _due_after(self, now: float) -> float:
+        """Return when the piece after the one that ends now is due, for AUDIT_SHARE of the time."""
+        return now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
+
+    def _begin_newest(self, audited: PolicyVersion, now: float) -> None:
+        """Continue with the newest sealed image, if it is newer and deltas have made it."""
         newest = self._store.newest_sealed
-        if newest is not None and newest > work.image.manifest.version:
+        if newest is not None and newest > audited:
             image = self._store.images[newest]
             if image.is_complete and not image.is_hashed:
-                self.begin(image, now=self._due_at)
-        return True
-
-    def stop(self, work: AuditChunks) -> None:
-        """Look no further at the image that a piece of work was of."""
-        self._work = None
-        if self._image is work.image:
-            self._image = None
+                self.begin(image, now=self._due_after(now))

@@ -38,10 +38,21 @@ This file joins the two halves, `receiver.py` (the child's) and `sender.py` (the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
 from echo.core.timers import earliest
+from echo.weights import eviction
 from echo.weights.artifacts import AuditChunks, Chunked, Transfer
+from echo.weights.changes import (
+    ChunksHeld,
+    EvictionDue,
+    ItemDropped,
+    ItemsChanged,
+    SegmentKnown,
+    StoreChange,
+)
 from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
 from echo.weights.in_place import ApplyPatch
 from echo.weights.link import ParentFailed
@@ -56,6 +67,7 @@ from echo.weights.writing import WriteChunk
 from echo.wire.actions import Action, Work
 from echo.wire.codec import Frame
 from echo.wire.messages import (
+    FULL,
     Announce,
     Chunk,
     Credit,
@@ -101,11 +113,11 @@ class Broadcast:
             raise ValueError("window_bytes, keep_versions and stall_s must be positive")
         self._stall_s = stall_s
         self._expected_since: float | None = None
+        self._evicted_at = 0.0
         self._store = ItemStore(keep_versions=keep_versions, version_store=version_store)
         self._sender = Sender(self._store, node_id=node_id, stall_s=stall_s)
         self.receiver = Receiver(
             self._store,
-            self._sender,
             node_id=node_id,
             window_bytes=window_bytes,
             stall_s=stall_s,
@@ -117,6 +129,8 @@ class Broadcast:
         """Images by version, whole or on their way."""
         self.encoded_versions = self._store.encoded_versions
         """Coded forms of versions, whole or on their way."""
+        self.children = self._sender.children
+        """Children of this node, by link."""
         self.uplink = self._sender.rate
         """Uplink of this node to all its children together."""
 
@@ -130,7 +144,7 @@ class Broadcast:
     @property
     def is_serving(self) -> bool:
         """Whether a child is taking an item from this node."""
-        return any(child.fetching is not None for child in self._sender.children.values())
+        return any(child.fetching is not None for child in self.children.values())
 
     @property
     def bytes_sent(self) -> int:
@@ -219,7 +233,8 @@ class Broadcast:
         if len(storage) != manifest.num_bytes or len(has_chunk) != manifest.num_chunks:
             raise LocalProtocolError(f"{version}: {len(storage)} bytes are not its image")
         transfer = Transfer(signed, manifest, storage, has_chunk, sum(has_chunk))
-        return self.receiver.adopt(transfer, now=now)
+        found = self._pass_on(self.receiver.adopt(transfer, now=now), now)
+        return [each for each in found if isinstance(each, Action)]
 
     # --- the learner's side ----------------------------------------------------------------------
 
@@ -238,7 +253,7 @@ class Broadcast:
             )
         has_chunk = bytearray(b"\1") * manifest.num_chunks
         self._store.add(Transfer(signed, manifest, image, has_chunk, manifest.num_chunks))
-        return [*self._sender.announce(now=now), *self.receiver.retire(now)]
+        return [*self._sender.announce(now=now), *self.evict(now=now)]
 
     def publish_segment(
         self,
@@ -266,10 +281,17 @@ class Broadcast:
 
     # --- links -----------------------------------------------------------------------------------
 
+    def set_parent(
+        self, peer: str | None, *, rtt_s: float | None = None, now: float
+    ) -> list[Action]:
+        """Fetch weights from `peer` from now on, or from no node; what is held is kept."""
+        found = self._pass_on(self.receiver.set_parent(peer, rtt_s=rtt_s, now=now), now)
+        return [each for each in found if isinstance(each, Action)]
+
     def remove_child(self, peer: str, *, now: float) -> list[Action]:
         """Forget a child whose link is gone."""
-        self._sender.children.pop(peer, None)
-        return self.receiver.retire(now)
+        self.children.pop(peer, None)
+        return self.evict(now=now)
 
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
         """Ask the parent about a version that the learner says there is, unless it is known.
@@ -286,7 +308,7 @@ class Broadcast:
             self._expected_since = None
         elif self._expected_since is None:
             self._expected_since = now
-        elif self.receiver.item is None and not self.receiver.is_out_of_space and (
+        elif self.receiver.item is None and not self.receiver.space.is_lacking and (
             now - self._expected_since > GIVE_UP_STALLS * self._stall_s
         ):  # fmt: skip
             self._expected_since = None
@@ -309,23 +331,26 @@ class Broadcast:
             case Subscribe() | Fetch() | Credit():
                 return [*self._sender.receive(peer, message, now)]
             case Chunk():
-                return self.receiver.take(peer, message, payload, now=now)
+                return self._pass_on(self.receiver.take(peer, message, payload, now=now), now)
             case Announce() | Segment() | Waiting() | Gone():
-                return self.receiver.receive(peer, message, payload, now=now)
+                return self._pass_on(self.receiver.receive(peer, message, payload, now=now), now)
         raise RemoteProtocolError(f"{type(message).__name__} does not belong to the weights plane")
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action | ParentFailed]:
         """Take the result of work in a thread: what was wrong with it, or nothing."""
         match work:
             case WriteChunk():
-                return self.receiver.written(work, fault, now=now)
+                found = self.receiver.written(work, fault, now=now)
             case DecodeBlock() | OpenBlock():
-                return self.receiver.decoded(work, fault, now=now)
+                found = self.receiver.decoded(work, fault, now=now)
             case ApplyPatch():
-                return self.receiver.applied(work, fault, now=now)
+                found = self.receiver.applied(work, fault, now=now)
             case AuditChunks():
-                return [*self.receiver.audited(work, fault, now=now)]
-        raise LocalProtocolError(f"{type(work).__name__} does not belong to the weights plane")
+                found = [*self.receiver.audited(work, fault, now=now)]
+            case _:
+                name = type(work).__name__
+                raise LocalProtocolError(f"{name} does not belong to the weights plane")
+        return self._pass_on(found, now)
 
     def tend(self, *, now: float) -> list[Action]:
         """Look after the children: all that is due where there is no parent."""
@@ -333,4 +358,46 @@ class Broadcast:
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
         """Repeat what brought nothing; report a parent that is silent."""
-        return [*self.tend(now=now), *self.receiver.expire(now=now)]
+        actions = [*self.tend(now=now), *self._pass_on(self.receiver.expire(now=now), now)]
+        # Time alone lets little be dropped: what children pin that were silent for long.
+        if now >= self._evicted_at + self._stall_s:
+            actions += self.evict(now=now)
+        return actions
+
+    # --- between the halves ----------------------------------------------------------------------
+
+    def _pass_on(
+        self, found: Iterable[Action | ParentFailed], now: float
+    ) -> list[Action | ParentFailed]:
+        """Return the receiver's actions, with the sender's in place of changes of the store."""
+        actions: list[Action | ParentFailed] = []
+        for each in found:
+            if not isinstance(each, StoreChange):
+                actions.append(each)
+                continue
+            match each:
+                case ChunksHeld():
+                    actions += self._sender.forward(each.item, each.chunks, now)
+                case SegmentKnown():
+                    actions += self._sender.extend(each.item, now)
+                case ItemsChanged():
+                    actions += self._sender.announce(now=now)
+                case ItemDropped():
+                    actions += self._sender.dropped(each.item, now=now)
+                case EvictionDue():
+                    actions += self.evict(now=now)
+        return actions
+
+    def evict(self, *, now: float) -> list[Action]:
+        """Drop the items that neither this node nor a child needs any more."""
+        self._evicted_at = now
+        self._sender.forget_silent(now)
+        self.trust.retire(self.newest_complete, self.receiver.offers.items())
+        if eviction.is_lean(self._store):
+            return []
+        dropped = eviction.expendable(self._store, self._sender.pinned(now) | self.receiver.needed)
+        for item in dropped:
+            self._store.drop(item)
+        if any(form == FULL for _, form in dropped):
+            self.receiver.space.released(now=now)
+        return [action for item in dropped for action in self._sender.dropped(item, now=now)]

@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from echo.core.timers import earliest
+from echo.weights.broadcast import Broadcast
 from echo.weights.link import Connection, ParentFailed
-from echo.weights.receiver import Receiver
 from echo.wire.actions import Action, Dial, HangUp, Note
 from echo.wire.messages import LEARNER_ID, TopologyPlan
 
@@ -41,10 +41,11 @@ class Parents:
     """The parents of a node: the one in use, the one that is being dialled, and the spare."""
 
     def __init__(
-        self, receiver: Receiver, *, addresses: Sequence[str] = (), retry_s: float
+        self, broadcast: Broadcast, *, addresses: Sequence[str] = (), retry_s: float
     ) -> None:
         """Start without a plan; `addresses` may lead to the learner."""
-        self.receiver = receiver
+        self.receiver = broadcast.receiver
+        self._broadcast = broadcast
         self._addresses = addresses
         self.retry_s = retry_s
         self.retry_preferred_s = 0.0
@@ -138,7 +139,7 @@ class Parents:
         self._parents, self._index, self._num_failures = (), 0, 0
         self.receiver.link.has_spare = False
         hung_up: list[Action] = [HangUp(peer) for peer in peers]
-        return hung_up + self.receiver.set_parent(None, now=now)
+        return hung_up + self._broadcast.set_parent(None, now=now)
 
     @property
     def _hops(self) -> list[tuple[str, str]]:
@@ -243,7 +244,7 @@ class Parents:
             return []
         old, self.current, self.next = self.current, connection, None
         actions: list[Action] = [HangUp(old.peer)] if old is not None else []
-        actions += self.receiver.set_parent(peer, rtt_s=connection.rtt_s, now=now)
+        actions += self._broadcast.set_parent(peer, rtt_s=connection.rtt_s, now=now)
         return actions + self._keep_spare(now)
 
     def fail(
@@ -274,7 +275,7 @@ class Parents:
         self.current = None
         if self.spare is not None and self.spare.node_id:
             return actions + self._use_spare(now)
-        actions += self.receiver.set_parent(None, now=now)
+        actions += self._broadcast.set_parent(None, now=now)
         if self.next is not None:
             return actions
         self._index += 1
@@ -290,7 +291,7 @@ class Parents:
                 names.index(connection.node_id) if connection.node_id in names else self._index + 1
             )
         self.receiver.link.has_spare = False
-        actions = self.receiver.set_parent(connection.peer, rtt_s=connection.rtt_s, now=now)
+        actions = self._broadcast.set_parent(connection.peer, rtt_s=connection.rtt_s, now=now)
         return actions + self._keep_spare(now)
 
     # --- time ------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echo.core.bounds import MAX_RANGES
@@ -63,11 +63,11 @@ from echo.core.timers import earliest
 from echo.weights import eviction
 from echo.weights.artifacts import AuditChunks, Chunked, Transfer
 from echo.weights.audit import Audit
+from echo.weights.changes import ChunksHeld, EvictionDue, ItemDropped, ItemsChanged, SegmentKnown
 from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
 from echo.weights.in_place import ApplyPatch
 from echo.weights.link import MAX_BAD_CHUNKS, LinkState, ParentFailed, ParentLink, RateEstimate
 from echo.weights.offers import Offers
-from echo.weights.sender import Sender
 from echo.weights.store import ItemStore
 from echo.weights.trust import TrustedManifests
 from echo.weights.watchdog import Watchdog
@@ -119,15 +119,55 @@ RELEASE_PAUSE_S = 0.2
 """After an image was dropped: what is still being sent of it is not free at once."""
 
 
+class SpaceRetry:
+    """Decides when to look again for the space that an item lacks."""
+
+    def __init__(self) -> None:
+        """Start with nothing that lacks space."""
+        self.retry_at: float | None = None
+        """When to look again; None while nothing lacks space."""
+        self._pause_s, self._has_noted = FIRST_PAUSE_S, False
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether an item lacks space, and is to be tried again."""
+        return self.retry_at is not None
+
+    def lack(self, error: StorageError, *, now: float) -> list[Action]:
+        """Look again after a pause, which doubles each time; report the first failure."""
+        self.retry_at = now + self._pause_s
+        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
+        if self._has_noted:
+            return []
+        self._has_noted = True
+        text = f"keeping the versions that are here, and trying again later: {error}"
+        return [Note("warning", text)]
+
+    def released(self, *, now: float) -> None:
+        """Look again soon, if anything lacks space: an image was dropped."""
+        if self.retry_at is not None:
+            self.retry_at = min(self.retry_at, now + RELEASE_PAUSE_S)
+
+    def is_due(self, *, now: float) -> bool:
+        """Return whether it is time to look; if so, the next `lack` sets another time."""
+        if self.retry_at is None or now < self.retry_at:
+            return False
+        self.retry_at = None
+        return True
+
+    def found(self) -> None:
+        """Start over: the next lack of space is reported again, and has the shortest pause."""
+        self.retry_at, self._pause_s, self._has_noted = None, FIRST_PAUSE_S, False
+
+
 class Receiver:
     """The child's half of the weights plane: what one node fetches."""
 
     def __init__(
-        self, store: ItemStore, sender: Sender, *, node_id: str, window_bytes: int, stall_s: float
+        self, store: ItemStore, *, node_id: str, window_bytes: int, stall_s: float
     ) -> None:
-        """Start without a parent; store and sender are shared with the parent's half."""
+        """Start without a parent; the store is shared with the parent's half."""
         self.store = store
-        self.sender = sender
         self.link = ParentLink(first_window_bytes=window_bytes, stall_s=stall_s)
         self.item: ItemId | None = None
         self.bytes_received = 0
@@ -140,10 +180,7 @@ class Receiver:
         self._early = EarlyChunks()
         """Of the item that is being fetched."""
         self._node_id = node_id
-        self._stall_s, self._retired_at = stall_s, 0.0
-        self._retry_at: float | None = None
-        """When to look for space again; None while nothing lacks it."""
-        self._pause_s, self._has_noted_no_space = FIRST_PAUSE_S, False
+        self.space = SpaceRetry()
         self.watchdog = Watchdog(self.link, self.offers, store)
         self.audit = Audit(store)
 
@@ -182,7 +219,7 @@ class Receiver:
         if item is None or encoded is None or encoded.num_segments or item in self.offers:
             return []
         self.end()
-        return [*self.sender.drop(item, now=now), *self._consider(now)]
+        return [*self._drop(item), *self._consider(now)]
 
     def resubscribe(self, *, now: float) -> list[Action]:
         """Ask the parent what can be had: at first, and in case an Announce was lost."""
@@ -249,19 +286,15 @@ class Receiver:
             self.offers.refuse((version, FULL))
             return [Note("warning", f"{fault}; it is not taken")]
         self.audit.begin(image, now=now)
-        return self.sender.announce(now=now)
+        return [ItemsChanged()]
 
     def audited(self, work: AuditChunks, fault: str, *, now: float) -> list[Action]:
         """Take the result of an AuditChunks."""
-        image = work.image
-        version = image.manifest.version
-        if self.store.images.get(version) is not image:
-            self.audit.stop(work)
+        if not self.audit.worked(work, fault, now=now):
             return []
+        version = work.image.manifest.version
         if not fault:
-            is_done = self.audit.worked(work, now=now)
-            return [VersionAudited(version, image.manifest.image_hash)] if is_done else []
-        self.audit.stop(work)
+            return [VersionAudited(version, work.image.manifest.image_hash)]
         gone = eviction.damaged(self.store)
         if self.item in gone:
             self.end()
@@ -272,7 +305,7 @@ class Receiver:
         return [
             Note("warning", text),
             VersionDamaged(version),
-            *[action for item in gone for action in self.sender.drop(item, now=now)],
+            *self._drop(*gone),
             *self._consider(now),
         ]
 
@@ -282,7 +315,7 @@ class Receiver:
         self.store.add(transfer)
         if transfer.is_complete:
             return self.arrived((version, FULL), now)
-        return self.sender.announce(now=now)
+        return [ItemsChanged()]
 
     # --- what to fetch ---------------------------------------------------------------------------
 
@@ -291,7 +324,7 @@ class Receiver:
         step = self.offers.next_step(self.item)
         if step is None or step == self.item:
             return [] if self.link.awaits_chunks else self._request(now)
-        return [*self.begin(step, now), *self.retire(now)]
+        return [*self.begin(step, now), EvictionDue()]
 
     def begin(self, item_id: ItemId, now: float) -> list[Action]:
         """Fetch an item from now on; what is held of it is kept."""
@@ -300,17 +333,17 @@ class Receiver:
         self.rate.pause()
         self.item = item_id
         halves = eviction.begun_otherwise(self.store, item_id)
-        actions = [action for half in halves for action in self.sender.drop(half, now=now)]
+        actions = self._drop(*halves)
         try:
             if form == FULL and version not in self.store.images:
                 self.store.begin_image(*self.trust.manifests[version])
-                self._found_space()
+                self.space.found()
             elif form != FULL and item_id not in self.store.encoded_versions:
                 self.store.begin_encoded(item_id, expected_bytes=self.offers.num_bytes(item_id))
         except StorageError as error:
             self.end()
-            return [*actions, *self._lack_space(error, now)]
-        return [*actions, *self.sender.announce(now=now), *self._request(now)]
+            return [*actions, *self.space.lack(error, now=now)]
+        return [*actions, ItemsChanged(), *self._request(now)]
 
     def end(self) -> None:
         """Fetch nothing for now."""
@@ -339,12 +372,12 @@ class Receiver:
             fault = self.store.add_segment(encoded, table, bytes(payload[0]))
         except StorageError as error:
             self.end()
-            dropped = self.sender.drop(item_id, now=now)
-            return [*self._lack_space(error, now), *dropped]
+            dropped = self._drop(item_id)
+            return [*self.space.lack(error, now=now), *dropped]
         if fault:
             return [*self._refuse(item_id, fault, now)]
-        self._found_space()
-        actions: list[Action | ParentFailed] = [*self.sender.extend(item_id, now)]
+        self.space.found()
+        actions: list[Action | ParentFailed] = [SegmentKnown(item_id)]
         for peer, chunk, data in self._early.take(encoded.num_chunks):
             actions += self.take(peer, chunk, data, now=now)
         return actions
@@ -369,7 +402,7 @@ class Receiver:
                 return [self.store.in_place.begin(encoded)]
             return [*self.arrived(item_id, now)]
         self.store.end_decoding(encoded)
-        return [*self._go_on(encoded, now), *self.arrived(item_id, now)]
+        return [*self._go_on(encoded.version, now), *self.arrived(item_id, now)]
 
     # --- in place --------------------------------------------------------------------------------
 
@@ -383,19 +416,11 @@ class Receiver:
             self.store.in_place.take_back(encoded)
             return [*self._refuse(item_id, f"it cannot be written in place: {fault}", now)]
         self.store.end_patch(encoded)
-        return [*self._go_on(encoded, now), *self.arrived(item_id, now)]
+        return [*self._go_on(encoded.version, now), *self.arrived(item_id, now)]
 
-    def _go_on(self, encoded: EncodedVersion, now: float) -> list[Action]:
+    def _go_on(self, version: PolicyVersion, now: float) -> list[Action]:
         """Take the seal of a version that has become whole, and open the deltas on top of it."""
-        waiting = [
-            work
-            for each in self.store.encoded_versions.values()
-            if each.form.base == encoded.version and each.is_half
-            for index in range(each.num_chunks)
-            if each.has_chunk[index]
-            for work in self.store.decodable(each, index)
-        ]
-        return [*self._seal(encoded.version, now), *waiting]
+        return [*self._seal(version, now), *self.store.decodable_on(version)]
 
     def _refuse(self, item_id: ItemId, fault: str, now: float) -> list[Action]:
         """Never take an item again that the learner has signed, but that is of no use."""
@@ -406,7 +431,7 @@ class Receiver:
             self.end()
         return [
             Note("warning", f"{version} as {form}: {fault}; fetching it in another form"),
-            *[action for item in gone for action in self.sender.drop(item, now=now)],
+            *self._drop(*gone),
             *self._consider(now),
         ]
 
@@ -420,10 +445,10 @@ class Receiver:
         assert item is not None
         num_bytes = item.image_bytes if isinstance(item, EncodedVersion) else item.num_bytes
         return [
-            *self.sender.announce(now=now),
+            ItemsChanged(),
             VersionArrived(version, num_bytes),
             *self._consider(now),
-            *self.retire(now),
+            EvictionDue(),
         ]
 
     def _on_gone(self, message: Gone, now: float) -> list[Action | ParentFailed]:
@@ -433,7 +458,7 @@ class Receiver:
         if self.item != item_id:
             return []
         self.end()
-        return [*self.sender.drop(item_id, now=now), *self._consider(now)]
+        return [*self._drop(item_id), *self._consider(now)]
 
     # --- chunks ----------------------------------------------------------------------------------
 
@@ -450,7 +475,9 @@ class Receiver:
         if not is_parent or item is None:
             return []
         indices = (message.index, *message.others)
-        are_there = all(self._may_have(item_id, item, index) for index in indices)
+        # The next tables of an encoded version that is being fetched may name further chunks.
+        is_growing = item.is_open and item_id == self.item
+        are_there = is_growing or max(indices) < item.num_chunks
         if len(payload) != len(indices) or not are_there:
             raise RemoteProtocolError(
                 f"a Chunk of {message.version} with a bad index or without its bytes"
@@ -481,17 +508,11 @@ class Receiver:
             self.rate.add(size, now=now)
         if again and not actions:  # it took of the window as well
             actions += self._give_credit(again, now)
-        return [*actions, *self._write(item_id, item, begun, now)] if begun else actions
+        return [*actions, *self._write(begun, now)] if begun else actions
 
-    def _may_have(self, item_id: ItemId, item: Chunked, index: int) -> bool:
-        """Return whether an item has such a chunk, or may have it with its next tables."""
-        is_growing = item.is_open and item_id == self.item
-        return index < item.num_chunks or is_growing
-
-    def _write(
-        self, item_id: ItemId, item: Chunked, begun: list[WriteChunk], now: float
-    ) -> Sequence[Action | ParentFailed]:
+    def _write(self, begun: list[WriteChunk], now: float) -> Sequence[Action | ParentFailed]:
         """Write chunks that have come, here and now or in threads."""
+        item_id, item = begun[0].item_id, begun[0].item
         if not self.store.may_block(item_id):
             return self._written([(work, work.run()) for work in begun], now)
         if item_id == self.item and not item.is_missing:
@@ -522,7 +543,7 @@ class Receiver:
             # It was dropped. What the chunks took of the window is free again.
             return [*self._give_credit(size, now)] if is_parent else []
         right = [work for work, fault in done if not fault]
-        actions = [*self._hold(item_id, item, right, is_parent, now)] if right else []
+        actions = self._hold(right, is_parent, now) if right else []
         for work, fault in done:
             if fault == WRONG_HASH:
                 actions += self._refuse_chunk(work, now)
@@ -531,29 +552,26 @@ class Receiver:
         return actions
 
     def _hold(
-        self,
-        item_id: ItemId,
-        item: Chunked,
-        right: list[WriteChunk],
-        is_parent: bool,
-        now: float,
-    ) -> Iterator[Action | ParentFailed]:
-        """Count chunks as held, pass them on, and go on with what they complete."""
+        self, right: list[WriteChunk], is_parent: bool, now: float
+    ) -> list[Action | ParentFailed]:
+        """Count chunks as held, report them, and continue with what they complete."""
+        item_id, item = right[0].item_id, right[0].item
+        chunks: dict[int, Frame] = {}
+        size = 0
         for work in right:
             item.mark(work.index)
-            if isinstance(item, Transfer) and self.sender.children:
-                item.passed_on(work.index, work.data)
+            chunks[work.index] = work.data
+            size += len(work.data)
+        actions: list[Action | ParentFailed] = [ChunksHeld(item_id, chunks)]
         if is_parent:
             self.watchdog.came(now=now)
-        held = [work.index for work in right]
-        yield from self.sender.forward(item_id, held, now)
-        if is_parent:
-            yield from self._give_credit(sum(len(work.data) for work in right), now)
+            actions += self._give_credit(size, now)
         if isinstance(item, EncodedVersion):
-            for index in held:
-                yield from self.store.decodable(item, index)
+            for index in chunks:
+                actions += self.store.decodable(item, index)
         elif item.is_complete:
-            yield from self.arrived(item_id, now)
+            actions += self.arrived(item_id, now)
+        return actions
 
     def _give_credit(self, size: int, now: float) -> list[Action]:
         """Acknowledge what was written, of whatever item, and ask for more of the present one."""
@@ -587,32 +605,27 @@ class Receiver:
         error = StorageError(f"chunk {work.index} of {work.item_id[0]} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
-        return [*self._lack_space(error, now), *self.sender.drop(work.item_id, now=now)]
+        return [*self.space.lack(error, now=now), *self._drop(work.item_id)]
 
     # --- keeping and time ------------------------------------------------------------------------
 
-    def retire(self, now: float) -> list[Action]:
-        """Drop what nobody needs any more."""
-        self._retired_at = now
-        self.sender.forget_silent(now)
-        self.trust.retire(self.store.newest_complete, self.offers.items())
-        if eviction.is_lean(self.store):
-            return []
-        keep = self.sender.pinned(now)
-        if self.item is not None:
-            keep.add(self.item)
-            base = self.item[1].base
-            if base is not None:
-                keep.add((base, FULL))
-        dropped = eviction.expendable(self.store, keep)
-        if any(form == FULL for _, form in dropped):
-            self._space_released(now)
-        return [action for item in dropped for action in self.sender.drop(item, now=now)]
+    def _drop(self, *items: ItemId) -> list[Action]:
+        for item in items:
+            self.store.drop(item)
+        return [ItemDropped(item) for item in items]
+
+    @property
+    def needed(self) -> set[ItemId]:
+        """The items that may not be evicted: the one that is fetched, and its base."""
+        if self.item is None:
+            return set()
+        base = self.item[1].base
+        return {self.item} if base is None else {self.item, (base, FULL)}
 
     @property
     def deadline(self) -> float | None:
         """When the parent counts as silent, space is looked for again, or an audit goes on."""
-        return earliest(self.watchdog.deadline(self.item), self._retry_at, self.audit.deadline)
+        return earliest(self.watchdog.deadline(self.item), self.space.retry_at, self.audit.deadline)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
         """Leave a parent that does not deliver, or ask it once more."""
@@ -627,39 +640,9 @@ class Receiver:
             actions += self.resubscribe(now=now)
         actions += self._forsake(now) or (self._request(now) if is_asked_again else [])
         actions += self.audit.expire(now=now)
-        if self._retry_at is not None and now >= self._retry_at:
-            self._retry_at = None
+        if self.space.is_due(now=now):
             actions += self._consider(now)
-        # Time alone lets go of little: of what those hold who have been silent for long.
-        if now >= self._retired_at + self._stall_s:
-            actions += self.retire(now)
         return actions
-
-    # --- out of space ----------------------------------------------------------------------------
-
-    @property
-    def is_out_of_space(self) -> bool:
-        """Whether an item lacks space, and is to be tried again."""
-        return self._retry_at is not None
-
-    def _lack_space(self, error: StorageError, now: float) -> list[Action]:
-        """Try again after a pause, longer each time; say so the first time."""
-        self._retry_at = now + self._pause_s
-        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
-        if self._has_noted_no_space:
-            return []
-        self._has_noted_no_space = True
-        text = f"keeping the versions that are here, and trying again later: {error}"
-        return [Note("warning", text)]
-
-    def _space_released(self, now: float) -> None:
-        """Try again soon, if anything lacks space: an image was dropped."""
-        if self._retry_at is not None:
-            self._retry_at = min(self._retry_at, now + RELEASE_PAUSE_S)
-
-    def _found_space(self) -> None:
-        """Begin with the shortest pause, and a note, when space is lacking again."""
-        self._retry_at, self._pause_s, self._has_noted_no_space = None, FIRST_PAUSE_S, False
 
     # --- what the parent is told -----------------------------------------------------------------
 
@@ -672,15 +655,22 @@ class Receiver:
         if not ranges:
             self.link.complete()
             return []
-        version, form = self.item
-        fetch = Fetch(
-            version=version,
-            form=form,
-            ranges=ranges[:MAX_RANGES],
-            credit_bytes=self.link.fetch(now=now),
-            num_segments=item.num_segments if isinstance(item, EncodedVersion) else 0,
-        )
-        return [self._send(peer, fetch)]
+        credit_bytes = self.link.fetch(now=now)
+        return [self._send(peer, _fetch(self.item, item, ranges, credit_bytes))]
 
     def _send(self, peer: str, message: Message) -> Send:
         return Send(peer, encode(message, [], source=self._node_id))
+
+
+def _fetch(
+    item_id: ItemId, item: Chunked, ranges: tuple[tuple[int, int], ...], credit_bytes: int
+) -> Fetch:
+    """Return the request for chunks of an item, as many runs of them as a message may name."""
+    version, form = item_id
+    return Fetch(
+        version=version,
+        form=form,
+        ranges=ranges[:MAX_RANGES],
+        credit_bytes=credit_bytes,
+        num_segments=item.num_segments if isinstance(item, EncodedVersion) else 0,
+    )

@@ -27,14 +27,14 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from echo.core.bounds import MAX_CHUNKS
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
-from echo.weights.artifacts import Chunked
+from echo.weights.artifacts import Chunked, Transfer
 from echo.weights.encoded import EncodedVersion
 from echo.weights.link import MAX_WINDOW_BYTES, SAMPLE_S, UplinkEstimate
 from echo.weights.store import ItemStore
@@ -464,12 +464,22 @@ class Sender:
             self.bytes_sent += len(found[index])
         return found
 
-    def forward(self, item: ItemId, indices: Collection[int], now: float) -> list[Action]:
-        """Send on chunks that have just arrived, to the children that wait for them."""
+    def forward(self, item: ItemId, chunks: Mapping[int, Frame], now: float) -> list[Action]:
+        """Send chunks that have just arrived on to the children that wait for them.
+
+        Args:
+            item: of which they are.
+            chunks: by index, as they travel.
+            now: the present.
+        """
+        image = self.store.get(item) if self.children else None
+        if isinstance(image, Transfer):
+            for index, data in chunks.items():
+                image.passed_on(index, data)
         actions = [
             action
             for peer, child in tuple(self.children.items())
-            if child.fetching == item and child.wanted and child.wanted[0] in indices
+            if child.fetching == item and child.wanted and child.wanted[0] in chunks
             for action in self._serve(peer, child, now)
         ]
         self._note_load(now)
@@ -477,10 +487,10 @@ class Sender:
 
     def extend(self, item: ItemId, now: float) -> list[Action]:
         """Pass on a segment that has just been added, and with it what is held of its chunks."""
-        encoded = self.store.encoded_versions[item]
+        encoded = self.store.encoded_versions.get(item)
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
-            if child.fetching == item:
+            if encoded is not None and child.fetching == item:
                 child.grow(encoded)
                 actions += self._segments(peer, child, encoded)
                 actions += self._serve(peer, child, now)
@@ -516,9 +526,8 @@ class Sender:
             and item.is_complete
         }
 
-    def drop(self, item: ItemId, *, now: float) -> list[Action]:
-        """Remove an item from the store and tell the children that were fetching it."""
-        self.store.drop(item)
+    def dropped(self, item: ItemId, *, now: float) -> list[Action]:
+        """Tell the children that were fetching an item that it is no longer in the store."""
         version, form = item
         actions: list[Action] = []
         for peer, child in self.children.items():
@@ -540,10 +549,9 @@ class Sender:
 
     def _lacks_next(self, child: Child) -> bool:
         """Return whether the next chunk that a child wants is not here."""
-        if child.fetching is None:
+        item = None if child.fetching is None else self.store.get(child.fetching)
+        if item is None:  # it was dropped just now, which `dropped` is about to tell the child
             return False
-        item = self.store.get(child.fetching)
-        assert item is not None
         return child.is_open if not child.wanted else not item.has_chunk[child.wanted[0]]
 
     def _waits(self, child: Child) -> bool:

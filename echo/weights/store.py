@@ -153,6 +153,17 @@ class ItemStore:
             return []
         return encoded.decodable(index, memoryview(base.storage))
 
+    def decodable_on(self, version: PolicyVersion) -> list[DecodeBlock | OpenBlock]:
+        """Return the blocks that can be decoded because a version has become whole."""
+        return [
+            work
+            for each in self.encoded_versions.values()
+            if each.form.base == version and each.is_half
+            for index in range(each.num_chunks)
+            if each.has_chunk[index]
+            for work in self.decodable(each, index)
+        ]
+
     def end_decoding(self, encoded: EncodedVersion) -> None:
         """Take the image that has come out of an encoded version whole."""
         image = encoded.image(encoded.base_among(self.images))

@@ -238,11 +238,11 @@ def test_a_member_that_is_ready_with_other_hashes_is_refused_and_loses_its_lease
 
 def test_a_fault_in_a_link_message_ends_the_link(fleet: World) -> None:
     role, step = fleet.node("r1").role, fleet.step
-    [peer] = role.broadcast.receiver.sender.children
+    [peer] = role.broadcast.children
     frames = encode(messages.Subscribe(newest=None), source="w1")
     actions = role.expel(peer, frames, now=fleet.now)
     assert HangUp(peer) in actions
-    assert not role.broadcast.receiver.sender.children
+    assert not role.broadcast.children
     fleet.perform("r1", actions)
     fleet.run_until(lambda: fleet.step >= step + 2)
     assert fleet.is_admitted("w1")

@@ -284,10 +284,10 @@ def test_who_can_serve_shows_its_uplink_before_it_is_given_a_place_and_then_the_
     two_beats_s = 2 * learner.settings.admission.heartbeat_s
     # Beside weights it would show what they leave of it.
     taker = Child(fetching=(learner.broadcast.newest_complete, FULL))
-    learner.broadcast.receiver.sender.children["taker"] = taker
+    learner.broadcast.children["taker"] = taker
     world.run(two_beats_s)
     assert "learner" not in learner.uplinks()
-    del learner.broadcast.receiver.sender.children["taker"]
+    del learner.broadcast.children["taker"]
     world.run_until(lambda: learner.uplinks().get("learner"), within_s=two_beats_s)
     assert learner.planning.has_news
 

@@ -158,7 +158,7 @@ class Pair:
                     self.arrived.append(action.version)
 
     def join(self) -> None:
-        self.perform("child", self.child.receiver.set_parent("learner", now=0.0))
+        self.perform("child", self.child.set_parent("learner", now=0.0))
 
     async def publish(self, *publications: Publication) -> None:
         for publication in publications:
@@ -265,7 +265,7 @@ def test_a_laggard_takes_one_delta_after_the_other() -> None:
         pair = Pair("delta")
         pair.join()
         await pair.publish(publications[0])
-        pair.perform("child", pair.child.receiver.set_parent(None, now=0.0))
+        pair.perform("child", pair.child.set_parent(None, now=0.0))
         pair.perform("learner", pair.learner.remove_child("child", now=0.0))
         await pair.publish(*publications[1:])
         pair.join()

@@ -178,7 +178,7 @@ class Net:
         self.links[link] = (child, parent)
         self.queues[link, child], self.queues[link, parent] = deque(), deque()
         node = self.nodes[child]
-        self.perform(child, node.receiver.set_parent(link, now=self.now, **fields))
+        self.perform(child, node.set_parent(link, now=self.now, **fields))
 
     def close(self, link: str) -> None:
         child, parent = self.links.pop(link)
@@ -332,7 +332,7 @@ class Net:
     def check(self) -> None:
         """What must be so at any time."""
         for name, node in self.nodes.items():
-            num_children = len(node.receiver.sender.children)
+            num_children = len(node.children)
             assert len(node.store) <= KEEP + 3 + num_children, sorted(node.store)
             halves = [item for item, encoded in node.encoded_versions.items() if encoded.is_half]
             assert {item for item in halves if not node.encoded_versions[item].is_ready} <= {
@@ -349,7 +349,7 @@ class Net:
             writing = node.receiver.link.writing_bytes
             late = [work.data for owner, work in self.works if owner == name and is_write(work)]
             assert 0 <= writing <= sum(map(len, late))
-            for child in node.receiver.sender.children.values():
+            for child in node.children.values():
                 assert child.fetching is None or node.receiver.store.get(child.fetching) is not None
 
 

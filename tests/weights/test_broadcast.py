@@ -80,7 +80,7 @@ class Mesh:
         self.perform(at, self.nodes[at].publish(*make_version(lineage, step), now=self.now))
 
     def attach(self, child: str, parent: str | None) -> None:
-        self.perform(child, self.nodes[child].receiver.set_parent(parent, now=self.now))
+        self.perform(child, self.nodes[child].set_parent(parent, now=self.now))
 
     def deliver(self, source: str, target: str, item: Item | None = None) -> Any:
         message, payload = item or self.queues[source, target].popleft()

@@ -508,7 +508,7 @@ def test_what_is_ready_is_kept_with_its_base_until_something_newer_is_whole() ->
     net_works(net)
     node, store = net.nodes["b"], net.nodes["b"].receiver.store
     form = Form("delta", v(0))
-    net.perform("b", node.receiver.retire(net.now))
+    net.perform("b", node.evict(now=net.now))
     assert (v(1), form) in node.encoded_versions
     assert v(0) in node.store
     run(net.publish(2)[:1])
@@ -668,7 +668,7 @@ def test_a_version_that_was_passed_is_fetched_again_where_it_is_the_newest_in_fu
     net.settle()
     publish_delta(net, 2, is_sealed=False)
     net.settle()
-    net.perform("b", net.nodes["b"].receiver.retire(net.now))
+    net.perform("b", net.nodes["b"].evict(now=net.now))
     assert net.holds("b", 2)
     damage(net, "b")
     net.settle()

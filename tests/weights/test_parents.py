@@ -20,7 +20,7 @@ LEARNER, R1, R2 = ("learner", "tcp://l:1"), ("r1", "tcp://r1:1"), ("r2", "tcp://
 def make_links(**options: Any) -> Parents:
     broadcast = make_broadcast("w1")
     broadcast.trust.set(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
-    link = Parents(broadcast.receiver, retry_s=1.0, **options)
+    link = Parents(broadcast, retry_s=1.0, **options)
     link.retry_preferred_s = 10.0
     return link
 
@@ -107,7 +107,7 @@ def test_without_an_address_the_parent_is_where_this_node_reached_it(link: Paren
 
 
 def test_a_plan_for_the_process_that_bore_this_name_before_is_ignored() -> None:
-    newcomer = Parents(make_broadcast("w1").receiver, retry_s=1.0)
+    newcomer = Parents(make_broadcast("w1"), retry_s=1.0)
     assert follow(newcomer, R1, LEARNER) == []
     assert newcomer.parent == "-"
 

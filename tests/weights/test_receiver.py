@@ -667,7 +667,7 @@ def test_it_is_tried_as_soon_as_an_image_is_dropped() -> None:
     # A third version that a child has pinned goes.
     for version in (PolicyVersion(0, 7), PolicyVersion(0, 8)):
         node.store[version] = node.store[v(0)]
-    net.wait(node.receiver._stall_s)
+    net.wait(node.receiver.link.stall_s)
     begun_at = net.now
     assert sorted(node.store) == [PolicyVersion(0, 8), v(0)]
     assert node.deadline == pytest.approx(begun_at + RELEASE_PAUSE_S)

@@ -73,7 +73,7 @@ def hold(serving: Sender, index: int, now: float = 0.0) -> list[Action]:
     image = serving.store.images[v(1)]
     image.has_chunk[index] = 1
     image.num_held += 1
-    return serving.forward((v(1), FULL), [index], now)
+    return serving.forward((v(1), FULL), {index: image.chunk(index)}, now)
 
 
 def acknowledge(serving: Sender, peer: str, num_chunks: int, now: float, *, more: int = 0) -> None:
