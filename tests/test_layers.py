@@ -167,7 +167,7 @@ OWNED = (
         rooms=(),
         others={
             "sim/simulation.py": "at its end, once: nothing is asked again afterwards",
-            "runtime/agents/sessions.py": "an event that has just been cleared",
+            "runtime/agents/agents.py": "an event that has just been cleared",
             "engine/vllm/backend.py": "a call, once",
         },
         calls=("asyncio.gather", "asyncio.wait_for"),

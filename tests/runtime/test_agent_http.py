@@ -32,8 +32,9 @@ from echo.core.extras import install_command
 from echo.core.rollout import Group
 from echo.engine.engine import Completion
 from echo.runtime.agents import endpoint
+from echo.runtime.agents.agents import StoppingError
 from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint
-from echo.runtime.agents.sessions import StoppingError, Turn
+from echo.runtime.agents.sessions import Turn
 from echo.runtime.worker.node import serve_agents
 from echo.runtime.worker.setup import inherit
 from tests.runtime.harness import Play, Run, running

@@ -19,7 +19,10 @@ from echo.core.errors import EngineError
 from echo.core.metrics import Counters
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import NOBODY, Completion, Request, Sampling
-from echo.runtime.agents.endpoint import (
+from echo.runtime.agents.agents import Agents, CallOptions
+from echo.runtime.agents.call_sampler import CallSampler
+from echo.runtime.agents.dialogue import Dialogue
+from echo.runtime.agents.openai_json import (
     Body,
     BodyError,
     ChatAnswer,
@@ -31,10 +34,6 @@ from echo.runtime.agents.endpoint import (
 from echo.runtime.agents.sessions import (
     MAX_EPISODE_ATTEMPTS,
     MAX_SESSION_CALLS,
-    Agents,
-    CallOptions,
-    CallSampler,
-    Dialogue,
     Episodes,
     Session,
     SessionError,

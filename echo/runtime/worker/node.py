@@ -62,7 +62,8 @@ from echo.roles.worker import (
     Withdraw,
     Worker,
 )
-from echo.runtime.agents.sessions import AgentParts, Agents, CallSampler
+from echo.runtime.agents.agents import AgentParts, Agents
+from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.disk_store import MemoryStore
 from echo.runtime.episodes import EpisodeRunner, openings_of
 from echo.runtime.node import DialingNode, Node

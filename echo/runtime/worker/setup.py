@@ -41,7 +41,8 @@ from echo.net.transport import Transport
 from echo.roles.joining import EXPECTED
 from echo.roles.worker import Worker
 from echo.runtime import node as wiring
-from echo.runtime.agents.sessions import AgentParts, Dialogue
+from echo.runtime.agents.agents import AgentParts
+from echo.runtime.agents.dialogue import Dialogue
 from echo.runtime.disk_store import open_store
 from echo.runtime.episodes import check_inherited_code, make_local_host, make_runner, turns_of
 from echo.runtime.identity import JoinSource

@@ -1,0 +1,319 @@
+"""The worker's side of all outside agents: episodes, sampled calls, rewards.
+
+Leases are asked for when an agent waits for an episode, and not before: nothing grows old in a
+queue. Calls of a session are sampled as the run samples, or the learner would compute other
+probabilities; calls without a session are as the caller wishes, and are not recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from echo.core.errors import DataError
+from echo.core.rollout import NO_OPINION
+from echo.engine.engine import Request, Sampling
+from echo.roles.worker import Worker
+from echo.runtime.agents.call_sampler import CallSampler
+from echo.runtime.agents.dialogue import Dialogue
+from echo.runtime.agents.sessions import Episodes, Session, SessionError, Turn, group_of
+from echo.runtime.node import Node
+from echo.runtime.threads import Pool
+from echo.tasks.task import Example
+from echo.tasks.tokenization import UNUSABLE, unmarked
+from echo.wire.messages import Lease
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids or messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentParts:
+    """The parts that agents work with."""
+
+    dialogue: Dialogue
+    sampling: Sampling
+    """Of the run."""
+    group_size: int
+    window: int
+    """Tokens that the model takes."""
+    max_session_tokens: int
+    session_timeout_s: float
+    model_name: str
+    listen: str
+    """tcp://host:port of the endpoint."""
+    endpoint_path: Path
+    """File that tells agents the address and the token."""
+    reward: Callable[[Example, str], float | None]
+    """The task's, for agents that report none; blocks."""
+    max_abs_reward: float
+    """Largest reward, either way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """The request of a call; a session's calls are limited in tokens only."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    """For the chat template."""
+
+
+class StoppingError(SessionError):
+    """The worker stops, or has no weights yet."""
+
+
+class Agents:
+    """The worker's side of all outside agents."""
+
+    def __init__(
+        self,
+        parts: AgentParts,
+        role: Worker,
+        sampler: CallSampler,
+        *,
+        node: Node,
+        pool: Pool,
+    ) -> None:
+        """Join the parts; `watch` has to run beside."""
+        self.parts = parts
+        self.role = role
+        self._sampler = sampler
+        self._node = node
+        self._pool = pool
+        """For tokens and rewards."""
+        self._episodes = Episodes(group_size=parts.group_size, timeout_s=parts.session_timeout_s)
+        self._num_waiting = 0
+        self._num_plain = 0
+        self._has_news = asyncio.Event()
+        self._is_over = False
+
+    # --- leases ----------------------------------------------------------------------------------
+
+    def take(self, leases: Iterable[Lease]) -> None:
+        """Offer the episodes of leases."""
+        for lease in leases:
+            self._episodes.add(lease, now=self._node.now)
+        self._has_news.set()
+
+    async def watch(self) -> None:
+        """Keep leases alive while agents work on them, and give up the others."""
+        num_ticks = 0
+        while True:
+            await asyncio.sleep(self.role.heartbeat_s / 2)
+            num_ticks += 1
+            for lease, why in self._episodes.expire(now=self._node.now):
+                self._give_up(lease, "agent_timeout", why)
+            for lease in self._episodes.leases:
+                self.role.progress(lease, num_ticks)
+            self._demand()
+
+    def close(self) -> None:
+        """Hand out nothing more; a lease without an agent is given back to the learner."""
+        self._is_over = True
+        for lease in self._episodes.leases:
+            if not self._episodes.has_sessions(lease):
+                self._node.perform(self.role.dropped(lease, now=self._node.now))
+        self._has_news.set()
+
+    def _demand(self) -> None:
+        """Ask for the leases that waiting agents need."""
+        missing = max(0, self._num_waiting - self._episodes.num_free)
+        held = len(self._episodes.leases) + len(self.role.outbox)
+        wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
+        self._node.perform(self.role.demand(wanted, now=self._node.now))
+
+    def _give_up(self, lease: Lease, reason: str, why: str) -> None:
+        self._node.perform(self.role.failed(lease, reason, why, now=self._node.now))
+
+    # --- sessions --------------------------------------------------------------------------------
+
+    async def begin(self, *, wait_s: float) -> Session | None:
+        """Return a new session, or None if there is no episode within the time.
+
+        Raises:
+            StoppingError: if there will never be one.
+        """
+        give_up_at = self._node.now + wait_s
+        self._num_waiting += 1
+        try:
+            while not self._is_over:
+                session = self._episodes.begin(now=self._node.now)
+                left = give_up_at - self._node.now
+                if session is not None or left <= 0:
+                    return session
+                self._demand()
+                self._has_news.clear()
+                try:
+                    await asyncio.wait_for(self._has_news.wait(), left)
+                except TimeoutError:
+                    continue
+            raise StoppingError("this worker stops, or the run is finished: there are no episodes")
+        finally:
+            self._num_waiting -= 1
+            self._demand()
+
+    async def reward(self, session_id: str, reward: float | None) -> float | None:
+        """End a session; None lets the task judge its last answer.
+
+        Returns:
+            The reward; None if the task has no opinion.
+
+        Raises:
+            SessionError: if the session cannot be rewarded, or not so.
+            RewardError: if the task fails.
+        """
+        session = self._episodes.find(session_id, now=self._node.now)
+        self._episodes.leaf_of(session)  # or there is nothing to reward
+        if reward is None:
+            # Of a rewritten history another chain may be the longest, and is trained on.
+            text = self.parts.dialogue.answer_of(session.turns[-1].completion.token_ids)
+            example = Example(**session.lease.example)
+            reward = await self._pool.run(self.parts.reward, example, text)
+        judged = NO_OPINION if reward is None else reward
+        if reward is not None and not math.isfinite(reward):
+            raise SessionError(f"a reward of {reward} is no finite number")
+        bound = self.parts.max_abs_reward
+        if reward is not None and abs(reward) > bound:
+            raise SessionError(f"a reward of {reward:g} lies beyond task.max_reward = {bound:g}")
+        session = self._episodes.find(session_id, now=self._node.now)  # it may be over by now
+        outcomes = self._episodes.finish(session, judged)
+        if outcomes is not None:
+            lease, now = session.lease, self._node.now
+            for outcome in outcomes:
+                self.role.count("agents/tokens_sampled", outcome.num_sampled)
+                self.role.count("agents/tokens_trained", outcome.leaf.num_sampled)
+            try:
+                group = group_of(lease, self.role.settings.node_id, outcomes)
+            except SessionError as error:
+                self._give_up(lease, "agent_error", str(error))
+            else:
+                self._node.perform(self.role.finished(group, now=now))
+        self._demand()
+        return reward
+
+    def abandon(self, session_id: str) -> None:
+        """Free the episode of a session for another try.
+
+        Raises:
+            SessionError: if there is no such session.
+        """
+        session = self._episodes.find(session_id, now=self._node.now)
+        if not self._episodes.abandon(session):
+            self._give_up(session.lease, "agent_failed", "its agents gave an episode up each time")
+        self._has_news.set()
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        session_id: str | None,
+        prompt: Prompt,
+        options: CallOptions,
+    ) -> Turn:
+        """Sample one answer, recorded where it belongs to a session.
+
+        Args:
+            session_id: None for a call that is not trained on.
+            prompt: the whole context.
+            options: see there.
+
+        Raises:
+            SessionError: if the session is over or has made its calls, there is no space, or
+                nothing can be sampled now.
+            EchoError: if the prompt or the engine fails.
+        """
+        if self._is_over or self.role.installed_version is None:
+            raise StoppingError("no weights to sample from: this worker starts or stops; try again")
+        session = self._session_of(session_id)
+        known = [] if session is None else list(session.turns)
+        try:
+            # A long context takes a moment, in which others are to be answered.
+            ids, parent, text = await self._pool.run(self._tokens, prompt, options.tools, known)
+        except UNUSABLE as error:
+            raise DataError(f"the prompt cannot be turned into tokens: {error}") from error
+        session = self._session_of(session_id)  # it may be over by now
+        sampling = self._sampling(options, len(ids), is_recorded=session is not None)
+        seed = self._seed(options, session)
+        if session is not None:
+            self._episodes.begin_call(session, now=self._node.now)
+        try:
+            number = int.from_bytes(blake3(seed.encode()).digest(8))
+            completion = await self._sampler.sample(Request(seed, ids, number), sampling)
+        finally:
+            if session is not None:
+                session.num_running -= 1
+                session.touched_at = self._node.now
+        if completion.finish_reason == "abort":
+            raise StoppingError("the worker stops; this answer was cut short")
+        self.role.tokens_sampled += len(completion.token_ids)
+        text += self.parts.dialogue.text_of(completion.token_ids)
+        turn = Turn(ids, completion, text, parent)
+        if session is not None:
+            session.turns.append(turn)
+        return turn
+
+    def _session_of(self, session_id: str | None) -> Session | None:
+        """Return the session that a call belongs to, if it belongs to one.
+
+        Raises:
+            SessionError: if there is no such session, or it has made its calls.
+        """
+        return None if session_id is None else self._episodes.find_for_call(session_id)
+
+    def _tokens(
+        self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], known: Sequence[Turn]
+    ) -> tuple[npt.NDArray[np.int32], Turn | None, str]:
+        """Return a context's tokens, the call that it goes on from, and its text; in a thread."""
+        dialogue = self.parts.dialogue
+        if isinstance(prompt, str):
+            return *dialogue.continue_text(prompt, known, is_rendered=False), prompt
+        if prompt and isinstance(prompt[0], int):
+            ids = [token for token in prompt if isinstance(token, int)]
+            return *dialogue.continue_ids(ids, known), dialogue.text_of(ids)
+        messages = [message for message in prompt if isinstance(message, Mapping)]
+        text = dialogue.render(messages, tools)
+        return *dialogue.continue_text(text, known, is_rendered=True), unmarked(text)
+
+    def _sampling(self, options: CallOptions, num_context: int, *, is_recorded: bool) -> Sampling:
+        own = self.parts.sampling
+        room = self.parts.window - num_context
+        limit = options.max_tokens or own.max_completion_tokens
+        if is_recorded:
+            room = min(room, self.parts.max_session_tokens - num_context)
+            limit = min(limit, own.max_completion_tokens)
+        if room < 1:
+            raise SessionError(
+                f"the context has {num_context} tokens; the model takes {self.parts.window}, and "
+                f"a session agent.max_session_tokens = {self.parts.max_session_tokens}: nothing is "
+                "left for an answer"
+            )
+        sampling = replace(own, max_completion_tokens=min(limit, room))
+        if is_recorded:
+            return sampling
+        temperature = own.temperature if options.temperature is None else options.temperature
+        return replace(
+            sampling,
+            greedy=temperature == 0,
+            temperature=temperature or 1.0,
+            top_p=own.top_p if options.top_p is None else options.top_p,
+            top_k=own.top_k if options.top_k is None else max(0, options.top_k),
+        )
+
+    def _seed(self, options: CallOptions, session: Session | None) -> str:
+        if session is not None:
+            return f"{session.lease.seed} {session.session_id} {session.num_calls}"
+        self._num_plain += 1
+        return str(self._num_plain if options.seed is None else options.seed)

@@ -1,0 +1,102 @@
+"""Calls of outside agents as tokens: sampled ones go in again as they were sampled.
+
+An agent sends text. Tokenising that again could give other tokens than were sampled ("12" sampled
+as "1", "2"), so the learner would train on a context that the sampler never saw. Where the text
+of a call begins with what an earlier one saw and sampled, its tokens are taken, and only the rest
+is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from echo.core.errors import DataError
+from echo.runtime.agents.sessions import Ids, Turn
+from echo.tasks.tokenization import MARK, TextCodec, decode, unmarked
+
+
+class Dialogue:
+    """Text of calls to tokens and back, for one model."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        """Take what does so for prompts and completions."""
+        self._codec = codec
+        self._tokenizer: Any = codec.tokenizer
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return messages as text up to where the model goes on; see `TextCodec.render`.
+
+        Raises:
+            DataError: if there is no chat template, it knows no tools, or it fails.
+        """
+        if tools and "tools" not in str(self._tokenizer.chat_template):
+            raise DataError(
+                "the model's chat template knows no tools; describe them in a message, or set "
+                "model.chat_template to one that does"
+            )
+        return self._codec.render(messages, tools)
+
+    def other_arguments(self, arguments: Mapping[str, Any]) -> str:
+        """Return an argument of the chat template that is not the run's; empty for none."""
+        own = self._codec.chat_template_kwargs
+        return next((name for name, value in arguments.items() if own.get(name) != value), "")
+
+    def continue_text(
+        self, text: str, known: Sequence[Turn], *, is_rendered: bool
+    ) -> tuple[Ids, Turn | None]:
+        """Return the tokens of a text, and the earlier call that it goes on from.
+
+        Args:
+            text: the whole context.
+            known: earlier calls.
+            is_rendered: whether a template wrote it, special tokens included.
+
+        Raises:
+            DataError: if it has no tokens, or some that the model does not know.
+        """
+        whole = unmarked(text)
+        begun = [call for call in known if whole.startswith(call.text)]
+        if not begun:
+            encode = self._codec.encode_rendered if is_rendered else self._codec.encode_raw
+            ids = encode(text)
+            if not ids:
+                raise DataError("the prompt has no tokens; a prompt needs at least one")
+            return np.array(ids, np.int32), None
+        call = max(begun, key=lambda call: len(call.text))
+        more = self._codec.encode_rendered(_behind(text, len(call.text)))
+        return np.concatenate([call.ids, np.array(more, np.int32)]), call
+
+    def continue_ids(self, ids: Sequence[int], known: Sequence[Turn]) -> tuple[Ids, Turn | None]:
+        """Return tokens as they are, and the earlier call that they go on from.
+
+        Raises:
+            DataError: if the model does not know some of them.
+        """
+        context = np.array(self._codec.known(ids), np.int32)
+        begun = [
+            call
+            for call in known
+            if len(call.ids) <= len(context) and (call.ids == context[: len(call.ids)]).all()
+        ]
+        return context, max(begun, key=lambda call: len(call.ids), default=None)
+
+    def text_of(self, ids: Iterable[int]) -> str:
+        """Return tokens as text, special tokens included."""
+        return decode(self._tokenizer, ids, ())
+
+    def answer_of(self, ids: Iterable[int]) -> str:
+        """Return a completion as text, without the token that ended it."""
+        return self._codec.decode(ids)
+
+
+def _behind(text: str, length: int) -> str:
+    """Return the rest of rendered text behind a number of characters, not counting `MARK`s."""
+    end = length
+    while (num_marks := text.count(MARK, 0, end)) != end - length:
+        end = length + num_marks
+    return text[end:]
