@@ -51,7 +51,7 @@ class LeasedWorker:
     is_stuck: bool = False
     """Whether it holds such leases and shows no progress."""
     is_set_aside: bool = False
-    """Whether it is granted no groups because its groups teach nothing (`leases/dispatch.py`)."""
+    """Whether it is granted no groups because its groups teach nothing (`leases/usefulness.py`)."""
     num_waiting: int = 0
     """Groups that wait at the worker to be continued."""
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from echo.core.timers import RecentMap
 from echo.leases.book import MAX_WORKERS, LeaseBook, LeasedWorker
-from echo.leases.dispatch import FinishTimes, RunningGroup
+from echo.leases.dispatch import RunningGroup
+from echo.leases.finish_times import FinishTimes
 
 _Key = tuple[int, int, int]
 """What a forecast is made from: changes of the worker's leases, unknown leases, places."""

@@ -24,7 +24,8 @@ import msgspec
 from echo.core.errors import DataError
 from echo.leases.admission import Quota
 from echo.leases.book import LeasedWorker
-from echo.leases.dispatch import FinishTimes, by_finish
+from echo.leases.dispatch import by_finish
+from echo.leases.finish_times import FinishTimes
 from echo.leases.groups import MAX_ATTEMPTS, LeaseRecord, MoveRequest
 from echo.leases.occupancy import Occupancy
 from echo.leases.open_groups import OpenGroups

@@ -68,7 +68,7 @@ class LeaseRecord:
     """Seconds for which the worker has sampled the group, by its last heartbeat; 0 while the group
     is queued there."""
     seen_at: float = 0.0
-    """When `longest` and `rate` were last estimated (`leases/dispatch.py`)."""
+    """When `longest` and `rate` were last estimated (`leases/finish_times.py`)."""
     seen_tokens: int = 0
     """`num_tokens` at `seen_at`."""
     longest: float = 0.0

@@ -6,7 +6,7 @@ is never 0 for honest workers: engines and data types round differently, and old
 more. So a worker is compared with its equals only: workers of the same engine and data type, group
 by group with theirs of the same staleness.
 
-A worker is told by name, and set aside as a useless one is (`leases/dispatch.py`), where
+A worker is told by name, and set aside as a useless one is (`leases/usefulness.py`), where
 
 * of its last WINDOW trained groups half or more can be compared: at least two equals have
   MIN_EQUAL groups of that staleness each, so three workers or more are compared;

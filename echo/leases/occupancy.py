@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from echo.core.rollout import PolicyVersion
 from echo.leases.admission import Quota
 from echo.leases.book import LeaseBook, LeasedWorker
-from echo.leases.dispatch import FinishTimes, Load, RunningGroup, Speed, slowdown
+from echo.leases.dispatch import Load, RunningGroup, slowdown
+from echo.leases.finish_times import FinishTimes, Speed
 from echo.leases.forecasts import Forecasts
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from echo.core.metrics import Counters
 from echo.leases.book import LeasedWorker
-from echo.leases.dispatch import FinishTimes
+from echo.leases.finish_times import FinishTimes
 from echo.leases.forecasts import Forecasts
 from echo.leases.groups import LeaseRecord
 from echo.leases.open_groups import OpenGroups

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from echo.leases.book import LeaseBook
 from echo.leases.dispatch import (
     RELEASE_BEATS,
-    FinishTimes,
     Helper,
     Newcomer,
     RunningGroup,
@@ -21,6 +20,7 @@ from echo.leases.dispatch import (
     hedges,
     moves,
 )
+from echo.leases.finish_times import FinishTimes
 from echo.leases.groups import MAX_ATTEMPTS, LeaseRecord, MoveRequest
 from echo.leases.occupancy import Occupancy
 from echo.leases.run import LeaseSettings

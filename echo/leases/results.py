@@ -24,11 +24,12 @@ from echo.core.metrics import Counters
 from echo.core.records import Cancelled, Refused
 from echo.core.rollout import Group, find_fault, trim_stale
 from echo.leases.checks import find_group_fault, find_partial_fault
-from echo.leases.dispatch import FinishTimes, Usefulness
+from echo.leases.finish_times import FinishTimes
 from echo.leases.groups import LeaseRecord
 from echo.leases.open_groups import AppendRecord, OpenGroups
 from echo.leases.partials import decode_members
 from echo.leases.run import LeaseSettings, PromptPendingError, Prompts, find_prompt_fault
+from echo.leases.usefulness import Usefulness
 from echo.wire.actions import Action, Complaints, Note, Routes
 from echo.wire.codec import Frame, decode_group, encode_group
 from echo.wire.messages import (

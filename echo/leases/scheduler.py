@@ -23,7 +23,7 @@ from echo.core.records import Granted
 from echo.core.rollout import PolicyVersion
 from echo.leases.admission import Quota
 from echo.leases.book import LeasedWorker
-from echo.leases.dispatch import FinishTimes, Usefulness
+from echo.leases.finish_times import FinishTimes
 from echo.leases.forecasts import Forecasts
 from echo.leases.granting import Decisions, Round
 from echo.leases.groups import LeaseRecord
@@ -33,6 +33,7 @@ from echo.leases.reconciling import Reconciling
 from echo.leases.relief import Relief
 from echo.leases.results import Results
 from echo.leases.run import AcceptedGroups, LeaseSettings, Prompts, RunState
+from echo.leases.usefulness import Usefulness
 from echo.wire.actions import Action, Complaints, Routes
 from echo.wire.messages import Ack, Heartbeat, Lease, Reclaim
 

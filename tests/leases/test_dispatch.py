@@ -19,25 +19,21 @@ from hypothesis import strategies as st
 
 from echo.core.records import Granted
 from echo.leases.dispatch import (
-    ALONE_S,
-    AWAY_S,
-    MAX_LENGTHS,
-    FinishTimes,
     Helper,
-    LengthHistory,
     Load,
     Newcomer,
     RunningGroup,
-    Throughput,
-    Usefulness,
     by_finish,
     even_out,
     hedges,
     moves,
 )
+from echo.leases.finish_times import MAX_LENGTHS, FinishTimes, LengthHistory
 from echo.leases.groups import LeaseRecord
 from echo.leases.held import GroupState
 from echo.leases.open_groups import AppendRecord
+from echo.leases.throughput import Throughput
+from echo.leases.usefulness import ALONE_S, AWAY_S, Usefulness
 from echo.wire.messages import LeaseState
 from tests.leases.test_scheduler import make_granting, make_worker
 from tests.promises.world import Rated, World

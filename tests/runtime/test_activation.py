@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from echo.core.price import Price
-from echo.leases.dispatch import Throughput
+from echo.leases.throughput import Throughput
 from echo.records.ledger import read_records
 from echo.roles.members import Member, Presence, Roster
 from echo.runtime.learner import cost

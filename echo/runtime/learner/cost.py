@@ -33,7 +33,7 @@ from echo.fleet.activation import (
 )
 from echo.fleet.job import Job
 from echo.fleet.market import UNLIMITED, Offer
-from echo.leases.dispatch import MIN_REPORTS, Throughput
+from echo.leases.throughput import MIN_REPORTS, Throughput
 from echo.records.ledger import ActivationChanged, AnyRecord, Cost, LedgerQueue, totals_of
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Roster

@@ -1,0 +1,179 @@
+"""Usefulness of workers: which deliver groups that teach something.
+
+Prompts are granted without regard to who gets them, so a group that teaches something is as
+likely to come from any honest worker as that worker's part of all groups delivered. A worker that
+sends equal rewards, broken or dishonest, needs not sample: it becomes the fastest and is given
+most of the leases. Two rules keep it from stopping a run.
+
+**Set aside.** Of each useful group, every worker is credited with the part that it had in the
+deliveries since the useful group before. Once that sums up to EXPECTED groups and at most a tenth
+of that number of its own were useful, it is given nothing for AWAY_S, and then judged from the
+start. For an honest worker the number of useful groups is at most as scattered as Poisson's law
+says: 2 or fewer in place of 20 have a probability of 5e-7. Where the whole fleet learns nothing
+no worker is credited with anything, so none is set aside.
+
+**A quorum.** A run is zero-signal after `max_zero_signal_groups` in a row without a useful one.
+If they are mainly one worker's, that worker is given no more until the others have delivered a
+batch: so a fast worker cannot end the run between two useful groups of slower ones. Where there
+is no other worker, or none that can sample for ALONE_S, its own groups suffice. Groups of workers
+that are set aside never count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from echo.core.timers import RecentMap
+from echo.core.units import format_duration
+from echo.leases.book import MAX_WORKERS
+
+EXPECTED = 20.0
+"""Useful groups that a worker must have been expected to deliver before it is judged."""
+LEAST_SHARE = 0.1
+"""Of these, what it must have delivered."""
+AWAY_S = 600.0
+"""How long it is set aside."""
+ALONE_S = 60.0
+"""Seconds without any other worker that can sample, after which a worker is no longer set aside."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """The useful groups that one worker was expected to deliver, and those that it did."""
+
+    expected: float = 0.0
+    useful: float = 0.0
+
+
+class Usefulness:
+    """Counts useful groups per worker."""
+
+    def __init__(self, *, max_zero_signal_groups: int, groups_per_step: int) -> None:
+        """Start without groups, with the bound after which a run without a useful one ends."""
+        self._max_zero_signal_groups = max_zero_signal_groups
+        self._quorum = max(1, min(groups_per_step, max_zero_signal_groups // 2))
+        self._records: RecentMap[str, _Record] = RecentMap(max_entries=MAX_WORKERS)
+        self._since_useful: dict[str, int] = {}
+        """Groups by worker since the last useful one of the fleet."""
+        self._num_void = 0
+        """Such groups of workers that were set aside."""
+        self._away_until: dict[str, float] = {}
+        self._dominant: str | None = None
+        """The worker with nearly all zero-signal groups: it gets none until others have
+        delivered."""
+        self._has_asked = False
+        """Whether no other worker could deliver in ALONE_S, since the last useful group."""
+        self._alone_since: float | None = None
+
+    @property
+    def num_discounted(self) -> int:
+        """Groups since the last useful one that do not say whether the run is zero-signal."""
+        dominant = 0 if self._dominant is None else self._since_useful[self._dominant]
+        return self._num_void + dominant
+
+    def is_set_aside(self, worker_id: str) -> bool:
+        """Return whether this worker is to be given no groups."""
+        return worker_id == self._dominant or worker_id in self._away_until
+
+    def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
+        """Count a group; return lines for the operator on workers that are set aside now."""
+        if not is_useful:
+            if worker_id in self._away_until:
+                self._num_void += 1
+            else:
+                self._since_useful[worker_id] = self._since_useful.get(worker_id, 0) + 1
+            return []
+        counts = self._since_useful
+        counts[worker_id] = counts.get(worker_id, 0) + 1
+        self._since_useful, self._num_void, self._dominant = {}, 0, None
+        self._has_asked = False
+        num_groups = sum(counts.values())
+        texts = []
+        for name, count in counts.items():
+            record = self._records.get(name) or _Record()
+            self._records[name] = record
+            record.expected += count / num_groups
+            record.useful += name == worker_id
+            if record.expected >= EXPECTED and record.useful <= LEAST_SHARE * record.expected:
+                texts.append(self._set_aside(name, record, now))
+            elif record.expected >= 2 * EXPECTED:
+                record.expected, record.useful = record.expected / 2, record.useful / 2
+        return texts
+
+    def _set_aside(self, worker_id: str, record: _Record, now: float) -> str:
+        self._away_until[worker_id] = now + AWAY_S
+        self._records.discard(worker_id)
+        return (
+            f"{worker_id} is set aside for {format_duration(AWAY_S)}: something could be learned "
+            f"from {record.useful:.0f} of its groups, where {record.expected:.0f} were to be "
+            "expected by what other workers deliver; check its engine, its task and who runs it"
+        )
+
+    def exclude(self, worker_id: str, why: str, *, now: float) -> str:
+        """Set a worker aside for another reason than its rewards; return a line about it."""
+        self._away_until[worker_id] = now + AWAY_S
+        self._records.discard(worker_id)
+        return (
+            f"{worker_id} is set aside for {format_duration(AWAY_S)}: {why}; check its engine, its "
+            "weights and who runs it"
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a review would change nothing."""
+        return (
+            not self._away_until
+            and self._dominant is None
+            and sum(self._since_useful.values()) < self._max_zero_signal_groups
+        )
+
+    def review(self, workers: Mapping[str, bool], *, now: float) -> list[str]:
+        """Decide which workers are set aside; return the lines for the operator.
+
+        Args:
+            workers: name -> whether it can sample just now.
+            now: the present instant.
+        """
+        others = [name for name in workers if not self.is_set_aside(name)]
+        if any(workers[name] for name in others):
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        is_alone = self._alone_since is not None and now >= self._alone_since + ALONE_S
+        texts = []
+        for name, until in list(self._away_until.items()):
+            if now >= until or is_alone:
+                del self._away_until[name]
+                texts.append(f"{name} is no longer set aside")
+        counts = self._since_useful
+        if self._dominant is not None:
+            if sum(counts.values()) - counts[self._dominant] >= self._quorum:
+                self._dominant = None
+            elif is_alone:
+                # It is the only worker, so its groups count, but not those from before it was held
+                # back.
+                self._num_void += counts.pop(self._dominant)
+                self._dominant, self._has_asked = None, True
+        elif (text := self._find_dominant(others)) is not None:
+            texts.append(text)
+        if not self._away_until and self._dominant is None:
+            self._alone_since = None
+        return texts
+
+    def _find_dominant(self, others: Collection[str]) -> str | None:
+        """Set a worker aside that delivered nearly all zero-signal groups; return a line on it."""
+        counts = self._since_useful
+        num_groups = sum(counts.values())
+        if num_groups < self._max_zero_signal_groups or self._has_asked:
+            return None
+        dominant = max(counts, key=lambda name: counts[name])
+        is_only_one = all(name == dominant for name in others)
+        if is_only_one or num_groups - counts[dominant] >= self._quorum:
+            return None
+        self._dominant = dominant
+        return (
+            f"{dominant} is set aside until other workers have delivered {self._quorum} "
+            f"groups: nothing could be learned from the last {num_groups}, of which "
+            f"{counts[dominant]} are its own"
+        )
