@@ -16,32 +16,32 @@ from dataclasses import dataclass, field
 
 from echo.leases.groups import LeaseRecord
 
-# --- Dispatch: the next group goes to the worker that will have finished it first ---
+# --- Dispatch: the next group goes to the worker that should finish it first ---
 #
-# All groups that admission allows are placed on paper, one after the other, each on the worker
-# whose predicted finish (what it holds, and what was placed on it before, divided by its speed) is
-# the earliest. A group that falls to a worker with room is granted; one that falls to a worker that
-# has none now stays with the learner until that worker asks again, even if a slower one has room.
+# A round places all groups that admission allows, one after the other. Each is placed on the worker
+# with the earliest predicted finish: when that worker is done with the groups that it holds and
+# those placed on it before, plus the time of the group itself. A group that is placed on a worker
+# with free capacity is granted. A group that is placed on a full worker stays with the learner
+# until that worker has free capacity, even if a slower worker could take it now.
 #
-# A worker that has not installed the newest version yet, and should have it soon, counts as if it
-# had, from that instant on: otherwise the first to install it would be given all that it makes room
-# for.
+# A worker that should install the newest version soon is treated as if it had it from that instant
+# on. Otherwise the first worker to install the version would be granted all the groups that the
+# version makes room for.
 #
-# An engine is slower the more groups are in it. So what is given to one worker while another has
-# nothing to do counts as that much longer: otherwise an engine with places for a whole batch would
-# get all of it, for being ready a moment before its equals.
+# An engine becomes slower the more groups it runs, so each further group of a worker is predicted
+# to take longer. Otherwise an engine with places for a whole batch would be granted the whole batch
+# because it was ready a moment before its equals.
 #
-# So the leases are in proportion to the speeds, and a worker gets nothing that it would finish
-# later than the others can finish everything that admission allows. That is no loss: such a group
-# would come too late. Admission allows what the next S + 1 steps consume, and after those it is
-# stale.
+# The result is leases in proportion to speeds. A worker gets no group that it would finish after
+# the other workers have finished everything that admission allows: admission allows the groups that
+# the next S + 1 steps consume, and a group that comes after these steps is stale.
 
 
 FULL_SLOWDOWN = 2.0
 """How many times longer a group takes in a full engine than in an empty one.
 
-An assumption: what engines show is nearly always measured at one load. It decides only how late
-another worker may be ready that is preferred for having less to do.
+Assumed, not measured: the learner nearly always sees an engine at one load only. The value decides
+how much later a worker with fewer groups may be ready and still be preferred.
 """
 
 
@@ -52,23 +52,22 @@ def slowdown(num_groups: float, num_places: int) -> float:
 
 @dataclass(slots=True)
 class Load:
-    """One worker, and what it has to do."""
+    """One worker and its groups, while a round places more on it."""
 
     node_id: str
     capacity: int
     """Groups that it can hold."""
     num_held: int
     most_promised: int
-    """It gets no group once this number is promised to the batches that may train on its
-    version."""
+    """The number of promised groups from which on its version is granted no more."""
     most_soon: int
-    """The same for the version that it will have soon."""
+    """The same bound for the version that it should have soon."""
     group_s: float = 1.0
-    """Seconds that it would need for one group in an empty engine."""
+    """Seconds that one group takes in its engine if the engine is empty."""
     trial_s: float = 1.0
-    """The same for one that it is tried with while it holds none; at most `group_s`."""
+    """The same for the first group of an idle worker that is being retried; at most `group_s`."""
     free_at: list[float] = field(default_factory=lambda: [0.0])
-    """When each of its places is free for another group, not before now; a heap."""
+    """When each of its places is free for another group, now or later; a heap."""
 
     @property
     def has_space(self) -> bool:
@@ -82,26 +81,26 @@ class Load:
 
     @property
     def share(self) -> float:
-        """The part of its capacity that is in use."""
+        """Share of its capacity that is in use."""
         return self.num_held / max(1, self.capacity)
 
     @property
     def finish_at(self) -> float:
-        """When it would have finished another group."""
+        """When it should finish one more group."""
         group_s = self.group_s if self.num_held else self.trial_s
         return self.free_at[0] + group_s * slowdown(self.num_held + 1, len(self.free_at))
 
     def add(self) -> None:
-        """Give it another group."""
+        """Place one more group on it."""
         heapq.heapreplace(self.free_at, self.finish_at)
         self.num_held += 1
 
 
 def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
-    """Return who gets one group after the other, by the predicted finish.
+    """Place groups by predicted finish; return the worker of each group that is granted, in order.
 
     Args:
-        loads: the workers that can sample; they are changed.
+        loads: the workers that can sample; modified by the placement.
         num_promised: groups consumed, buffered or running, as admission counts them.
     """
     granted: list[str] = []
@@ -124,40 +123,40 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
     return granted
 
 
-# --- Moves: a lease that its holder gives up for a worker with nothing to do ---
+# --- Moves: a holder gives up a lease for a worker with nothing to do ---
 #
-# While the next batch waits and admission has no group left, a worker that joins or has run dry is
-# given leases of others. Their holder is asked for them (`Reclaim`), and gives up each that it has
-# not begun; the next heartbeat that does not list it confirms that, and the group is granted again.
+# Moves happen while the next batch waits for running groups and admission has no further group. An
+# idle worker, such as one that has just joined, then gets leases of other workers. The learner asks
+# their holder for them (`Reclaim`). The holder gives up each lease that it has not begun. Its next
+# heartbeat without the lease confirms that, and the group is granted to the idle worker.
 #
-# A lease moves where the idle worker should finish it sooner than its holder by more than a group's
-# time and a heartbeat: for less it is not worth the transfer. The holder must have made a group,
-# because the estimate of its speed is too rough before.
+# A lease moves if the idle worker should finish the group sooner than the holder by more than a
+# group's time and a heartbeat; a smaller gain does not justify the transfer. The holder must have
+# made a group, because the estimate of its speed is too rough before.
 #
-# Before the first group of a run is made, nothing is known of lengths and speeds. All workers count
-# as equal then: a newcomer is given an equal number of groups, so that the first batch does not
-# wait for the worker that was ready first. An engine has often begun all groups by then, so groups
-# that were begun move as well, with what was sampled for them. Episodes of environments and agents
-# stay where they were begun.
+# Until the first group of a run is made, lengths and speeds are unknown and all workers count as
+# equal. A newcomer then gets an equal number of groups, so that the first batch does not wait for
+# the worker that was ready first. Most engines have begun all of their groups by then, so begun
+# groups move as well, together with their partial rollouts. Episodes of environments and agents do
+# not move once begun.
 #
-# A lost request is repeated. A holder that keeps a lease for RELEASE_BEATS heartbeats is not asked
-# for it again, and the idle worker copies the group: the holder may be dead, or report
-# falsely.
+# A lost request is repeated. If a holder keeps a lease for RELEASE_BEATS heartbeats, it is not
+# asked again, and the idle worker copies the group: the holder may be dead or report falsely.
 
 
 RELEASE_BEATS = 4
-"""Heartbeats within which a worker gives up what it is asked for, if it does."""
+"""Heartbeats within which a worker gives a lease up that it is asked for, if it ever does."""
 
 
 def moves(
     waiting: Sequence[RunningGroup], helpers: Sequence[Load], *, least_gain_s: float
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return which leases that were not begun are to move, and to whom.
+    """Return which leases are to move, each with the worker that it moves to.
 
     Args:
-        waiting: with the instants at which their holders should be done with them.
-        helpers: workers with a free place; they are changed.
-        least_gain_s: by how much sooner a group must be expected, at least.
+        waiting: groups that have not begun, with their predicted finish at the holder.
+        helpers: workers with a free place; modified by the moves.
+        least_gain_s: the least number of seconds by which a move must bring a finish forward.
     """
     chosen: list[tuple[LeaseRecord, str]] = []
     for group in sorted(waiting, key=lambda g: (-g.done_at, g.record.group_id)):
@@ -175,7 +174,7 @@ def moves(
 
 @dataclass(slots=True)
 class Newcomer:
-    """A worker that has made no group yet."""
+    """A worker that may be given leases before the first group of the run is made."""
 
     node_id: str
     num_held: int
@@ -186,11 +185,11 @@ class Newcomer:
 def even_out(
     held: Mapping[str, Sequence[LeaseRecord]], newcomers: Sequence[Newcomer]
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return which leases are to move so that newcomers hold as many as the others.
+    """Return the leases to move so that all workers hold equal numbers, and where each moves to.
 
     Args:
-        held: the leases of each worker that may move, the first to move last.
-        newcomers: they are changed.
+        held: the leases of each worker that may move; the last one of a worker moves first.
+        newcomers: the workers that leases move to; modified by the moves.
     """
     left = {name: list(records) for name, records in held.items()}
     chosen: list[tuple[LeaseRecord, str]] = []
@@ -206,25 +205,25 @@ def even_out(
 
 # --- Hedging: a second copy of a late group on a faster worker ---
 #
-# Only workers with a free place, and for which admission has no group left, copy anything, and only
-# while the next batch is not complete: their copies cost nothing but power. Two rules:
+# Copies are made only while the next batch is incomplete, and only by workers with a free place for
+# which admission has no further group. So they cost power and delay no other group. Two rules:
 #
-# * A group that has no copy is copied where the copy, made from the start, should be done `factor`
-#   times sooner than the original. The worker must have made a group.
-# * When a group is expected is read from what its holder reports, which a holder may invent. So a
-#   group is also copied once its newest lease is AGE_FACTOR x `factor` times as old as a group
-#   usually takes on the idle worker, whatever its holders report and however often it was copied.
-#   This holds with hedging switched off, too, with USUAL_FACTOR in place of `factor`.
+# * A group without a copy is copied if the copy, sampled from the start, should be done `factor`
+#   times sooner than the original. The copying worker must have made a group.
+# * The first rule depends on what the holder reports, which may be false. So a group is also copied
+#   once its newest lease is AGE_FACTOR x `factor` times as old as a group usually takes on the idle
+#   worker, whatever its holders report and however often it was copied. This rule applies with
+#   hedging switched off as well; USUAL_FACTOR then replaces `factor`.
 #
-# The group that is expected last comes first. A copy has the seed of the original: where both
-# sample from the same version it is the same text, so that the first result to come is not, as of
-# two different ones, the shorter.
+# The group with the latest predicted finish is copied first. A copy has the seed of the original.
+# If both sample from the same version, both have the same text. With different texts, the first
+# result to arrive would more often be the shorter one, and training would prefer short texts.
 
 
 AGE_FACTOR = 4.0
-"""How many times `factor` times older than usual a group must be to be copied for its age."""
+"""A group is copied for its age at AGE_FACTOR x `factor` times the usual duration."""
 USUAL_FACTOR = 2.0
-"""The `factor` of that rule where hedging is switched off."""
+"""The `factor` of the rule of age if hedging is switched off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,22 +232,22 @@ class RunningGroup:
 
     record: LeaseRecord
     done_at: float
-    """When it is expected."""
+    """Predicted finish."""
     num_tokens: float
-    """Expected length of its longest completion, in the end."""
+    """Predicted final length of its longest completion."""
 
 
 @dataclass(slots=True)
 class Helper:
-    """A worker that would have nothing to do."""
+    """A worker that has no other group to begin."""
 
     node_id: str
     speed: float | None
-    """Tokens per second of one group; None where it has made none."""
+    """Tokens per second of one group; None if it has made no group."""
     num_places: int
-    """Groups that it can begin at once."""
+    """Groups that it can begin now."""
     group_s: float = math.inf
-    """Seconds that a group usually takes there, or anywhere where it has made none."""
+    """Seconds that a group usually takes this worker, or any worker if this one has made none."""
 
 
 def hedges(
@@ -259,13 +258,13 @@ def hedges(
     factor: float | None,
     now: float,
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return which leases are to be copied, and to whom.
+    """Return which leases are to be copied, each with the worker that gets the copy.
 
     Args:
-        groups: with the newest lease of each.
-        helpers: they are changed.
+        groups: running groups, each with its newest lease.
+        helpers: idle workers; modified by the copies.
         holders: group -> the workers that have a lease of it.
-        factor: how many times sooner the copy must be expected; None where only age counts.
+        factor: how many times sooner the copy must be expected; None if only age counts.
         now: the present instant.
     """
     fastest_first = sorted(helpers, key=lambda helper: (-(helper.speed or 0.0), helper.node_id))
@@ -275,7 +274,7 @@ def hedges(
         free = (h for h in fastest_first if h.num_places and h.node_id not in having)
         helper = next(free, None)
         if helper is None:
-            continue  # those that are free have a lease of it
+            continue  # every free worker has a lease of it
         age_s = now - group.record.granted_at
         is_old = age_s > AGE_FACTOR * (factor or USUAL_FACTOR) * helper.group_s
         is_late = (

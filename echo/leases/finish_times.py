@@ -1,22 +1,23 @@
 """Finish times: when a worker will be done with a group, from recent lengths and speeds.
 
-Length is counted in the tokens of a group's longest completion, since that one decides when the
-group is done, and a worker's speed in such tokens per second between the start of a group and its
-delivery: rewards, tools and prefill are in it, and it hardly depends on how many groups run
-beside.
+The length of a group is the number of tokens of its longest completion, because that completion
+ends last. The speed of a worker is in such tokens per second, from the start of a group to its
+delivery. So it includes rewards, tools and prefill, and it hardly depends on the number of groups
+that run beside.
 
-The rest of a group that already has n tokens is read from the lengths of the groups that were
-accepted recently: the mean of those above n, less n. With a heavy tail that grows with n; beyond
-the longest of them the rest is taken to be as long as what has been sampled.
+For a group that already has n tokens, the expected rest is read from the lengths of recently
+accepted groups: the mean of the lengths above n, less n. With a heavy tail the rest grows with n. A
+group longer than all of them is expected to double.
 
-A heartbeat reports the progress of all completions of a running group together, and not of its
-longest. The longest one adds at most the worker's speed, and at most all of that progress: so a
-stalled group shows, and a group with a single running completion does not look stalled.
+A heartbeat reports one number for a running group, the progress of all its completions together.
+The longest completion is credited with that progress, but at most with the worker's speed. So a
+stalled group is seen to be stalled, and a group with one running completion is not mistaken for
+one.
 
-A worker whose speed has not been measured is tried: it counts as twice as fast as the fastest,
-and what it then holds as on its way at the median of the others. An idle worker's speed estimate
-doubles every `RETRY_GROUPS` group times, up to the fastest worker's, so that a slow worker is
-tried again with one group, the less often the slower it was.
+A worker of unknown speed counts as twice as fast as the fastest, so that it is tried; the groups
+that it then holds are expected to advance at the median speed of the others. An idle worker's speed
+estimate doubles every `RETRY_GROUPS` group times, up to the fastest worker's. So a slow worker is
+retried with one group, and less often the slower it was.
 """
 
 from __future__ import annotations
@@ -48,31 +49,31 @@ MEMORY = 0.8
 """Weight of the speed so far when another group is measured."""
 
 MAX_SPEED = 1e6
-"""Tokens per second of one completion: no engine is faster, whatever its worker says."""
+"""Tokens per second of one completion that no engine exceeds; faster reports are cut to it."""
 
 EQUAL_SPEED = 0.8
-"""Share of the fastest worker's speed from which a worker counts as its equal before any group is
-made: what heartbeats show by then is that uncertain."""
+"""Share of the fastest worker's speed from which on a worker counts as its equal before any group
+is made. Heartbeats show speeds to no better accuracy by then."""
 
 SLOWEST = 1 / 64
-"""A group's own rate in relation to its worker's speed counts as this much at least."""
+"""Least rate of a running group, as a share of its worker's speed."""
 
 RETRY_GROUPS = 4.0
-"""Idle time, in groups that the worker could have made, after which its speed counts double."""
+"""Group times of idleness after which a worker's speed estimate doubles."""
 
 
 class LengthHistory:
     """The lengths of the last groups."""
 
     def __init__(self, *, max_tokens: int) -> None:
-        """Know nothing but the longest that there can be."""
+        """Start without lengths; no group is longer than `max_tokens`."""
         self._max_tokens = max_tokens
         self._newest: deque[int] = deque()
         self._sorted: list[int] = []
         self._sums: list[int] = [0]
-        """Of the k shortest, for each k."""
+        """Sum of the k shortest lengths, for each k."""
         self.mean = self.rest(0.0)
-        """The expected length of a group; half of what is allowed while nothing is known."""
+        """The expected length of a group; half of the maximum while no length is known."""
 
     @property
     def num_known(self) -> int:
@@ -80,7 +81,7 @@ class LengthHistory:
         return len(self._newest)
 
     def add(self, num_tokens: int) -> None:
-        """Take the length of another group."""
+        """Add the length of a group, in place of the oldest one if there are MAX_LENGTHS."""
         if len(self._newest) == MAX_LENGTHS:
             self._sorted.remove(self._newest.popleft())
         self._newest.append(num_tokens)
@@ -105,32 +106,32 @@ class Speed:
 
     tokens: float = 0.0
     seconds: float = 0.0
-    """Both of the groups that it has made, the older ones weighing less."""
+    """Sums over the groups that it has made, with lower weights for older groups."""
     load_s: float = 0.0
-    """The seconds of each of them times the groups that it had in hand meanwhile."""
+    """Weighted sum of each group's seconds times the worker's leases in that time."""
     provisional: float | None = None
-    """Tokens per second that its heartbeats show, of use until it has made a group."""
+    """Tokens per second by its heartbeats; used until it has made a group."""
     busy_at: float = 0.0
     """When it last held a lease."""
     version: PolicyVersion | None = None
     lag_s: float = 0.0
-    """How much later than the first worker it installs a version."""
+    """Seconds after the first worker at which it installs a version, averaged."""
     freed_at: float = 0.0
-    """When it last delivered a group: another may have begun then."""
+    """When it last delivered a group; another group may have begun then."""
 
     @property
     def measured(self) -> float | None:
-        """Tokens per second, or None while nothing is known."""
+        """Tokens per second; None while unknown."""
         return self.tokens / self.seconds if self.seconds else self.provisional
 
     @property
     def load(self) -> float:
-        """Groups that it had in hand when it was measured; 1 while nothing is known."""
+        """Leases that it held while its speed was measured; 1 while unknown."""
         return self.load_s / self.seconds if self.seconds else 1.0
 
 
 class FinishTimes:
-    """Lengths and speeds."""
+    """Lengths of groups, speeds of workers, and the predictions that follow from them."""
 
     def __init__(self, *, max_tokens: int, group_size: int, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
@@ -145,15 +146,15 @@ class FinishTimes:
 
     @property
     def knows_a_group(self) -> bool:
-        """Whether any group was made yet, so that lengths and speeds are known."""
+        """Whether any group was made, so that lengths and speeds are known."""
         return self.lengths.num_known > 0
 
     def group_s(self, worker_id: str) -> float:
-        """Return the seconds that a group usually takes a worker, or any where it made none."""
+        """Return the seconds that a group usually takes a worker, or any worker if it made none."""
         speed = self.of(worker_id)
         if not speed.seconds and self._seconds:
             return statistics.median(self._seconds)
-        # Continued groups have a length and no time: then what heartbeats show must do.
+        # Continued groups have a length but no duration; then use the speed by heartbeats.
         is_known = self.knows_a_group and speed.measured is not None
         return self.lengths.mean / self.known_speed(speed) if is_known else math.inf
 
@@ -171,9 +172,9 @@ class FinishTimes:
 
         Args:
             worker_id: the worker that made it.
-            num_tokens: of its longest completion.
-            seconds: from its start there to its delivery; 0 if that is not known.
-            load: groups that the worker had in hand meanwhile, this one included.
+            num_tokens: length of its longest completion.
+            seconds: from its start at the worker to its delivery; 0 if unknown.
+            load: leases that the worker held in that time, this one included.
             now: the present instant.
         """
         self.lengths.add(num_tokens)
@@ -197,30 +198,30 @@ class FinishTimes:
             speed.lag_s = (speed.lag_s + now - first_at) / 2
 
     def installs_at(self, worker_id: str, version: PolicyVersion, *, now: float) -> float | None:
-        """Return when a worker should have a version that others have; None if that is unknown."""
+        """Return when a worker should have a version that another worker has; None if unknown."""
         first_at, lag_s = self._first_at.get(version), self.of(worker_id).lag_s
         if first_at is None or now > first_at + 2 * lag_s + self._heartbeat_s:
             return None
         return max(now, first_at + lag_s)
 
     def seen(self, worker_id: str, leases: list[LeaseRecord], *, now: float) -> None:
-        """Note what a heartbeat said of a worker's leases."""
+        """Update a worker's speed from its leases as its heartbeat has updated them."""
         speed = self.of(worker_id)
         if leases:
             speed.busy_at = now
         shown = [r.num_tokens / r.running_s for r in leases if r.running_s > 0]
         if shown:
-            # The mean of a group's completions is below its longest: a lower bound.
+            # A lower bound: the mean completion of a group is shorter than its longest.
             speed.provisional = max(shown) / self._group_size or None
 
     def refresh(self, worker_ids: list[str]) -> None:
-        """Compare the workers that are here now."""
+        """Update the median and the maximum speed from these workers."""
         known = [speed for name in worker_ids if (speed := self.of(name).measured) is not None]
         self._usual = statistics.median(known) if known else 1.0
         self._fastest = max(known, default=1.0)
 
     def equals(self, worker_ids: Iterable[str]) -> set[str]:
-        """Return the workers that are nearly as fast as the fastest, as far as is known."""
+        """Return the workers that are nearly as fast as the fastest, or of unknown speed."""
         speeds = {worker_id: self.of(worker_id).measured for worker_id in worker_ids}
         least = EQUAL_SPEED * max((speed for speed in speeds.values() if speed), default=0.0)
         return {name for name, speed in speeds.items() if speed is None or speed >= least}
@@ -228,17 +229,17 @@ class FinishTimes:
     def has_made_a_group(self, worker_id: str) -> bool:
         """Return whether a worker's speed is that of whole groups, rewards and tools included.
 
-        Heartbeats show only the sampling of a first group, until a reward takes long.
+        Until then, only its heartbeats show its speed, and that without the time of rewards.
         """
         return self.of(worker_id).seconds > 0
 
     def known_speed(self, speed: Speed) -> float:
-        """Return the tokens per second that a worker made of one group, as far as is known."""
+        """Return the measured speed, or twice the fastest worker's if there is none."""
         measured = speed.measured
         return 2 * self._fastest if measured is None else measured
 
     def retry_factor(self, speed: Speed, *, now: float) -> float:
-        """Return how many times faster than it was a worker may be by now; at least 1."""
+        """Return the factor, at least 1, by which idle time raises the estimate of a speed."""
         known = self.known_speed(speed)
         if known >= self._fastest:
             return 1.0
@@ -247,12 +248,12 @@ class FinishTimes:
         return max(1.0, min(retry_factor, self._fastest / known))
 
     def speed(self, worker_id: str, *, now: float) -> float:
-        """Return the tokens per second that a worker is expected to make of one group."""
+        """Return the tokens per second that a worker should sample of one group."""
         speed = self.of(worker_id)
         return self.known_speed(speed) * self.retry_factor(speed, now=now)
 
     def on_lease_state(self, record: LeaseRecord, state: LeaseState, *, now: float) -> None:
-        """Note what a heartbeat says of a lease."""
+        """Update length and rate of a lease from its entry in a heartbeat."""
         if state.running_s <= 0 or state.num_tokens < 0:
             return
         speed = self.of(record.worker_id).measured or self._usual
@@ -262,7 +263,7 @@ class FinishTimes:
         record.running_s = state.running_s
         elapsed_s = now - record.seen_at
         if elapsed_s < 0.75 * self._heartbeat_s and not is_first:
-            return  # a heartbeat out of turn: the worker may not have counted again
+            return  # an extra heartbeat: the worker may not have counted since the one before
         progress = max(0, state.num_tokens - record.seen_tokens)
         own = min(speed * elapsed_s, float(progress))
         record.longest += own
@@ -272,15 +273,16 @@ class FinishTimes:
         record.seen_at, record.seen_tokens = now, state.num_tokens
 
     def forecast(self, record: LeaseRecord, *, is_running: bool, now: float) -> tuple[float, float]:
-        """Return how long a leased group will be, and how long it will still run.
+        """Return the expected length of a leased group, and the seconds until it is done.
 
         Args:
             record: the lease.
-            is_running: whether the worker should have begun it, where no heartbeat has shown that.
+            is_running: whether to assume that the worker has begun the group, if no heartbeat says.
             now: the present instant.
 
         Returns:
-            Tokens of its longest completion in the end, and seconds from its start or from now.
+            Final tokens of its longest completion; seconds from now, or from its start if it has
+            not begun.
         """
         speed = self.of(record.worker_id)
         rate = speed.measured or self._usual

@@ -15,7 +15,8 @@ from echo.leases.dispatch import RunningGroup
 from echo.leases.finish_times import FinishTimes
 
 _Key = tuple[int, int, int]
-"""What a forecast is made from: changes of the worker's leases, unknown leases, places."""
+"""Number of changes of the worker's leases, of its unknown leases, and of its places: a forecast
+is valid while they are the same."""
 
 
 @dataclass(slots=True)

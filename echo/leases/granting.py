@@ -44,12 +44,12 @@ class NewLease:
     lease: Lease
     worker: LeasedWorker
     copy_of: int | None = None
-    """The attempt of which it is a copy; None if it is no copy."""
+    """The attempt that it copies; None if it is no copy."""
 
 
 @dataclass(slots=True)
 class Decisions:
-    """What a round has decided."""
+    """The decisions of a round."""
 
     grants: list[NewLease] = field(default_factory=list)
     ends: list[tuple[int, DataError | None]] = field(default_factory=list)

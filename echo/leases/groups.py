@@ -1,15 +1,18 @@
-"""Open groups at the learner: one state for each, from its first grant to its end.
+"""States of a group at the learner, from its first grant to its end.
 
-    granted --ResultArrived--> storing --GroupEnded--> closed       its result is in the buffer, or
-     |   ^                                                          it has ended with a reason
+    granted --ResultArrived--> storing --GroupEnded--> closed
+     |   ^
      |   Leased
      |   |
     LastLeaseEnded
      v   |
-    waiting                                                         granted again, oldest first
+    waiting
 
-All states and events (`TABLE`): what an event moves a group to; `-` leaves the state as it is, and
-`!` cannot happen there, so it is refused as a fault of the learner.
+A waiting group is granted again, the oldest first. A closed group has its result in the buffer, or
+has ended with a reason.
+
+The table below is `TABLE`: the state that each event leads to. `-` stays in the state. `!` cannot
+happen in the state; it is a fault of the learner and raises an error.
 
              Leased   LeaseEnded  LastLeaseEnded  ResultArrived  GroupEnded
     waiting  granted  !           !               storing        closed
@@ -17,8 +20,8 @@ All states and events (`TABLE`): what an event moves a group to; `-` leaves the 
     storing  -        -           -               !              closed
     closed   !        !           !               !              -
 
-A result may arrive for a waiting group: of a lease that has expired, or whose worker was gone. A
-group that is being stored is not granted again, whatever becomes of its leases.
+The result of a waiting group may arrive after its lease has expired or its worker was given up. A
+group that is being stored is not granted again, even if all of its leases end.
 """
 
 from __future__ import annotations
@@ -35,16 +38,16 @@ MAX_ATTEMPTS = 20
 
 
 class OpenState(StrEnum):
-    """Where a group is at the learner."""
+    """The state of a group at the learner."""
 
     WAITING = "waiting"
-    """No worker has a lease of it."""
+    """No worker has a lease of the group."""
     GRANTED = "granted"
-    """One worker or more have a lease of it."""
+    """At least one worker has a lease of the group."""
     STORING = "storing"
-    """A valid result is on its way to the disk."""
+    """A valid result is being written to the disk."""
     CLOSED = "closed"
-    """Accepted or ended: nothing of it is kept here."""
+    """Accepted or ended; the book has forgotten the group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +83,8 @@ class LeaseRecord:
     min_version: PolicyVersion | None = None
     """The oldest version that may sample the group."""
     copy_of: int | None = None
-    """The attempt of which this lease is a copy with the same seed (`leases/dispatch.py`); None if
-    it is no copy."""
+    """The attempt that this lease copies, with the same seed (`leases/dispatch.py`); None if it is
+    no copy."""
     request: MoveRequest | None = None
     """The request to the holder to give the lease up; None if none was made."""
 
@@ -151,7 +154,7 @@ Event = Leased | LeaseEnded | LastLeaseEnded | ResultArrived | GroupEnded
 EVENTS: tuple[type[Event], ...] = (Leased, LeaseEnded, LastLeaseEnded, ResultArrived, GroupEnded)
 
 
-# --- What an event does to the leases of a group; the book enters it ---
+# --- Changes that an event makes to the leases of workers; the book enters them ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,7 @@ TABLE: dict[OpenState, dict[type[Event], Move[OpenState]]] = {
         GroupEnded: IGNORED,
     },
 }
-"""The move of each event, by state."""
+"""State -> event -> the next state."""
 
 
 @dataclass(slots=True, eq=False)
@@ -261,7 +264,7 @@ class OpenGroup:
         """Apply an event: the one place where the state of a group changes.
 
         Returns:
-            What it does to the leases of workers.
+            The leases that begin or end by it.
 
         Raises:
             LocalProtocolError: if the event cannot happen in this state.

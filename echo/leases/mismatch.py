@@ -1,21 +1,22 @@
-"""Mismatch of workers: comparison of what equal workers state of their samples.
+"""Mismatch of workers: whether the log-probabilities that a worker reports are those of its model.
 
-The learner scores every token that it trains on, so it knows for each group how far the
-log-probabilities that the worker has stated are from its own: `mismatch_kl`, nats per token. That
-is never 0 for honest workers: engines and data types round differently, and older weights differ
-more. So a worker is compared with its equals only: workers of the same engine and data type, group
-by group with theirs of the same staleness.
+The learner computes the log-probability of every token that it trains on. So for each group it
+knows how far the worker's log-probabilities are from its own: `mismatch_kl`, nats per token. An
+honest worker has a mismatch above 0, because engines and data types round differently, and older
+weights differ more. So a worker is compared only with its equals, the workers of the same engine
+and data type, and each of its groups only with their groups of the same staleness.
 
-A worker is told by name, and set aside as a useless one is (`leases/usefulness.py`), where
+A worker is reported by name and set aside, as a useless one is (`leases/usefulness.py`), if all of
+these hold:
 
-* of its last WINDOW trained groups half or more can be compared: at least two equals have
-  MIN_EQUAL groups of that staleness each, so three workers or more are compared;
-* the median group has a mismatch of TIMES that of its equals; and
-* the median mismatch is above FLOOR, whatever the equals have.
+* At least half of its last WINDOW trained groups can be compared. For a group to be compared, at
+  least two equals must have MIN_EQUAL groups of its staleness; so a fleet needs three workers.
+* The median ratio of a group's mismatch to that of its equals is at least TIMES.
+* The median mismatch is above FLOOR, whatever that of the equals is.
 
-Medians, because the estimate is exponential in a single token's difference: one token can lift the
-mean of fifty groups, and no honest worker is to be set aside for it. Rewards differ by prompts, and
-are never a reason.
+Medians are used because the estimate is exponential in the difference at a single token: one token
+can raise the mean of fifty groups, and no honest worker may be set aside for that. Rewards are not
+compared, because they differ by prompt.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from echo.core.timers import RecentMap
 from echo.leases.book import MAX_WORKERS
 
 WINDOW = 50
-"""Trained groups of a worker by which it is judged, the newest."""
+"""Newest trained groups of a worker, by which it is judged."""
 MIN_EQUAL = 5
-"""Groups that an equal must have of a staleness to be compared there."""
+"""Groups of one staleness that an equal must have to be compared with."""
 TIMES = 5.0
-"""How many times the mismatch of its equals a worker's must be."""
+"""Least ratio of a worker's mismatch to that of its equals at which it stands out."""
 FLOOR = 0.005
-"""Nats per token: a smaller mismatch is no reason. Honest float32 workers have a thousandth, old
-weights and bfloat16 some thousandths."""
+"""Nats per token; a worker below does not stand out. Honest workers have 0.001 with float32, and a
+few times that with old weights or bfloat16."""
 
 _Place = tuple[str, int]
-"""(engine, level of staleness): groups of the same one are compared."""
+"""(engine, level of staleness): groups with the same pair are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ class Sampled:
     worker_id: str
     """The worker that made it."""
     staleness: float
-    """Mean of its trained tokens, steps."""
+    """Mean staleness of its trained tokens, steps."""
     kl: float
-    """mismatch_kl of its trained tokens, nats."""
+    """mismatch_kl of its trained tokens, nats per token."""
 
 
 @dataclass(slots=True)
@@ -59,11 +60,11 @@ class _Window:
     """The newest groups of a worker."""
 
     groups: deque[tuple[_Place, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Of each: where it is compared, and its mismatch."""
+    """Place and mismatch of each."""
 
 
 def level(staleness: float) -> int:
-    """Return the level of a staleness; the steps of one level differ by a third at most."""
+    """Return the level of a staleness; stalenesses of one level differ by about a third at most."""
     return round(3 * math.log2(1 + max(0.0, staleness)))
 
 
@@ -74,13 +75,13 @@ class Mismatches:
         self._windows: RecentMap[str, _Window] = RecentMap(max_entries=MAX_WORKERS)
 
     def trained(self, sampled: Sampled, *, engine: str) -> None:
-        """Note a group that was trained on; `engine` is the kind and data type of its worker's."""
+        """Add a group that was trained on; `engine` is its worker's engine and data type."""
         window = self._windows.get(sampled.worker_id) or _Window()
         self._windows[sampled.worker_id] = window
         window.groups.append(((engine, level(sampled.staleness)), sampled.kl))
 
     def find_outliers(self) -> dict[str, str]:
-        """Return the workers that stand out and how, and forget their groups."""
+        """Return the workers that stand out, each with the reason, and forget their groups."""
         full = {n: w for n, w in self._windows.as_dict().items() if len(w.groups) == WINDOW}
         if not full:
             return {}
@@ -107,7 +108,7 @@ class Mismatches:
         return found
 
     def _medians(self) -> dict[_Place, dict[str, float]]:
-        """Return the median mismatch of each worker that has groups enough, by place."""
+        """Return the median mismatch of each worker with MIN_EQUAL groups in a place, by place."""
         values: dict[_Place, dict[str, list[float]]] = {}
         for name, window in self._windows.as_dict().items():
             for place, kl in window.groups:

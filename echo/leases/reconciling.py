@@ -29,7 +29,7 @@ from echo.wire.messages import Heartbeat, Lease, LeaseState
 
 @dataclass(slots=True)
 class Differences:
-    """What a worker is to be sent after its heartbeat."""
+    """The differences between the book and a worker's list; the worker is told of them."""
 
     lost: list[Lease] = field(default_factory=list)
     """Leases that the worker lacks; they are sent again."""

@@ -1,10 +1,11 @@
-"""Throughput of workers: what a worker could make if it had enough to do.
+"""Throughput of workers: the tokens per second that a worker could make at full load.
 
-Leases are paced, so a worker that is not needed in full looks slow. Each instant therefore counts
-in proportion to its load: the leases that it holds over the groups that it can run at once.
-Tokens over loaded seconds is exact at full load and too much below it where an engine gains by
-batching; after each worker that `fleet/activation.py` puts on standby it must look again, since
-the load of the others grows and their estimates become exact just when they matter.
+The learner grants no more leases than admission allows, so a worker that is not needed in full
+samples below its capacity. Each second therefore counts only in proportion to the worker's load:
+its leases, divided by the groups that it can run at once. The estimate is tokens over loaded
+seconds. It is exact at full load. Below full load it is too low for an engine that gains by
+batching. So `fleet/activation.py` looks again after each worker that it puts on standby: the load
+of the other workers rises, and their estimates become exact.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from __future__ import annotations
 import math
 
 THROUGHPUT_WINDOW_S = 300.0
-"""Loaded seconds after which what was seen weighs 1/e of what it did."""
+"""Loaded seconds after which a measurement has 1/e of its weight."""
 MIN_REPORTS = 3
-"""Reports of new tokens before there is an estimate: tokens may come in whole groups."""
+"""Reports of new tokens that an estimate needs: a worker may report tokens by whole groups."""
 
 
 class Throughput:
     """Tokens per loaded second, with exponential weights."""
 
     def __init__(self, *, tokens_sampled: int | None, now: float) -> None:
-        """Know nothing.
+        """Start without an estimate.
 
         Args:
-            tokens_sampled: the worker's counter, which goes on counting when the learner or the
-                link was away; None while it has not been heard.
-            now: the present.
+            tokens_sampled: the worker's counter of sampled tokens, which keeps counting while the
+                link or the learner is down; None until the worker has reported it.
+            now: the present instant.
         """
         self._counter = tokens_sampled
         self._at = now
@@ -35,7 +36,7 @@ class Throughput:
         self._num_reports = 0
 
     def look(self, *, load: float, tokens_sampled: int | None, now: float) -> None:
-        """Take the worker's load (0..1) since the last look, and its counter of tokens."""
+        """Update the estimate from the load (0..1) since the last look, and the token counter."""
         if tokens_sampled is None or self._counter is None:
             self._counter, self._at = tokens_sampled, now
             return
@@ -51,7 +52,7 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The estimate; None while it has shown too little."""
+        """The estimate; None until MIN_REPORTS reports have shown new tokens."""
         if self._num_reports < MIN_REPORTS or self._loaded_s <= 0:
             return None
         return self._tokens / self._loaded_s

@@ -1,22 +1,22 @@
-"""Usefulness of workers: which deliver groups that teach something.
+"""Usefulness of workers: which workers deliver groups that training can learn from.
 
-Prompts are granted without regard to who gets them, so a group that teaches something is as
-likely to come from any honest worker as that worker's part of all groups delivered. A worker that
-sends equal rewards, broken or dishonest, needs not sample: it becomes the fastest and is given
-most of the leases. Two rules keep it from stopping a run.
+The learner grants prompts without regard to the worker. So a useful group comes from an honest
+worker with a probability equal to that worker's share of all delivered groups. A worker that
+returns equal rewards, because it is broken or dishonest, need not sample: it becomes the fastest
+and gets most of the leases. Two rules keep such a worker from stopping a run.
 
-**Set aside.** Of each useful group, every worker is credited with the part that it had in the
-deliveries since the useful group before. Once that sums up to EXPECTED groups and at most a tenth
-of that number of its own were useful, it is given nothing for AWAY_S, and then judged from the
-start. For an honest worker the number of useful groups is at most as scattered as Poisson's law
-says: 2 or fewer in place of 20 have a probability of 5e-7. Where the whole fleet learns nothing
-no worker is credited with anything, so none is set aside.
+**Set aside.** When a useful group arrives, each worker is credited with its share of the groups
+that were delivered since the useful group before. A worker is set aside once its credits sum up to
+EXPECTED groups and at most LEAST_SHARE of that number of its own groups were useful. It then gets
+no groups for AWAY_S, and its count begins again. The number of useful groups of an honest worker
+scatters no more than Poisson's law says, so 2 or fewer in place of 20 have a probability of 5e-7.
+If the whole fleet learns nothing, no worker is credited, so none is set aside.
 
-**A quorum.** A run is zero-signal after `max_zero_signal_groups` in a row without a useful one.
-If they are mainly one worker's, that worker is given no more until the others have delivered a
-batch: so a fast worker cannot end the run between two useful groups of slower ones. Where there
-is no other worker, or none that can sample for ALONE_S, its own groups suffice. Groups of workers
-that are set aside never count.
+**A quorum.** A run is zero-signal after `max_zero_signal_groups` in a row without a useful group.
+If nearly all of these groups are of one worker, that worker gets no groups until the other workers
+have delivered a batch. So a fast worker cannot end the run between two useful groups of slower
+workers. If there is no other worker, or none that can sample for ALONE_S, the groups of this one
+worker suffice. Groups of workers that are set aside never count.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ from echo.core.units import format_duration
 from echo.leases.book import MAX_WORKERS
 
 EXPECTED = 20.0
-"""Useful groups that a worker must have been expected to deliver before it is judged."""
+"""Credited useful groups from which on a worker is judged."""
 LEAST_SHARE = 0.1
-"""Of these, what it must have delivered."""
+"""Share of the credited groups; a worker that delivered no more useful groups is set aside."""
 AWAY_S = 600.0
-"""How long it is set aside."""
+"""Seconds for which a worker is set aside."""
 ALONE_S = 60.0
-"""Seconds without any other worker that can sample, after which a worker is no longer set aside."""
+"""Seconds without another worker that can sample, after which no worker is set aside."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """The useful groups that one worker was expected to deliver, and those that it did."""
+    """The useful groups that one worker is credited with, and those that it delivered."""
 
     expected: float = 0.0
     useful: float = 0.0
 
 
 class Usefulness:
-    """Counts useful groups per worker."""
+    """Counts useful groups per worker, and decides which workers are set aside."""
 
     def __init__(self, *, max_zero_signal_groups: int, groups_per_step: int) -> None:
-        """Start without groups, with the bound after which a run without a useful one ends."""
+        """Start without groups; `max_zero_signal_groups` without a useful one end the run."""
         self._max_zero_signal_groups = max_zero_signal_groups
         self._quorum = max(1, min(groups_per_step, max_zero_signal_groups // 2))
         self._records: RecentMap[str, _Record] = RecentMap(max_entries=MAX_WORKERS)
         self._since_useful: dict[str, int] = {}
-        """Groups by worker since the last useful one of the fleet."""
+        """Worker -> its groups since the last useful group of the fleet."""
         self._num_void = 0
-        """Such groups of workers that were set aside."""
+        """Groups since the last useful group, of workers that were set aside."""
         self._away_until: dict[str, float] = {}
         self._dominant: str | None = None
-        """The worker with nearly all zero-signal groups: it gets none until others have
-        delivered."""
+        """The worker with nearly all zero-signal groups, set aside until others have delivered."""
         self._has_asked = False
-        """Whether no other worker could deliver in ALONE_S, since the last useful group."""
+        """Whether, since the last useful group, the dominant worker was admitted again because no
+        other worker could sample for ALONE_S."""
         self._alone_since: float | None = None
 
     @property
     def num_discounted(self) -> int:
-        """Groups since the last useful one that do not say whether the run is zero-signal."""
+        """Groups since the last useful one that do not count towards a zero-signal run."""
         dominant = 0 if self._dominant is None else self._since_useful[self._dominant]
         return self._num_void + dominant
 
@@ -77,7 +77,7 @@ class Usefulness:
         return worker_id == self._dominant or worker_id in self._away_until
 
     def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
-        """Count a group; return lines for the operator on workers that are set aside now."""
+        """Count a group; return a line for the operator for each worker that it sets aside."""
         if not is_useful:
             if worker_id in self._away_until:
                 self._num_void += 1
@@ -111,7 +111,7 @@ class Usefulness:
         )
 
     def exclude(self, worker_id: str, why: str, *, now: float) -> str:
-        """Set a worker aside for another reason than its rewards; return a line about it."""
+        """Set a worker aside for the reason `why`; return a line for the operator."""
         self._away_until[worker_id] = now + AWAY_S
         self._records.discard(worker_id)
         return (
@@ -132,7 +132,7 @@ class Usefulness:
         """Decide which workers are set aside; return the lines for the operator.
 
         Args:
-            workers: name -> whether it can sample just now.
+            workers: name -> whether it can sample now.
             now: the present instant.
         """
         others = [name for name in workers if not self.is_set_aside(name)]
@@ -151,8 +151,8 @@ class Usefulness:
             if sum(counts.values()) - counts[self._dominant] >= self._quorum:
                 self._dominant = None
             elif is_alone:
-                # It is the only worker, so its groups count, but not those from before it was held
-                # back.
+                # It is the only worker, so its next groups count. Its groups from before it was set
+                # aside do not.
                 self._num_void += counts.pop(self._dominant)
                 self._dominant, self._has_asked = None, True
         elif (text := self._find_dominant(others)) is not None:
@@ -162,7 +162,7 @@ class Usefulness:
         return texts
 
     def _find_dominant(self, others: Collection[str]) -> str | None:
-        """Set a worker aside that delivered nearly all zero-signal groups; return a line on it."""
+        """Set the worker aside that delivered nearly all zero-signal groups; return a line."""
         counts = self._since_useful
         num_groups = sum(counts.values())
         if num_groups < self._max_zero_signal_groups or self._has_asked:
