@@ -1,8 +1,9 @@
-"""The worker's side of all outside agents: episodes, sampled calls, rewards.
+"""The worker's side of outside agents: episodes, sampled calls, rewards.
 
-Leases are asked for when an agent waits for an episode, and not before: nothing grows old in a
-queue. Calls of a session are sampled as the run samples, or the learner would compute other
-probabilities; calls without a session are as the caller wishes, and are not recorded.
+The worker requests leases only when an agent waits for an episode, so no lease becomes stale in a
+queue. Calls of a session are sampled with the run's settings, since the learner computes
+probabilities with them. Calls without a session are sampled with the caller's settings and are not
+recorded.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentParts:
-    """The parts that agents work with."""
+    """The settings and functions that agents need."""
 
     dialogue: Dialogue
     sampling: Sampling
-    """Of the run."""
+    """The sampling settings of the run."""
     group_size: int
     window: int
-    """Tokens that the model takes."""
+    """Largest number of tokens of the model."""
     max_session_tokens: int
     session_timeout_s: float
     model_name: str
     listen: str
     """tcp://host:port of the endpoint."""
     endpoint_path: Path
-    """File that tells agents the address and the token."""
+    """File with the address and the token for agents."""
     reward: Callable[[Example, str], float | None]
-    """The task's, for agents that report none; blocks."""
+    """The task's reward, for agents that report none; blocks."""
     max_abs_reward: float
-    """Largest reward, either way."""
+    """Largest absolute value of a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """The request of a call; a session's calls are limited in tokens only."""
+    """The options of a call; calls of a session use `max_tokens` and `tools` alone."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -68,15 +69,15 @@ class CallOptions:
     top_k: int | None = None
     seed: int | None = None
     tools: Sequence[Mapping[str, Any]] = ()
-    """For the chat template."""
+    """Tools for the chat template."""
 
 
 class StoppingError(SessionError):
-    """The worker stops, or has no weights yet."""
+    """The worker is stopping, or has no weights yet."""
 
 
 class Agents:
-    """The worker's side of all outside agents."""
+    """Serves outside agents: episodes, calls and rewards."""
 
     def __init__(
         self,
@@ -87,13 +88,13 @@ class Agents:
         node: Node,
         pool: Pool,
     ) -> None:
-        """Join the parts; `watch` has to run beside."""
+        """Take the parts; `watch` must run beside the callers."""
         self.parts = parts
         self.role = role
         self._sampler = sampler
         self._node = node
         self._pool = pool
-        """For tokens and rewards."""
+        """Threads for tokenization and rewards."""
         self._episodes = Episodes(group_size=parts.group_size, timeout_s=parts.session_timeout_s)
         self._num_waiting = 0
         self._num_plain = 0
@@ -103,13 +104,13 @@ class Agents:
     # --- leases ----------------------------------------------------------------------------------
 
     def take(self, leases: Iterable[Lease]) -> None:
-        """Offer the episodes of leases."""
+        """Add leases, whose episodes agents may begin."""
         for lease in leases:
             self._episodes.add(lease, now=self._node.now)
         self._has_news.set()
 
     async def watch(self) -> None:
-        """Keep leases alive while agents work on them, and give up the others."""
+        """Renew leases forever while agents play them, and give up the others."""
         num_ticks = 0
         while True:
             await asyncio.sleep(self.role.heartbeat_s / 2)
@@ -121,7 +122,7 @@ class Agents:
             self._demand()
 
     def close(self) -> None:
-        """Hand out nothing more; a lease without an agent is given back to the learner."""
+        """Begin no more episodes; return leases without a session to the learner."""
         self._is_over = True
         for lease in self._episodes.leases:
             if not self._episodes.has_sessions(lease):
@@ -129,7 +130,7 @@ class Agents:
         self._has_news.set()
 
     def _demand(self) -> None:
-        """Ask for the leases that waiting agents need."""
+        """Request the leases that waiting agents need."""
         missing = max(0, self._num_waiting - self._episodes.num_free)
         held = len(self._episodes.leases) + len(self.role.outbox)
         wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
@@ -141,10 +142,10 @@ class Agents:
     # --- sessions --------------------------------------------------------------------------------
 
     async def begin(self, *, wait_s: float) -> Session | None:
-        """Return a new session, or None if there is no episode within the time.
+        """Return a new session, or None if no episode is available within the time.
 
         Raises:
-            StoppingError: if there will never be one.
+            StoppingError: if the worker begins no more episodes.
         """
         give_up_at = self._node.now + wait_s
         self._num_waiting += 1
@@ -166,19 +167,19 @@ class Agents:
             self._demand()
 
     async def reward(self, session_id: str, reward: float | None) -> float | None:
-        """End a session; None lets the task judge its last answer.
+        """End a session with a reward; if it is None, the task judges the last answer.
 
         Returns:
             The reward; None if the task has no opinion.
 
         Raises:
-            SessionError: if the session cannot be rewarded, or not so.
+            SessionError: if the session cannot be rewarded, or the reward is not permitted.
             RewardError: if the task fails.
         """
         session = self._episodes.find(session_id, now=self._node.now)
-        self._episodes.leaf_of(session)  # or there is nothing to reward
+        self._episodes.leaf_of(session)  # raises if there is nothing to reward
         if reward is None:
-            # Of a rewritten history another chain may be the longest, and is trained on.
+            # After a rewritten history, the chain that is trained on may be another one.
             text = self.parts.dialogue.answer_of(session.turns[-1].completion.token_ids)
             example = Example(**session.lease.example)
             reward = await self._pool.run(self.parts.reward, example, text)
@@ -205,7 +206,7 @@ class Agents:
         return reward
 
     def abandon(self, session_id: str) -> None:
-        """Free the episode of a session for another try.
+        """End a session without a reward, and free its episode for another attempt.
 
         Raises:
             SessionError: if there is no such session.
@@ -223,16 +224,16 @@ class Agents:
         prompt: Prompt,
         options: CallOptions,
     ) -> Turn:
-        """Sample one answer, recorded where it belongs to a session.
+        """Sample an answer, and record it in its session.
 
         Args:
             session_id: None for a call that is not trained on.
-            prompt: the whole context.
-            options: see there.
+            prompt: the whole context of the call.
+            options: the options of the call.
 
         Raises:
-            SessionError: if the session is over or has made its calls, there is no space, or
-                nothing can be sampled now.
+            SessionError: if the session has ended or made its calls, the context leaves no space,
+                or the worker cannot sample now.
             EchoError: if the prompt or the engine fails.
         """
         if self._is_over or self.role.installed_version is None:
@@ -240,7 +241,7 @@ class Agents:
         session = self._session_of(session_id)
         known = [] if session is None else list(session.turns)
         try:
-            # A long context takes a moment, in which others are to be answered.
+            # In a thread, since a long context takes time in which other calls are answered.
             ids, parent, text = await self._pool.run(self._tokens, prompt, options.tools, known)
         except UNUSABLE as error:
             raise DataError(f"the prompt cannot be turned into tokens: {error}") from error
@@ -266,17 +267,17 @@ class Agents:
         return turn
 
     def _session_of(self, session_id: str | None) -> Session | None:
-        """Return the session that a call belongs to, if it belongs to one.
+        """Return the session of a call, or None for a call without a session.
 
         Raises:
-            SessionError: if there is no such session, or it has made its calls.
+            SessionError: if there is no such session, or it has made MAX_SESSION_CALLS calls.
         """
         return None if session_id is None else self._episodes.find_for_call(session_id)
 
     def _tokens(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], known: Sequence[Turn]
     ) -> tuple[npt.NDArray[np.int32], Turn | None, str]:
-        """Return a context's tokens, the call that it goes on from, and its text; in a thread."""
+        """Return a context's tokens, the call that it continues, and its text; runs in a thread."""
         dialogue = self.parts.dialogue
         if isinstance(prompt, str):
             return *dialogue.continue_text(prompt, known, is_rendered=False), prompt

@@ -1,7 +1,7 @@
-"""The engine as one caller after the other sees it: one request in, one completion out.
+"""Sampling of single requests from many callers by one engine.
 
-An engine that takes requests at any time gets each in a call of its own; any other gets all that
-wait and are sampled alike in one call, and then the next.
+A continuous engine gets each request in a separate call. Any other engine gets all waiting requests
+with the same sampling settings in one call, one batch after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echo.engine.engine import (
 from echo.runtime.threads import Threads
 
 MAX_CALLS = 64
-"""Threads that wait for an engine that takes requests at any time."""
+"""Threads that wait for a continuous engine."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +34,10 @@ class _Waiting:
 
 
 class CallSampler:
-    """Samples single requests."""
+    """Samples single requests, in batches if the engine needs them."""
 
     def __init__(self, engine: Engine, watcher: Watcher, *, threads: Threads) -> None:
-        """Start without requests; `run` has to run beside the callers."""
+        """Start without requests; `run` must run beside the callers."""
         self._engine = engine
         self._watcher = watcher
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
@@ -45,10 +45,10 @@ class CallSampler:
         self._pool = threads.pool("agent-call", num_threads)
 
     async def sample(self, request: Request, sampling: Sampling) -> Completion:
-        """Return what is sampled for a request.
+        """Return the completion of a request.
 
         Raises:
-            EchoError: if the engine fails, or cannot sample such a request.
+            EchoError: if the engine fails, or cannot sample this request.
         """
         if self._engine.is_continuous:
             [completion] = await self._generate([request], sampling)
@@ -61,14 +61,14 @@ class CallSampler:
         return completion
 
     async def run(self) -> None:
-        """Answer what waits, all that are sampled alike at once, the oldest first."""
+        """Sample waiting requests forever, each batch with the settings of the oldest request."""
         waiting: list[_Waiting] = []
         while True:
             if not waiting:
                 waiting.append(await self._queue.get())
             while not self._queue.empty():
                 waiting.append(self._queue.get_nowait())
-            waiting = [one for one in waiting if not one.answer.done()]  # its caller has hung up
+            waiting = [one for one in waiting if not one.answer.done()]  # its caller is gone
             if not waiting:
                 continue
             how = waiting[0].sampling
@@ -81,7 +81,7 @@ class CallSampler:
             completions = await self._generate([one.request for one in batch], sampling)
         except EchoError as error:
             if len(batch) > 1:
-                # It may be the fault of one of them.
+                # A single request may be the cause.
                 for one in batch:
                     await self._answer([one], sampling)
                 return
@@ -90,7 +90,7 @@ class CallSampler:
                     one.answer.set_exception(error)
             return
         for one, completion in zip(batch, completions, strict=True):
-            if not one.answer.done():  # it is where its caller has hung up
+            if not one.answer.done():  # done if its caller is gone
                 one.answer.set_result(completion)
 
     async def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -100,7 +100,8 @@ class CallSampler:
         except EchoError:
             raise
         except Exception as error:
-            # A fault of one request, or of an engine that cannot serve any other.
+            # Raise EngineError for one request, or end the node if the engine cannot sample any
+            # more.
             if not await self._pool.run(self._engine.can_sample):
                 raise
             raise EngineError(f"the engine has raised {describe_error(error)}") from error

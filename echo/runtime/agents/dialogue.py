@@ -1,9 +1,9 @@
-"""Calls of outside agents as tokens: sampled ones go in again as they were sampled.
+"""Tokenization of agents' calls that keeps sampled tokens as they were sampled.
 
-An agent sends text. Tokenising that again could give other tokens than were sampled ("12" sampled
-as "1", "2"), so the learner would train on a context that the sampler never saw. Where the text
-of a call begins with what an earlier one saw and sampled, its tokens are taken, and only the rest
-is encoded.
+An agent sends its whole context as text. Encoding it again could give other tokens than were
+sampled ("12" was sampled as "1", "2"), and the learner would train on a context that the sampler
+never had. So if the text begins with the context and completion of an earlier call, the tokens of
+that call are used, and only the rest is encoded.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from echo.tasks.tokenization import MARK, TextCodec, decode, unmarked
 
 
 class Dialogue:
-    """Text of calls to tokens and back, for one model."""
+    """Converts the text of calls to tokens and back, for one model."""
 
     def __init__(self, codec: TextCodec) -> None:
-        """Take what does so for prompts and completions."""
+        """Use the codec of prompts and completions."""
         self._codec = codec
         self._tokenizer: Any = codec.tokenizer
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return messages as text up to where the model goes on; see `TextCodec.render`.
+        """Return messages as text; see `TextCodec.render`.
 
         Raises:
-            DataError: if there is no chat template, it knows no tools, or it fails.
+            DataError: if there is no chat template, it does not support tools, or it fails.
         """
         if tools and "tools" not in str(self._tokenizer.chat_template):
             raise DataError(
@@ -42,22 +42,22 @@ class Dialogue:
         return self._codec.render(messages, tools)
 
     def other_arguments(self, arguments: Mapping[str, Any]) -> str:
-        """Return an argument of the chat template that is not the run's; empty for none."""
+        """Return the name of an argument whose value differs from the run's, or empty."""
         own = self._codec.chat_template_kwargs
         return next((name for name, value in arguments.items() if own.get(name) != value), "")
 
     def continue_text(
         self, text: str, known: Sequence[Turn], *, is_rendered: bool
     ) -> tuple[Ids, Turn | None]:
-        """Return the tokens of a text, and the earlier call that it goes on from.
+        """Return the tokens of a text, and the earlier call that it continues.
 
         Args:
             text: the whole context.
             known: earlier calls.
-            is_rendered: whether a template wrote it, special tokens included.
+            is_rendered: whether a chat template wrote the text with its special tokens.
 
         Raises:
-            DataError: if it has no tokens, or some that the model does not know.
+            DataError: if it has no tokens, or tokens outside the model's vocabulary.
         """
         whole = unmarked(text)
         begun = [call for call in known if whole.startswith(call.text)]
@@ -72,10 +72,10 @@ class Dialogue:
         return np.concatenate([call.ids, np.array(more, np.int32)]), call
 
     def continue_ids(self, ids: Sequence[int], known: Sequence[Turn]) -> tuple[Ids, Turn | None]:
-        """Return tokens as they are, and the earlier call that they go on from.
+        """Return the tokens as an array, and the earlier call that they continue.
 
         Raises:
-            DataError: if the model does not know some of them.
+            DataError: for tokens outside the model's vocabulary.
         """
         context = np.array(self._codec.known(ids), np.int32)
         begun = [
@@ -90,12 +90,12 @@ class Dialogue:
         return decode(self._tokenizer, ids, ())
 
     def answer_of(self, ids: Iterable[int]) -> str:
-        """Return a completion as text, without the token that ended it."""
+        """Return a completion as text, without its stop token."""
         return self._codec.decode(ids)
 
 
 def _behind(text: str, length: int) -> str:
-    """Return the rest of rendered text behind a number of characters, not counting `MARK`s."""
+    """Return the rest of rendered text after `length` characters, not counting `MARK`s."""
     end = length
     while (num_marks := text.count(MARK, 0, end)) != end - length:
         end = length + num_marks

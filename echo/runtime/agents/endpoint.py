@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP endpoint for agents, in the node's event loop.
+"""The OpenAI-compatible HTTP endpoint for agents; runs in the node's event loop.
 
     GET  /health                         no token needed
     GET  /v1/models
@@ -8,11 +8,12 @@
     POST /v1/echo/sessions/ID/reward     {"reward": 1.0}   without a reward the task judges
     DELETE /v1/echo/sessions/ID          give an episode up
 
-All but /health want `Authorization: Bearer TOKEN`, which OpenAI's clients make of their API key.
-The token is asked for before a body is read. A connection over which none has come within TOKEN_S
-is closed, and so is the oldest of more than MAX_UNKNOWN of them.
+All requests but /health need `Authorization: Bearer TOKEN`, which OpenAI's clients make from their
+API key. The token is checked before a body is read. A connection that has not sent it within
+TOKEN_S is closed, and so is the oldest of more than MAX_UNKNOWN such connections.
 
-With `stream` a call is answered in the events that OpenAI's clients read, once all is sampled.
+With `stream`, the answer is sent as the events that OpenAI's clients expect, after all of it was
+sampled.
 """
 
 from __future__ import annotations
@@ -54,23 +55,23 @@ from echo.wire.codec import DECODE_ERRORS
 
 
 class SlowBodyError(EchoError):
-    """A request's body does not arrive."""
+    """A request's body does not arrive in time."""
 
 
 MAX_BODY_BYTES = 16 << 20
 LARGE_BODY_BYTES = 256 << 10
-"""Of larger bodies, and of those whose size is not told, MAX_LARGE_BODIES are read at a time."""
+"""At most MAX_LARGE_BODIES bodies that are larger, or of unknown size, are read at a time."""
 MAX_LARGE_BODIES = 4
 BODY_S = 30.0
 """Seconds that a body may take to arrive."""
 TOKEN_S = 10.0
-"""Seconds that a connection may last before a request with the token has come over it."""
+"""Seconds after which a connection is closed that has not sent the token."""
 MAX_UNKNOWN = 256
 KEEPALIVE_S = 75.0
-"""Seconds that a connection may last between two requests."""
+"""Seconds that a connection may be idle between two requests."""
 MAX_WAIT_S = 60.0
 LINGER_S = 1.0
-"""Seconds for calls under way to be answered when the node ends."""
+"""Seconds for running calls at the end of the node."""
 SESSION_HEADER = "X-Echo-Session"
 _STATUSES: tuple[tuple[type[EchoError], int], ...] = (
     (StoppingError, 503),
@@ -81,7 +82,7 @@ _STATUSES: tuple[tuple[type[EchoError], int], ...] = (
     (BodyError, 400),
     (DataError, 400),
 )
-"""Of errors, the first that is one counts; all others are 500."""
+"""HTTP status by error class, where the first match counts; 500 for other errors."""
 _SERVED = (
     "POST /v1/chat/completions, POST /v1/completions and GET /v1/models, also behind /sessions/ID; "
     "give a client a base URL that ends in /v1"
@@ -97,10 +98,10 @@ class _Reward(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Endpoint:
-    """Routes, and what they do."""
+    """The routes of the endpoint."""
 
     def __init__(self, agents: Agents, *, token: str, log: logging.Logger) -> None:
-        """Take whom to serve and the token that callers must know."""
+        """Serve these agents; callers must send the token."""
         self._agents = agents
         self._token = token.encode()
         self._log = log
@@ -120,16 +121,16 @@ class Endpoint:
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
-        """Serve while the body runs; give it the port.
+        """Serve while the body runs; yield the port.
 
         Args:
-            host: name or address to bind.
-            port: 0 for any free one.
+            host: the name or address to bind.
+            port: 0 for any free port.
 
         Raises:
-            TransportError: if it cannot listen there.
+            TransportError: if the address cannot be bound.
         """
-        # Cancellation: an episode must not go to an agent that has hung up.
+        # Handlers are cancelled, since an agent that has disconnected must not get an episode.
         runner = web.AppRunner(
             self.app,
             access_log=None,
@@ -161,7 +162,7 @@ class Endpoint:
             await runner.cleanup()
 
     def _accept(self, runner: web.AppRunner) -> web.RequestHandler:
-        """Return aiohttp's protocol for one more connection, which has to show the token soon."""
+        """Return aiohttp's protocol for a new connection, which must send the token soon."""
         assert runner.server is not None
         connection = runner.server()
         self._unknown[connection] = asyncio.get_running_loop().call_later(
@@ -183,17 +184,17 @@ class Endpoint:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Ask for the token, and turn errors into answers."""
+        """Check the token, and turn errors into answers."""
         refusal = self._refusal(request)
         if refusal is not None:
-            refusal.force_close()  # its body is not read
+            refusal.force_close()  # the body is not read
             return refusal
         try:
             return await handler(request)
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
             what = f"{request.method} {request.path}"
             return _error(error.status, f"{what} is not served here; what is: {_SERVED}")
-        except web.HTTPRequestEntityTooLarge as error:  # once it is unpacked
+        except web.HTTPRequestEntityTooLarge as error:  # after decompression
             return _error(error.status, f"a body may have {MAX_BODY_BYTES} bytes")
         except EchoError as error:
             status = next((code for kind, code in _STATUSES if isinstance(error, kind)), 500)
@@ -205,7 +206,7 @@ class Endpoint:
             return answer
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """Return the answer to a request that its headers already forbid."""
+        """Return an error answer if the headers of a request forbid it, else None."""
         header = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if hmac.compare_digest(header.encode(errors="surrogateescape"), self._token):
             timer = self._unknown.pop(request.protocol, None)
@@ -237,10 +238,10 @@ class Endpoint:
         return await self._complete(request, read_body(await self._read(request), TextBody))
 
     async def _read(self, request: web.Request) -> bytes:
-        """Return a request's body; while others are read it stays in the client's hands.
+        """Return a request's body; a large body waits until fewer large ones are being read.
 
         Raises:
-            SlowBodyError: if it does not arrive in time.
+            SlowBodyError: if the body does not arrive in time.
         """
         size = request.content_length
         is_large = size is None or size > LARGE_BODY_BYTES
@@ -290,10 +291,10 @@ TOKEN_VARIABLE = "ECHO_AGENT_TOKEN"
 
 
 async def serve(agents: Agents, *, log: logging.Logger) -> None:
-    """Serve agents until cancelled; the log and a file of the worker's say where.
+    """Serve agents until cancelled; log the address, and write it to a file of the worker.
 
     Raises:
-        TransportError: if it cannot listen.
+        TransportError: if the address cannot be bound.
         StorageError: if the file cannot be written.
     """
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
@@ -335,8 +336,8 @@ def _events(events: Iterable[object]) -> web.Response:
 
 
 def _error(status: int, message: str) -> web.Response:
-    """Return an error as OpenAI's clients read it."""
+    """Return an error in the form that OpenAI's clients expect."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    # It may repeat what the caller has sent, and not all of that can be written as UTF-8.
+    # The message may repeat text of the caller that UTF-8 cannot encode.
     error = {"message": one_line(message), "type": kind, "code": None}
     return _json({"error": error}, status=status)

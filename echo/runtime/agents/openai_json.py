@@ -1,4 +1,4 @@
-"""OpenAI's JSON, in and out: what a call may ask for, and what it is answered."""
+"""OpenAI's JSON: reading the bodies of calls, and writing their answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echo.tasks.environment import find_calls, without_calls
 from echo.wire.codec import DECODE_ERRORS
 
 MAX_TEMPERATURE = 1e3
-"""Beyond, logits divided by it are all the same."""
+"""At higher temperatures all logits are practically equal."""
 
 Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -67,11 +67,11 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "write it into the prompt"),
     "prompt_embeds": ((), "send text or token ids"),
 }
-"""Fields that would change an answer and cannot be obeyed: values that ask for nothing, advice."""
+"""Unsupported fields that would change an answer: neutral values, and a remedy for other values."""
 
 
 class _Body(msgspec.Struct):
-    """Fields that both kinds of calls have; beside these and `_UNABLE` all is ignored."""
+    """Fields of both kinds of calls; fields that are neither here nor in `_UNABLE` are ignored."""
 
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None
@@ -93,14 +93,14 @@ _Unable = msgspec.defstruct("_Unable", [(name, Any, None) for name in _UNABLE])
 
 
 class ChatBody(_Body, kw_only=True):
-    """Of /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
     logprobs: bool | None = None
 
 
 class TextBody(_Body, kw_only=True):
-    """Of /v1/completions."""
+    """The body of /v1/completions."""
 
     prompt: str | Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     logprobs: int | None = None
@@ -110,10 +110,10 @@ Body = ChatBody | TextBody
 
 
 def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
-    """Read a call, and refuse what cannot be done: ignoring it would give other samples.
+    """Read the body of a call; refuse unsupported fields, without which samples would differ.
 
     Raises:
-        BodyError: naming the field and what to do.
+        BodyError: naming the field and the remedy.
     """
     try:
         body, unable = msgspec.json.decode(data, type=kind), msgspec.json.decode(data, type=_Unable)
@@ -134,7 +134,7 @@ def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
 
 
 def _check_numbers(body: Body) -> None:
-    """Refuse numbers that nothing can be sampled with.
+    """Refuse numbers outside their ranges.
 
     Raises:
         BodyError: naming the field and its range.
@@ -153,12 +153,12 @@ def _check_numbers(body: Body) -> None:
 
 
 def prompt_of(body: Body) -> Prompt:
-    """Return the context of a call."""
+    """Return the context of a call: messages, text or token ids."""
     return body.messages if isinstance(body, ChatBody) else body.prompt
 
 
 def options_of(body: Body) -> CallOptions:
-    """Return what a call asks for."""
+    """Return the options of a call."""
     return CallOptions(
         max_tokens=body.max_completion_tokens or body.max_tokens,
         temperature=body.temperature,
@@ -170,7 +170,7 @@ def options_of(body: Body) -> CallOptions:
 
 
 class ChatAnswer:
-    """The JSON of one call's answer, as one object or as events."""
+    """The JSON of the answer to a call, as one object or as events."""
 
     def __init__(self, body: Body, dialogue: Dialogue, *, model: str, call_id: str) -> None:
         self._body = body
@@ -184,7 +184,7 @@ class ChatAnswer:
         }
 
     def whole(self, turn: Turn) -> dict[str, Any]:
-        """Return the answer to a call that is not streamed."""
+        """Return the answer to a call without `stream`."""
         completion = turn.completion
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason(turn)}
         if self._is_chat:
@@ -205,9 +205,10 @@ class ChatAnswer:
         }
 
     def events(self, turn: Turn) -> list[dict[str, Any]]:
-        """Return the answer to a call with `stream`: its text, its end, and usage if asked for.
+        """Return the answer to a call with `stream`: its text, its end, and usage if requested.
 
-        Text and end are two events, as OpenAI sends them: some clients read no text in the last.
+        Text and end are separate events, as OpenAI sends them, since some clients ignore text in
+        the last event.
         """
         text: dict[str, Any] = {"delta": self._message(turn)}
         end: dict[str, Any] = {"delta": {}}
@@ -221,9 +222,9 @@ class ChatAnswer:
         return [{**chunk, "system_fingerprint": fingerprint_of(turn)} for chunk in chunks]
 
     def _message(self, turn: Turn) -> dict[str, Any]:
-        """Return the assistant's message, with the tools that it calls where there are tools.
+        """Return the assistant's message, with its tool calls if the call has tools.
 
-        An agent is not told of calls that cannot be read: where there is one, all stays text.
+        If one of the tool calls cannot be parsed, the whole message stays text.
         """
         text = self._dialogue.answer_of(turn.completion.token_ids)
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -255,7 +256,7 @@ class ChatAnswer:
         return {**self._head, "object": name, "choices": [choice]}
 
     def _logprobs(self, turn: Turn) -> dict[str, Any] | None:
-        if self._body.logprobs is None or self._body.logprobs is False:  # 0 asks for them
+        if self._body.logprobs is None or self._body.logprobs is False:  # 0 requests them too
             return None
         ids = turn.completion.token_ids.tolist()
         tokens = [self._dialogue.text_of([token]) for token in ids]
@@ -281,7 +282,7 @@ class ChatAnswer:
 
 
 def usage_of(turn: Turn) -> dict[str, int]:
-    """Return OpenAI's count of tokens."""
+    """Return the token counts in OpenAI's form."""
     num_prompt, num_sampled = len(turn.context_ids), len(turn.completion.token_ids)
     return {
         "prompt_tokens": num_prompt,
@@ -291,5 +292,5 @@ def usage_of(turn: Turn) -> dict[str, int]:
 
 
 def fingerprint_of(turn: Turn) -> str:
-    """Return which policy version sampled the last token."""
+    """Return the policy version that sampled the last token, as text."""
     return str(PolicyVersion(*turn.completion.policy_versions[-1].tolist()))

@@ -1,13 +1,14 @@
-"""Sessions of calls of outside agents, and the groups made of them.
+"""Sessions of outside agents, and the groups made of their calls.
 
-A lease of group size G becomes G episodes; each agent that asks gets one, as a session. A session
-records each call's tokens. A call whose context begins with all that an earlier call saw and
-sampled goes on from it, token by token; any other starts a new chain, such as after an agent has
-rewritten its history. When the reward comes, the chain of calls with the most sampled tokens
-becomes the rollout: what was sampled is trained on, what stands between is masked.
+A lease with group size G becomes G episodes. An agent that asks for an episode gets it as a
+session, which records the tokens of each call. If the context of a call begins with the context and
+completion of an earlier call, it continues that call's chain, token by token. Any other call starts
+a new chain, for example after the agent has rewritten its history. At the reward, the chain with
+the most sampled tokens becomes the rollout: its sampled tokens are trained on, the tokens between
+them are masked.
 
-The prompts of a group's sessions may differ (names, times, tools). Their common beginning is the
-group's prompt, and the rest of each is the masked beginning of its rollout.
+The prompts of a group's sessions may differ (names, times, tools). Their common beginning becomes
+the group's prompt. The rest of each prompt becomes the masked beginning of its rollout.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ from echo.leases.held import LeaseKey, key_of
 from echo.wire.messages import Lease
 
 MAX_EPISODE_ATTEMPTS = 3
-"""How often one episode is handed out before its group is given up."""
+"""Number of attempts at an episode before its group is given up."""
 MAX_SESSION_CALLS = 1024
-"""Calls that a session keeps, each with its whole context: an agent in a loop ends here."""
+"""Calls of a session, each stored with its whole context; this ends an agent in a loop."""
 
 Ids = npt.NDArray[np.int32]
 
 
 class SessionError(EchoError):
-    """An agent asked for something that its session does not allow."""
+    """A request that the agent's session does not allow."""
 
 
 class UnknownSessionError(SessionError):
-    """There is no such session, or no more."""
+    """The session does not exist, or has ended."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One call."""
+    """A call and its completion."""
 
     context_ids: Ids
-    """[C] all that the model saw."""
+    """[C] the tokens of the context."""
     completion: Completion
     text: str
     """Context and completion as text, special tokens included."""
     parent: Turn | None
-    """The call that it goes on from."""
+    """The call that it continues."""
 
     @property
     def ids(self) -> Ids:
@@ -61,7 +62,7 @@ class Turn:
 
     @property
     def chain(self) -> list[Turn]:
-        """The calls that led here, oldest first, this one included."""
+        """The calls of its chain, oldest first, up to this one."""
         turns, turn = [self], self.parent
         while turn is not None:
             turns.append(turn)
@@ -76,21 +77,21 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One episode in an agent's hands."""
+    """An episode that an agent plays."""
 
     session_id: str
     lease: Lease
     member: int
     touched_at: float
-    """When its agent was last heard of, seconds."""
+    """Time of the agent's last request, seconds."""
     num_running: int = 0
-    """Calls that are being sampled."""
+    """Number of calls that are being sampled."""
     num_calls: int = 0
     turns: list[Turn] = field(default_factory=list)
 
     @property
     def opening(self) -> dict[str, Any]:
-        """An agent's view of its episode."""
+        """The JSON with which the agent begins its episode."""
         example = self.lease.example
         prompt = example["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -98,27 +99,27 @@ class Session:
 
     @property
     def best(self) -> Turn | None:
-        """The end of the chain that becomes the rollout: the longest, of equals the last."""
+        """The last call of the longest chain, which becomes the rollout; of equal ones the last."""
         return max(reversed(self.turns), key=lambda turn: turn.num_sampled, default=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionOutcome:
-    """A finished episode."""
+    """The result of a finished episode."""
 
     leaf: Turn
     reward: float
     num_sampled: int
-    """Tokens of all its calls."""
+    """Sampled tokens of all its calls."""
 
 
 @dataclass(slots=True, eq=False)
 class _Hand:
-    """A lease that is being worked on."""
+    """A lease and its episodes."""
 
     lease: Lease
     waiting: deque[int]
-    """Members without a session, in order."""
+    """Members without a session, in the order of their turn."""
     touched_at: float
     num_attempts: dict[int, int] = field(default_factory=dict)
     outcomes: dict[int, SessionOutcome] = field(default_factory=dict)
@@ -126,15 +127,15 @@ class _Hand:
 
 
 class Episodes:
-    """The leases in hand and the sessions on them."""
+    """The leases of this worker, their episodes and sessions."""
 
     def __init__(self, *, group_size: int, timeout_s: float) -> None:
-        """Start with nothing in hand.
+        """Start without leases.
 
         Args:
-            group_size: episodes of a lease.
-            timeout_s: seconds without a sign of its agent after which an episode is free again,
-                and without a sign of any agent after which a lease is given up.
+            group_size: number of episodes per lease.
+            timeout_s: seconds without a request of its agent after which an episode is free again.
+                A lease without a session is given up after twice this time.
         """
         self._group_size = group_size
         self._timeout_s = timeout_s
@@ -147,18 +148,18 @@ class Episodes:
 
     @property
     def num_free(self) -> int:
-        """Episodes without a session."""
+        """Number of episodes without a session."""
         return sum(len(hand.waiting) for hand in self._hands.values())
 
     def has_sessions(self, lease: Lease) -> bool:
-        """Return whether an agent works on a lease in hand."""
+        """Return whether a lease has a session."""
         return bool(self._hands[key_of(lease)].sessions)
 
     def add(self, lease: Lease, *, now: float) -> None:
         self._hands[key_of(lease)] = _Hand(lease, deque(range(self._group_size)), now)
 
     def begin(self, *, now: float) -> Session | None:
-        """Give out the oldest free episode, if there is one."""
+        """Return a session for the oldest free episode; None if there is none."""
         hand = next((hand for hand in self._hands.values() if hand.waiting), None)
         if hand is None:
             return None
@@ -172,20 +173,20 @@ class Episodes:
         return session
 
     def find(self, session_id: str, *, now: float) -> Session:
-        """Return an open session, and note that its agent lives.
+        """Return an open session, and record a request of its agent.
 
         Raises:
-            SessionError: if there is none of that name.
+            UnknownSessionError: if there is no such session.
         """
         session = self._open(session_id)
         self._touch(session, now)
         return session
 
     def find_for_call(self, session_id: str) -> Session:
-        """Return an open session that may make one more call.
+        """Return an open session that may make another call.
 
         Raises:
-            SessionError: if there is none of that name, or it has made as many as one may.
+            SessionError: if there is no such session, or it has made MAX_SESSION_CALLS calls.
         """
         session = self._open(session_id)
         if len(session.turns) + session.num_running >= MAX_SESSION_CALLS:
@@ -196,19 +197,19 @@ class Episodes:
         return session
 
     def begin_call(self, session: Session, *, now: float) -> None:
-        """Note that a call is being sampled, and its agent lives.
+        """Record a call that is about to be sampled.
 
-        A refused call is no such sign: an agent that repeats it forever times out.
+        A refused call is not recorded, so an agent that repeats it forever times out.
         """
         self._touch(session, now)
         session.num_running += 1
         session.num_calls += 1
 
     def leaf_of(self, session: Session) -> Turn:
-        """Return the end of the chain of calls that becomes a session's rollout.
+        """Return the last call of the chain that becomes a session's rollout.
 
         Raises:
-            SessionError: if nothing was sampled in it, or a call still runs.
+            SessionError: if the session has no completed call, or a call is running.
         """
         if session.num_running:
             raise SessionError(f"session {session.session_id}: a call is still being answered")
@@ -221,10 +222,10 @@ class Episodes:
         return leaf
 
     def finish(self, session: Session, reward: float) -> list[SessionOutcome] | None:
-        """End a session with its reward; return the group's outcomes if it was the last.
+        """End a session with its reward; return the group's outcomes if all have ended.
 
         Raises:
-            SessionError: as `leaf_of`.
+            SessionError: as in `leaf_of`.
         """
         leaf = self.leaf_of(session)
         hand = self._close(session)
@@ -236,7 +237,7 @@ class Episodes:
         return [hand.outcomes[member] for member in range(self._group_size)]
 
     def abandon(self, session: Session) -> bool:
-        """Free an episode; return False if it was tried too often, and its lease is given up."""
+        """End a session and free its episode; return False if its lease is given up instead."""
         hand = self._close(session)
         if hand.num_attempts[session.member] >= MAX_EPISODE_ATTEMPTS:
             self._drop(hand)
@@ -245,7 +246,7 @@ class Episodes:
         return True
 
     def expire(self, *, now: float) -> list[tuple[Lease, str]]:
-        """Free the episodes of agents that are gone; return leases that are given up, and why."""
+        """Free the episodes of silent agents; return the leases that are given up, and why."""
         given_up = []
         late = [
             session
@@ -253,7 +254,7 @@ class Episodes:
             if now - session.touched_at > self._timeout_s and not session.num_running
         ]
         for session in late:
-            # Giving a lease up ends its other sessions, which may be late as well.
+            # Giving up a lease ends its other sessions, which may be in this list too.
             if session.session_id in self._sessions and not self.abandon(session):
                 text = f"{MAX_EPISODE_ATTEMPTS} agents did not finish episode {session.member}"
                 given_up.append((session.lease, text))
@@ -291,7 +292,7 @@ def group_of(lease: Lease, worker_id: str, outcomes: Sequence[SessionOutcome]) -
     """Return the group of a lease's finished episodes.
 
     Raises:
-        SessionError: if their contexts do not begin alike.
+        SessionError: if their contexts do not begin with the same token.
     """
     num_shared = _num_shared([outcome.leaf.chain[0].context_ids for outcome in outcomes])
     if not num_shared:
@@ -313,7 +314,7 @@ def _make_rollout(outcome: SessionOutcome, start: int) -> Rollout:
     chain = outcome.leaf.chain
     logprobs = np.zeros(len(ids), np.float32)
     mask = np.zeros(len(ids), np.bool_)
-    # Masked tokens were not sampled; the codec wants a version there, and none that is newer.
+    # Masked tokens need a version too, and none that is newer than the first sampled one.
     versions = np.tile(chain[0].completion.policy_versions[:1], (len(ids), 1))
     for turn in chain:
         first = len(turn.context_ids)
@@ -332,7 +333,7 @@ def _make_rollout(outcome: SessionOutcome, start: int) -> Rollout:
 
 
 def _num_shared(contexts: Sequence[Ids]) -> int:
-    """Return how many tokens all of these begin with."""
+    """Return the length of the common beginning of contexts."""
     length = min(map(len, contexts))
     table = np.stack([context[:length] for context in contexts])
     differs = np.flatnonzero((table != table[0]).any(axis=0))
