@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -59,13 +59,21 @@ def completion_of(ids: Sequence[int], *, step: int = 0, reason: str = "stop") ->
     )
 
 
-def make_agents() -> Agents:
-    """Return the agents of a worker on v1, which samples nothing."""
+def make_agents(run: Callable[..., Awaitable[object]]) -> Agents:
+    """Return the agents of a worker on v1, which samples nothing; `run` stands for its threads."""
     counters = Counters()
     count = counters.add
     role = Mock(outbox=[], installed_version=V1, counters=counters, count=count)
     parts = Mock(group_size=1, session_timeout_s=60.0)
-    return Agents(parts, role, Mock(), node=Mock(now=0.0), pool=Mock())
+    return Agents(parts, role, Mock(), node=Mock(now=0.0), pool=Mock(run=run))
+
+
+def begin_with(agents: Agents, lease: Lease) -> Session:
+    """Return a session on the only lease of a worker's agents."""
+    agents.take([lease])
+    session = asyncio.run(agents.begin(wait_s=0.0))
+    assert session is not None
+    return session
 
 
 HOW = Sampling(1.0, 1.0, 0, 4, ())
@@ -112,33 +120,28 @@ def test_a_call_for_which_the_model_gives_no_probabilities_fails_alone(is_contin
 
 
 def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile() -> None:
-    agents = make_agents()
-    agents._episodes.add(lease_of(3), now=0.0)
-    session = begin(agents._episodes)
-
-    async def run(function: object, *_: object) -> tuple[np.ndarray, None, str]:
-        assert function == agents._tokens
+    async def run(_: object, prompt: str, *__: object) -> tuple[np.ndarray, None, str]:
+        assert prompt == "1+1="
         agents.abandon(session.session_id)
         return np.array([5], np.int32), None, ""
 
-    agents._pool = Mock(run=run)
+    agents = make_agents(run)
+    session = begin_with(agents, lease_of(3))
     with pytest.raises(SessionError, match="no open session"):
         asyncio.run(agents.call(session.session_id, "1+1=", CallOptions()))
 
 
 def test_a_task_judges_the_last_answer_also_where_another_chain_is_trained_on() -> None:
-    agents = make_agents()
-    agents.parts.dialogue.answer_of = lambda ids: str([*map(int, ids)])  # type: ignore[method-assign]
-    agents.parts.max_abs_reward = 1.0  # type: ignore[misc]
-    example = {"index": 0, "split": "train", "prompt": "?"}
-    agents._episodes.add(msgspec.structs.replace(lease_of(3), example=example), now=0.0)
-    session = begin(agents._episodes)
-    session.turns += [turn_of([1], [2, 3, 4]), turn_of([1, 9], [5])]
-
     async def run(_: object, __: object, text: str) -> float:
         return {"[5]": 1.0}.get(text, 0.0)
 
-    agents._pool = Mock(run=run)
+    agents = make_agents(run)
+    agents.parts.dialogue.answer_of = lambda ids: str([*map(int, ids)])  # type: ignore[method-assign]
+    agents.parts.max_abs_reward = 1.0  # type: ignore[misc]
+    example = {"index": 0, "split": "train", "prompt": "?"}
+    session = begin_with(agents, msgspec.structs.replace(lease_of(3), example=example))
+    session.turns += [turn_of([1], [2, 3, 4]), turn_of([1, 9], [5])]
+
     assert asyncio.run(agents.reward(session.session_id, None)) == 1.0
 
 

@@ -174,7 +174,15 @@ def test_an_asynchronous_environment_in_a_mixture_is_awaited_to_its_end() -> Non
 
 
 def test_calls_that_hang_are_abandoned_and_their_number_is_bounded(gate: threading.Event) -> None:
-    host = InlineHost(Grader(lambda text: not text or gate.wait(20)), LIMITS)
+    hung: list[threading.Thread] = []
+
+    def grade(text: str) -> bool:
+        if text:
+            hung.append(threading.current_thread())
+            gate.wait(20)
+        return True
+
+    host = InlineHost(Grader(grade), LIMITS)
     what = r"Grader\.reward on rows\.jsonl:4 did not return within 0\.01 s.*reward_timeout_s"
     for number in range(MAX_STUCK_THREADS):
         host.limits = LIMITS
@@ -187,9 +195,8 @@ def test_calls_that_hang_are_abandoned_and_their_number_is_bounded(gate: threadi
     host.limits = LIMITS
     with pytest.raises(RewardError, match=r"8 calls of \w+ never returned"):
         host.score(EXAMPLE, "")
-    stuck = list(host._stuck)
     gate.set()
-    for thread in stuck:
+    for thread in hung:
         thread.join(20)
     assert host.score(EXAMPLE, "") == 1.0
 

@@ -6,6 +6,7 @@ import importlib.util
 import queue
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,9 +108,19 @@ def test_an_environment_that_rewrites_what_was_said_is_refused(said: list[str]) 
         session.reply("2")
 
 
-def test_a_split_without_rows_is_named() -> None:
+def test_a_split_without_rows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_rows() -> list[dict[str, str]]:
+        raise ValueError("no evaluation dataset")
+
+    environment = SimpleNamespace(
+        requires_group_rollouts=False,
+        get_dataset=lambda: [{"prompt": "1"}],
+        get_eval_dataset=no_rows,
+    )
+    package = SimpleNamespace(load_environment=lambda name: environment)
+    monkeypatch.setitem(sys.modules, "verifiers", package)
     task = VerifiersTask(env="x")
-    task._rows = {"train": [{"prompt": "1"}], "heldout": []}
+    assert (task.num_examples(split="train"), task.num_examples(split="heldout")) == (1, 0)
     with pytest.raises(DataError, match="the environment x has no heldout rows"):
         task.example(0, split="heldout")
 
