@@ -52,13 +52,16 @@ async def build_relay(
     Raises:
         EchoError: if something does not fit; the message is for the user.
     """
-    transport = await node.start_transport(network, section.listen, join.keys())
+    transport = await node.start_transport(network, section.listen, join.keys(), listens_later=True)
     node.tell_of_kernel(section.listen, *join.addresses(), profile=profile, log=log)
     try:
-        return assemble_relay(section, network, join, transport, log=log)
+        relay = assemble_relay(section, network, join, transport, log=log)
+        # Not before its files are open, for which strangers could leave no descriptor.
+        transport.listen()
     except BaseException:
         await transport.close()
         raise
+    return relay
 
 
 def assemble_relay(

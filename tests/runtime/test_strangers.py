@@ -26,7 +26,9 @@ from echo.net.kernel import descriptor_limit, raise_descriptor_limit
 from echo.net.transport import Connected, Received, TransportOptions, parse_address
 from echo.net.zmq import ZmqTransport
 from echo.runtime import node
+from echo.runtime.identity import JoinSource
 from echo.runtime.learner.setup import Options, build_learner
+from echo.runtime.relay import build_relay
 from echo.runtime.worker.setup import build_worker
 from echo.wire.codec import encode
 from echo.wire.messages import Greet
@@ -210,6 +212,62 @@ def test_the_code_of_the_model_is_imported_before_strangers_can_connect(
     with pytest.raises(BindsError):
         asyncio.run(built)
     assert module in sys.modules
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["relay", "worker", "learner"])
+def test_a_node_has_its_files_open_before_strangers_can_connect(
+    tmp_path: Path,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: tuple[int, int],
+    role: str,
+) -> None:
+    """From then on no descriptor is to be had here, as in a burst of strangers."""
+    listen = ZmqTransport.listen
+
+    def listen_amid_strangers(transport: ZmqTransport) -> None:
+        listen(transport)
+        next_descriptor = os.dup(0)
+        os.close(next_descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_descriptor, limit[1]))
+
+    monkeypatch.setattr(ZmqTransport, "listen", listen_amid_strangers)
+    table: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(tmp_path)},
+        "network": {"store_dir": str(tmp_path / "store")},
+        "security": {"curve": False},
+        role: {"listen": "tcp://127.0.0.1:0"},
+        "task": {"kind": "addition"},
+        "sampling": {"max_completion_tokens": 6},
+    }
+    if role == "learner":
+        own = tmp_path / "model"
+        shutil.copytree(model_dir, own)
+        template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        (own / "chat_template.jinja").write_text(template)
+        table["model"] = {"name": str(own)}
+    else:
+        table[role]["connect"] = ["tcp://127.0.0.1:1"]
+    config = parse_config(table, role=role)
+    log = logging.getLogger()
+
+    async def scenario() -> None:
+        built: Any
+        if role == "relay":
+            join = JoinSource("relay", config.relay.connect, config.security, config.run_dir)
+            profile = config.profile
+            built = await build_relay(config.relay, config.network, join, profile=profile, log=log)
+        elif role == "worker":
+            built = await build_worker(config, log=log)
+        else:
+            built = await build_learner(config, Options(follower=Mock(), log=log))
+        descriptors_are_out = resource.getrlimit(resource.RLIMIT_NOFILE)[0] < limit[0]
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        await built.transport.close()
+        assert descriptors_are_out
+
+    asyncio.run(scenario())
 
 
 def test_who_connects_and_leaves_all_the_time_does_not_hold_the_loop(

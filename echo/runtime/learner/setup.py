@@ -817,8 +817,6 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
         if keys is not None:
             invite(config, keys, secret, transport, log=log)
         node = assemble_learner(config, data, transport, options)
-        # Not before its files are open, for which strangers could leave no descriptor.
-        transport.listen()
         if data.text.now is not None:
             note_origin(
                 config.run_dir,
@@ -827,6 +825,8 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
                 code=code_digest(config.task.kind, config.task.options),
                 log=log,
             )
+        # Not before its files are open, for which strangers could leave no descriptor.
+        transport.listen()
     except BaseException:
         await transport.close()
         raise

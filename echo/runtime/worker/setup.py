@@ -97,14 +97,19 @@ async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
     join = join_source(config)
     keys = join.keys()
     import_engine(config, log=log)  # before strangers can take the descriptors that it needs
-    transport = await wiring.start_transport(config.network, config.worker.listen, keys)
+    transport = await wiring.start_transport(
+        config.network, config.worker.listen, keys, listens_later=True
+    )
     listen, profile = config.worker.listen, config.profile
     wiring.tell_of_kernel(listen, *join.addresses(), profile=profile, log=log)
     try:
-        return assemble_worker(config, transport, log=log)
+        worker = assemble_worker(config, transport, log=log)
+        # Not before its files are open, for which strangers could leave no descriptor.
+        transport.listen()
     except BaseException:
         await transport.close()
         raise
+    return worker
 
 
 def assemble_worker(
