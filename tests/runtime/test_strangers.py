@@ -174,7 +174,7 @@ class BindsError(Exception):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("build", "model_type"), [(build_learner, "olmo"), (build_worker, "olmo2")]
+    ("build", "model_type"), [(build_learner, "olmo"), (build_worker, "granite")]
 )
 def test_the_code_of_the_model_is_imported_before_strangers_can_connect(
     tmp_path: Path,
