@@ -1,8 +1,9 @@
 """GPU catalogue and roofline: rates of decoding and of training.
 
 Decoding one token for `c` sequences reads the weights once and each sequence's cache, and computes
-two operations per parameter and sequence; it takes as long as the slower of the two. Training
-computes six operations per parameter and token. Both roofs are scaled by what real engines reach:
+two operations per parameter and sequence. It takes as long as the slower of reading and computing.
+Training computes six operations per parameter and token. Peak rates are scaled by the shares that
+real engines reach:
 
 * 0.60 of the memory bandwidth in decoding: measured as 55-60 % on A100 and H100 by Databricks,
   "LLM Inference Performance Engineering: Best Practices" (2023).
@@ -11,7 +12,7 @@ computes six operations per parameter and token. Both roofs are scaled by what r
 * 0.40 of the arithmetic in training: Megatron-LM reports 44-52 % (arXiv:2104.04473) and PaLM 46 %
   (arXiv:2204.02311) for pre-training; packed sequences of unequal length lose some of it.
 
-A measured rate always replaces an estimate.
+If a rate is measured, it is used in place of the estimate.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from echo.core.units import SIZE_UNITS
 
 # --- catalogue ------------------------------------------------------------------------------------
 #
-# Peak arithmetic is dense bfloat16 (float16 where a GPU lacks it) with float32 accumulation, from
-# the vendor's data sheets; memory bandwidth likewise.
+# Peak arithmetic is dense bfloat16 (float16 if a GPU lacks bfloat16) with float32 accumulation. It
+# and the memory bandwidth are from the vendors' data sheets.
 
 
 _GIB = SIZE_UNITS["GiB"]
@@ -42,7 +43,7 @@ class Gpu:
     link_bytes_per_s: float
     """Bandwidth to its neighbours in one machine, per direction."""
     num_per_node: int = 8
-    """GPUs in the usual machine."""
+    """GPUs in a usual machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,18 +134,18 @@ ARITHMETIC_EFFICIENCY = 0.60
 TRAIN_EFFICIENCY = 0.40
 """Share of the peak that training reaches."""
 USABLE_MEMORY = 0.90
-"""Share of a GPU's memory that an engine takes; vLLM's default."""
+"""Share of a GPU's memory that an engine uses; vLLM's default."""
 MAX_SEQUENCES = 256
-"""Sequences in one decoding batch at most; vLLM's default on smaller GPUs."""
+"""Largest number of sequences in a decoding batch; vLLM's default on smaller GPUs."""
 RESERVED_BYTES = 2 << 30
-"""Activations, CUDA graphs and the context of one process."""
+"""Memory of activations, CUDA graphs and the context of one process."""
 BYTES_PER_WEIGHT = 2
-"""Generation runs in bfloat16."""
+"""Bytes of a weight in generation, which runs in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Output of one replica."""
+    """Speed and batch size of one replica."""
 
     tokens_per_s: float
     """Completion tokens per second, all sequences together."""
@@ -161,7 +162,7 @@ def decode_rate(
     tensor_parallel: int = 1,
     max_tokens: float | None = None,
 ) -> Decode | None:
-    """Estimate what `tensor_parallel` GPUs generate together; None if the model does not fit.
+    """Estimate the speed of `tensor_parallel` GPUs together; None if the model does not fit.
 
     Example, RTX 4090 (1008 GB/s, 24 GiB) and 4.0e9 parameters in 36 layers with 8 heads of 128:
     weights 8.0 GB take 13.3 ms at 605 GB/s; 11.6 GB are left for caches of 147 kB per token.
@@ -171,7 +172,7 @@ def decode_rate(
     longest = max_tokens or prompt_tokens + completion_tokens
     if free < longest * model.cache_bytes_per_token:
         return None
-    # Halfway through its completion a sequence has this much behind it: the mean over time.
+    # The mean context over time is that of a sequence halfway through its completion.
     mean_context = prompt_tokens + completion_tokens / 2
     concurrency = int(min(MAX_SEQUENCES, free / (mean_context * model.cache_bytes_per_token)))
     bandwidth = tensor_parallel * gpu.bytes_per_s * MEMORY_EFFICIENCY
@@ -183,8 +184,8 @@ def decode_rate(
     step_s = max(step_bytes / bandwidth, 2 * model.num_params * concurrency / flops)
     step_s += _all_reduce_s(gpu, model, concurrency, tensor_parallel)
     prefill_s = 2 * model.num_params * prompt_tokens / flops
-    # One sequence leaves every completion_tokens / concurrency steps and its successor's prompt is
-    # read then, while the others wait.
+    # A sequence ends every completion_tokens / concurrency steps. The prompt of the next sequence
+    # is prefilled then, while the others wait.
     per_token_s = step_s / concurrency + prefill_s / completion_tokens
     return Decode(1 / per_token_s, concurrency)
 

@@ -1,11 +1,12 @@
 """Divide the unequal GPUs of one site between training and generation.
 
-Only divisions that Echo runs are priced: training on GPUs of one type, over which torchrun's ranks
-shard the weights evenly, and generation on all others, each copy of the model by vLLM inside one
-machine. There are few of them, so all are tried.
+Only divisions that Echo can run are considered: training on GPUs of one type, with the weights
+sharded evenly over the ranks of torchrun, and generation on all other GPUs, with each copy of the
+model run by vLLM inside one machine. There are few such divisions, so all are tried.
 
 The idea is AReaL-Hex's (arXiv:2511.00796). Its search also splits training by layers and tensors,
-and across types of GPU: `bench/hex_search.py` has that, beside the ratios that the paper publishes.
+and across types of GPU; `bench/hex_search.py` implements that search and compares it with the
+paper's ratios.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from dataclasses import dataclass
 from echo.fleet.gpus import BYTES_PER_WEIGHT, Gpu, ModelShape, decode_rate, train_seconds
 
 PARALLEL_SIZES = (1, 2, 4, 8)
-"""Degrees of tensor parallelism of a copy that generates: divisors of a machine."""
+"""Degrees of tensor parallelism of a copy that generates: divisors of the GPUs of a machine."""
 MICRO_BATCH_TOKENS = 16_384
 """Tokens of one micro-batch of one rank."""
 STATE_BYTES_PER_PARAM = 16
-"""Bfloat16 weights and gradients, float32 masters and Adam moments: FSDP2 shards all of them."""
+"""Bytes of bfloat16 weights and gradients, float32 masters and Adam moments; FSDP2 shards all."""
 ACTIVATION_SHARE = 0.3
 """Share of a GPU's memory kept for activations, recomputed layer by layer."""
 _PASSES_PER_MICRO_BATCH = 3
-"""Weights are gathered forward and again backward, and gradients are reduced."""
+"""Passes of the weights over the links: gathered forward, gathered backward, gradients reduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteJob:
-    """Training per optimizer step."""
+    """The work of one optimizer step."""
 
     model: ModelShape
     rollouts_per_step: int
@@ -51,11 +52,11 @@ class SiteJob:
     max_tokens: float
     """Tokens of the longest sequence, prompt included."""
     reward_s: float = 0.0
-    """Seconds of rewards that nothing hides."""
+    """Seconds of rewards that no other work overlaps."""
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a sequence."""
+        """Mean tokens of a sequence."""
         return self.prompt_tokens + self.completion_tokens
 
 
@@ -65,7 +66,8 @@ class SiteJob:
 def train_step_s(cluster: Cluster, job: SiteJob, name: str, num_gpus: int) -> float:
     """Return the seconds of one optimizer step on GPUs of one type; infinite if it does not fit.
 
-    FSDP2 gathers the next layer during the present one: the slower of arithmetic and links counts.
+    FSDP2 gathers the next layer while it computes the present one, so the slower of the two
+    decides.
 
     Example: 8 GPUs of 10^14 operations per second at 40 %, a step of 3.2 * 10^15 operations: 10 s,
     if each micro-batch of 16 384 tokens takes longer than its weights over the links.
@@ -94,14 +96,15 @@ def training_sizes(gpu: Gpu, count: int) -> Iterator[int]:
 
 # --- generation -----------------------------------------------------------------------------------
 #
-# With continuous shares of the rollouts the optimum for given replicas is proportional to their
-# rates, so AReaL-Hex's programme (its Eq. 2, bilinear as printed) is an integer knapsack: maximise
-# the summed rate of the replicas subject to the GPUs of each type. No replica spans two types, so
-# each type has its own, solved by a dynamic programme. The shares are then rounded.
+# If shares of the rollouts are continuous, the best shares for given replicas are proportional to
+# their rates. So AReaL-Hex's programme (its Eq. 2, printed as a bilinear one) is an integer
+# knapsack: maximise the summed rate of the replicas subject to the GPUs of each type. No replica
+# spans two types, so each type has its own knapsack, solved by dynamic programming. The shares are
+# then rounded.
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total` whole things in proportion to `weights`; example: 10 by (2, 1) is [7, 3]."""
+    """Divide `total` into whole numbers in proportion to `weights`: 10 by (2, 1) is [7, 3]."""
     exact = [total * weight / sum(weights) for weight in weights]
     shares = [math.floor(value) for value in exact]
     order = sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])
@@ -122,7 +125,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """The replicas to run and what each generates of a step."""
+    """The replicas to run, and the rollouts of a step that each kind generates."""
 
     replicas: tuple[tuple[Replica, int], ...] = ()
     """(replica, how many)."""
@@ -166,7 +169,7 @@ def possible_replicas(cluster: Cluster, job: SiteJob) -> tuple[Replica, ...]:
 
 def choose_replicas(replicas: Sequence[Replica], count: int, num_rollouts: int) -> RolloutPlan:
     """Return the replicas with the highest summed rate on `count` GPUs, all of one type."""
-    # best[n]: the highest rate on n GPUs, and how many of each kind of replica give it.
+    # best[n]: the highest rate on n GPUs, and the number of each kind of replica that has it.
     best = [(0.0, (0,) * len(replicas))]
     for num_gpus in range(1, count + 1):
         options = [best[-1]]
@@ -206,7 +209,7 @@ class OverlappedStep:
     rollout_s: float
     """C_I, seconds of generation, rewards and weight update per step."""
     update_s: float
-    """The update's part of it."""
+    """Seconds of the weight update, a part of `rollout_s`."""
 
     @property
     def step_s(self) -> float:
@@ -221,7 +224,7 @@ class OverlappedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division(OverlappedStep):
-    """Which GPUs train, which generate, and what it leads to."""
+    """A step in which some GPUs train and the others generate."""
 
     train_gpu: str
     num_train_gpus: int

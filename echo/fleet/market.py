@@ -1,9 +1,10 @@
 """Regions, offers and rented fleets: rate, price, broadcast time.
 
-A fleet is a list of offers and how many nodes of each are active. Weights go from the learner once
-to each region with a relay, once to each offer whose nodes listen and pass them on in a chain, and
-once to every other node. The learner's uplink is shared by those streams, a relay's by the streams
-of its region; everything is pipelined by chunks, so that a hop costs one chunk.
+A fleet is a list of offers with the number of active nodes of each. The learner sends the weights
+once to each region with a relay, once to each offer whose nodes listen (they pass the weights on in
+a chain), and once to every other node. These streams share the learner's uplink. The streams within
+a region share the uplink of its relay. Streams are pipelined by chunks, so a hop delays a version
+by the time of one chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from echo.core.units import GIGABYTE
 from echo.fleet.job import Job
 
 UNLIMITED = 1e15
-"""Bytes per second of a link that has shown no limit."""
+"""Bytes per second of a link without a known limit."""
 Counts = Sequence[int]
 """Active nodes of each offer, in the order of the fleet's offers."""
 
@@ -31,7 +32,7 @@ class Region:
     price_per_gb: float = 0.0
     """$ per GB that leaves the learner for this region."""
     relay_bytes_per_s: float | None = None
-    """Uplink of the relay that stands there; None without one."""
+    """Uplink of the region's relay, bytes per second; None without a relay."""
     relay_price_per_h: float = 0.0
 
 
@@ -50,11 +51,11 @@ class Offer:
     down_bytes_per_s: float = UNLIMITED
     up_bytes_per_s: float = UNLIMITED
     can_listen: bool = False
-    """Whether others can dial it, so that it passes weights on."""
+    """Whether other nodes can dial it; then it passes weights on."""
     price_per_gb: float = 0.0
-    """$ per GB in and out of the node."""
+    """$ per GB that enters or leaves the node."""
     losses_per_h: float = 0.0
-    """How often one such node is taken away, as a spot machine is."""
+    """Losses of one node per hour, such as of a spot machine."""
     restart_s: float = 0.0
     """Seconds until a lost node is replaced."""
 
@@ -64,22 +65,22 @@ class Offer:
         return 1 / (1 + self.losses_per_h / 3600 * self.restart_s)
 
     def lost_rollouts_per_s(self) -> float:
-        """Rollouts that die half done with their node."""
+        """Rollouts per second that are lost half done with their node."""
         return self.losses_per_h / 3600 * self.concurrency / 2
 
     def rollouts_per_s(self, job: Job) -> float:
-        """Rollouts that one node finishes."""
+        """Rollouts per second that one node finishes."""
         made = self.tokens_per_s / job.completion_tokens * self.availability
         return max(0.0, made - self.lost_rollouts_per_s())
 
     def group_latency_s(self, job: Job) -> float:
-        """Seconds that a group takes: those of its longest rollout at one sequence's pace."""
+        """Seconds of a group: its longest rollout at the speed of one sequence."""
         return job.longest_completion_tokens * self.concurrency / self.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RentedFleet:
-    """Everything on offer, and the learner's side of the links."""
+    """All offers, their regions, and the learner's uplink."""
 
     offers: tuple[Offer, ...]
     regions: Mapping[str, Region]
@@ -87,7 +88,7 @@ class RentedFleet:
     """Uplink of the learner."""
 
     def region_of(self, offer: Offer) -> Region:
-        """Return where an offer stands."""
+        """Return the region of an offer."""
         return self.regions[offer.region]
 
     def rate(self, job: Job, counts: Counts) -> float:
@@ -142,12 +143,12 @@ class RentedFleet:
         return self.region_of(offer).relay_bytes_per_s is not None
 
     def link_bytes_per_s(self, offer: Offer) -> float:
-        """Return the rate of one node's stream; one that listens must also pass it on."""
+        """Return the rate of one node's stream; a node that listens must also send at that rate."""
         links = [self.region_of(offer).bytes_per_s, offer.down_bytes_per_s]
         return min([*links, offer.up_bytes_per_s] if offer.can_listen else links)
 
     def num_hops(self, offer: Offer, count: int) -> int:
-        """Return the stations between the learner and the last node of an offer."""
+        """Return the number of hops between the learner and the last node of an offer."""
         return (count - 1 if offer.can_listen else 0) + self.has_relay(offer)
 
     def _relay_s(self, job: Job, region_name: str, counts: Counts) -> float:
@@ -195,7 +196,7 @@ class RentedFleet:
     def cost_per_h(self, job: Job, counts: Counts) -> float:
         """Return $ per hour of a learner that never waits: machines and traffic, without its own.
 
-        This is what a selection minimises. Publications come every publish_period * train_s.
+        A selection minimises this cost. A version is published every publish_period * train_s.
         """
         publications_per_h = 3600 / (job.publish_period * job.train_s)
         traffic = self.publication_cost(job, counts) * publications_per_h

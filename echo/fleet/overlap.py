@@ -5,16 +5,17 @@ with R rollouts per step, S the staleness bound, kappa the publish period:
 
 * workers that pause while new weights arrive need
       rate >= kappa * R / (kappa * T_train - T_bcast)
-* workers that generate through the broadcast need
+* workers that keep generating during the broadcast need
       rate >= R / T_train  and  (kappa - 1) + ceil((T_bcast + T_group + T_queue) / T_train) <= S
-  where T_group is the time of a group and T_queue = R / rate that of gathering a batch.
+  where T_group is the time of a group and T_queue = R / rate is the time to gather a batch.
 
-`predict` does not use either. It follows the leases (leases/admission.py) step by step: batch k is
-generated after batch k - 1, begins once a version w with S + w + 1 > k is installed, and is trained
-after step k - 1. So the prediction holds also where the rule does not, and shows by how much. A
-batch is whole when the fleet has made its rollouts, and no sooner than its first groups; where
-groups differ in length some workers are still busy with the last ones when the others go on with
-the next batch, or wait for it: half of a group's time at most.
+`predict` uses neither reading. It follows the rule of admission (leases/admission.py) step by step:
+batch k is generated after batch k - 1, begins once a version w with S + w + 1 > k is installed, and
+is trained after step k - 1. So the prediction is also valid for a fleet that breaks the rule, and
+says how long its learner waits. A batch is complete when the fleet has made its rollouts, but not
+before its first group is done. If groups differ in length, some workers still make the last groups
+of a batch while the others begin the next batch or wait for it. That delays a batch by half of a
+group's time at most.
 
 Differs from the paper: the second reading and the prediction are this project's.
 """
@@ -31,17 +32,17 @@ from statistics import NormalDist
 from echo.fleet.job import Job
 
 _CYCLES = 40
-"""Publications that a prediction follows; the first half is run-in and does not count."""
+"""Publications that a prediction follows; the first half is the warm-up and is not counted."""
 _LARGEST_TAIL = 0.5
-"""Of a group's time, by which the last of a batch are later than the rate says."""
+"""Largest delay of a batch by its last groups, as a share of a group's time."""
 MAX_STALENESS = 64
-"""Largest S proposed: the longest lag that published systems survive."""
+"""Largest S that is proposed: published systems train stably up to this staleness."""
 _CHANGE = 0.9
-"""Factor by which a resource is multiplied to see whether it binds."""
+"""Factor by which a resource is improved to find out whether it limits the run."""
 
 
 class Resource(Enum):
-    """Resources that can limit the speed of a run."""
+    """The resources that can limit the speed of a run."""
 
     LEARNER = "the learner's own steps"
     ROLLOUTS = "the rate of rollouts"
@@ -51,7 +52,7 @@ class Resource(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Forecast for a fleet."""
+    """Predicted speed, idle time and staleness of a fleet."""
 
     step_s: float
     """Mean seconds between optimizer steps; infinite if no rollout is ever made."""
@@ -60,7 +61,7 @@ class Prediction:
     staleness: Mapping[int, float]
     """Share of the trained tokens by staleness; empty if nothing is trained."""
     wasted_share: float
-    """Share of the generated rollouts that no step uses; useless groups not counted."""
+    """Share of the generated rollouts that no step uses, apart from groups without a signal."""
 
     @property
     def mean_staleness(self) -> float:
@@ -71,8 +72,8 @@ class Prediction:
 def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = None) -> float:
     """Return the rollouts per second that the rule asks for, without margin.
 
-    Example: R = 64, T_train = 10 s, kappa = 2, T_bcast = 4 s. Pausing workers have 16 s of 20 for
-    128 rollouts, 8 per second; the others 64 per 10 s, 6.4 per second.
+    Example: R = 64, T_train = 10 s, kappa = 2, T_bcast = 4 s. Pausing workers have 16 s of 20 s for
+    128 rollouts: 8 per second. Workers that keep generating make 64 in 10 s: 6.4 per second.
 
     Returns:
         Infinity if pausing workers have no time left to generate.
@@ -84,14 +85,14 @@ def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = Non
 
 
 def window_s(job: Job) -> float:
-    """Return the seconds that a version has from publication to the first batch made with it."""
+    """Return the seconds from a publication until its first batch must be complete."""
     return (job.max_staleness - job.publish_period + 1) * job.train_s
 
 
 def fits_window(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
-    """Tell whether the second reading's condition on staleness holds.
+    """Return whether the second reading's condition on staleness holds.
 
-    ceil(y) <= n is y <= n for whole n, so the rounding of the rule needs no rounding here.
+    For whole n, ceil(y) <= n is the same as y <= n, so nothing is rounded here.
     """
     if rate <= 0:
         return False
@@ -100,9 +101,9 @@ def fits_window(job: Job, *, rate: float, broadcast_s: float, latency_s: float) 
 
 
 def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
-    """Tell whether a fleet satisfies the job's reading of the rule, margin included.
+    """Return whether a fleet satisfies the job's reading of the rule, margin included.
 
-    Broadcasts must not pile up either: each has to end before the next begins.
+    Each broadcast must also end before the next begins.
     """
     if broadcast_s >= job.publish_period * job.train_s:
         return False
@@ -116,15 +117,15 @@ def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) ->
 def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> float:
     """Return the least factor by which steps must be longer for a fleet to satisfy the rule.
 
-    A period of S + 1 leaves nothing of the bound, and no longer step satisfies the rule: workers
-    and learner take turns. The factor is then by how much longer steps are, always above 1.
+    With a period of S + 1, no step is long enough for the rule: workers and learner take turns. The
+    factor then says how much longer steps become, which is always above 1.
 
     Example: S = 1, kappa = 1, T_train = 10 s, R = 64, 16 rollouts per second, T_bcast = 7 s and no
     other time: a version, and the batch made with it, take 7 + 4 s; steps of 11 s suffice, 1.1.
     With kappa = 2 two steps take 7 + 4 + 20 s: 15.5 s each, 1.55.
 
     Returns:
-        1 where the rule is kept as it is, margin included; infinity where no step is long enough.
+        1 if the fleet satisfies the rule, margin included; infinity if no step is long enough.
     """
     period, batch = job.publish_period, job.rollouts_per_step
     if rate <= 0 or job.train_s <= 0:
@@ -137,7 +138,8 @@ def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: floa
         if num_steps > 0:
             needed_s /= num_steps
         else:
-            # All batches of a period wait for its version, and the learner for the first of them.
+            # All batches of a period wait for its version, and the learner waits for the first
+            # batch.
             later_s = max(period * job.train_s, (period - 1) * batch / rate + job.train_s)
             needed_s = (needed_s + later_s) / period
         least_s = max(batch * (1 + job.margin) / rate, broadcast_s / period, needed_s)
@@ -155,16 +157,16 @@ def predict(
     lost_per_s: float = 0.0,
     is_paced: bool = True,
 ) -> Prediction:
-    """Return what a fleet leads to: speed, idle share, staleness, waste.
+    """Predict speed, idle share, staleness and waste of a fleet.
 
     Args:
         job: what is trained.
         rate: rollouts per second of all nodes together.
         broadcast_s: seconds from a publication until every node holds it.
         latency_s: seconds that a group takes.
-        lost_per_s: rollouts per second that die with their node; not part of `rate`.
-        is_paced: whether leases hold workers back; without them everything beyond the demand is
-            made and thrown away.
+        lost_per_s: rollouts per second that are lost with their node; not part of `rate`.
+        is_paced: whether leases limit the workers; if not, rollouts beyond the demand are made and
+            discarded.
     """
     if rate <= 0:
         return Prediction(step_s=math.inf, idle_share=1.0, staleness={}, wasted_share=0.0)
@@ -196,14 +198,14 @@ class _Pipeline:
         self.latency_s = latency_s
         self.is_paced = is_paced
         self.tail_s = min(_LARGEST_TAIL, job.completion_spread) * latency_s
-        """By which the last groups of a batch are later than the rate says."""
+        """Seconds by which the last groups of a batch delay it beyond the time by its rate."""
         self.batch_s = _with_spread(job, job.rollouts_per_step / rate)
         self.ends = [0.0]
-        """When version v is complete, by v; the initial weights are there at 0."""
+        """Version -> when its broadcast is complete; that of the initial weights is at 0."""
         self.installed = [(0.0, 0)]
-        """(time, version) in order."""
+        """(time, version) of each installation, in order of time."""
         self.generated_at = 0.0
-        """When the fleet has done the work of the last batch so far."""
+        """When the fleet has finished the newest batch."""
         self.staleness: dict[int, float] = {}
 
     def make_step(self, step: int) -> None:
@@ -218,12 +220,12 @@ class _Pipeline:
         self.ends.append(start + self.job.train_s)
         version = step + 1
         if version % self.job.publish_period == 0:
-            # A version that overtakes an unfinished one waits for it: one link, in order.
+            # A link sends versions in order, so a version waits for the one before it.
             at = max(self.ends[-1], self.installed[-1][0]) + self.broadcast_s
             self.installed.append((at, version))
 
     def _gate(self, step: int) -> float:
-        """Return when the first version is installed under which this batch may be generated."""
+        """Return when the first version that may generate this batch is installed."""
         if not self.is_paced:
             return 0.0
         oldest = step - self.job.max_staleness
@@ -256,10 +258,10 @@ class _Pipeline:
 
 
 def _with_spread(job: Job, batch_s: float) -> float:
-    """Return the time of a batch, longer where its spread makes the learner wait now and then.
+    """Return the mean time of a step, given that the time of a batch varies.
 
-    The learner's step takes max(T_train, X) with X the time of a batch; the buffer averages X over
-    the n batches that staleness allows to run ahead. For normal X that mean is
+    A step takes max(T_train, X), X being the time of a batch. The buffer averages X over the n
+    batches that staleness allows to be made ahead. For normal X that mean is
     T + d * (z * Phi(z) + phi(z)), with d the deviation and z = (mean - T) / d.
     """
     ahead = max(1, job.max_staleness - job.publish_period + 2)
@@ -274,7 +276,7 @@ def _with_spread(job: Job, batch_s: float) -> float:
 def binding_resource(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> Resource:
     """Return the resource whose improvement by a tenth shortens the step most.
 
-    A tenth off the learner's own time always counts as such, so it wins only if it helps most.
+    The learner's own time is one of the resources; it is returned only if it helps most.
     """
 
     def step_s(job: Job, rate: float, broadcast_s: float, latency_s: float) -> float:
@@ -293,9 +295,9 @@ def binding_resource(job: Job, *, rate: float, broadcast_s: float, latency_s: fl
 def staleness_range(
     job: Job, *, rate: float, broadcast_s: float, latency_s: float
 ) -> tuple[int, int] | None:
-    """Return (least S that satisfies the rule, S from which more no longer helps); None if none.
+    """Return (least S that satisfies the rule, S beyond which a larger S does not help), or None.
 
-    The job's own bound is left out of account; up to MAX_STALENESS are tried.
+    Values up to MAX_STALENESS are tried, whatever the job's own bound.
     """
 
     def idle(bound: int) -> float:

@@ -22,17 +22,17 @@ from echo.fleet.selection import Selection, select
 
 # --- fleet to rent --------------------------------------------------------------------------------
 #
-# Where nothing fits, the plan is the list of reasons and the changes that would help, the smallest
-# first (`refuse`).
+# If no fleet is sufficient, the plan lists the reasons and the changes that would help, the
+# smallest first (`refuse`).
 
 
 PARETO_SLOWDOWNS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
-"""Steps longer than the learner's own time by these factors make up the Pareto front."""
+"""Factors of the learner's own step time for which the Pareto front has a fleet each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Forecast for a set of active nodes."""
+    """Predicted speed and cost of a set of active nodes."""
 
     counts: tuple[int, ...]
     rate: float
@@ -44,7 +44,7 @@ class Forecast:
     rent_per_h: float
     """$ per hour for nodes and relays."""
     traffic_per_h: float
-    """$ per hour for weights and rollouts, at the predicted pace."""
+    """$ per hour for sending weights and rollouts, at the predicted speed."""
     learner_per_h: float
     cost_per_step: float
     """$ per optimizer step: learner, nodes and traffic."""
@@ -63,7 +63,7 @@ class Sensitivity:
 
     change: str
     idle_change: float
-    """Difference of idle shares; negative is less waiting."""
+    """Difference of idle shares; negative if the learner waits less."""
     cost_change_per_h: float
     """Difference in $ per hour."""
 
@@ -74,22 +74,22 @@ class Provisioning:
 
     fleet: RentedFleet
     job: Job
-    """With the publish period of the plan."""
+    """The job, with the publish period of the plan."""
     outcome: Forecast
     gap: float
     """Share of the cost by which another selection may be cheaper; 0 for the proven optimum."""
     required_pausing: float
-    """Rollouts per second by the reading for workers that pause during a broadcast."""
+    """Rollouts per second that the rule requires of workers that pause during a broadcast."""
     required_overlapping: float
-    """The same by the reading for workers that generate through it."""
+    """Rollouts per second that the rule requires of workers that generate during a broadcast."""
     binding: Resource
     staleness_bounds: tuple[int, int] | None
-    """(least S that satisfies the rule, S from which more no longer helps)."""
+    """(least S that satisfies the rule, S beyond which a larger S does not help)."""
     unpaced_waste: float
-    """Share of rollouts thrown away if no lease held workers back."""
+    """Share of rollouts that would be discarded if leases did not limit the workers."""
     sensitivities: tuple[Sensitivity, ...]
     front: tuple[Forecast, ...]
-    """Cheapest sets by speed, fastest first."""
+    """The cheapest set for each speed, fastest first."""
 
 
 def provision(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Provisioning | None:
@@ -130,7 +130,7 @@ def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
 
 
 def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
-    """Return what a set of nodes leads to.
+    """Predict speed and cost of a set of nodes.
 
     Example: a fleet of $0.68/h, a learner of $2/h, steps of 90 s, no traffic: 2.68 / 40 = $0.067
     per step; with 512 rollouts of 1000 tokens per step $0.131 per million tokens.
@@ -161,7 +161,7 @@ def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
 
 
 def sensitivities(fleet: RentedFleet, job: Job, counts: Counts) -> tuple[Sensitivity, ...]:
-    """Return what one node more or less of each offer, and other single changes, would do."""
+    """Return the effect of one node more or less of each offer, and of other single changes."""
     before = outcome_of(fleet, job, counts)
     changed: list[tuple[str, Forecast]] = []
     for index, offer in enumerate(fleet.offers):
@@ -193,10 +193,10 @@ def sensitivities(fleet: RentedFleet, job: Job, counts: Counts) -> tuple[Sensiti
 
 
 def pareto_front(fleet: RentedFleet, job: Job) -> tuple[Forecast, ...]:
-    """Return the cheapest fleets for longer and longer steps: cost per hour against idle share.
+    """Return the cheapest fleet for each of several step times: cost per hour and idle share.
 
-    A fleet that keeps a learner busy whose steps are f times as long is the cheapest that sustains
-    a step of f * T_train. Sets that cost more and idle more than another are left out.
+    For each factor f, the fleet is the cheapest that sustains steps of f * T_train. A set is left
+    out if another one costs less and has a learner that waits less.
     """
     found: dict[tuple[int, ...], Forecast] = {}
     for slowdown in PARETO_SLOWDOWNS:
@@ -231,7 +231,7 @@ def _predict(fleet: RentedFleet, job: Job, counts: Counts, *, is_paced: bool) ->
 
 
 MAX_FACTOR = 64.0
-"""A change by more than this is no remedy."""
+"""Largest change that is proposed as a remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +240,7 @@ class Remedy:
 
     text: str
     factor: float
-    """New value over old, at least 1: the smaller the better."""
+    """New value over old value, at least 1; the smallest is best."""
     selection: Selection
 
 
@@ -273,7 +273,7 @@ def refuse(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Refusal:
 
 
 def _reasons(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> list[str]:
-    """Return every condition of the rule that fails even in its best case."""
+    """Return the conditions of the rule that no fleet of these offers satisfies."""
     reasons = []
     everything = [offer.count for offer in fleet.offers]
     rate = fleet.rate(job, everything)
@@ -322,7 +322,7 @@ def _reasons(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> list[str]:
 
 
 def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Selection | None:
-    """Return the cheapest sufficient set of any publish period: rarer traffic costs less."""
+    """Return the cheapest sufficient set of all periods; a longer one has less traffic."""
     unbounded = replace(job, budget_per_h=math.inf)
     found = [select(fleet, unbounded, periods=[period]) for period in periods]
     return min(
@@ -333,7 +333,7 @@ def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Sel
 
 
 def _with_more_nodes(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
-    """Return the offer that needs the fewest further nodes."""
+    """Return a remedy by more nodes of one offer, the one that needs the fewest."""
     best: Remedy | None = None
     total = max(1, sum(offer.count for offer in fleet.offers))
     for index, offer in enumerate(fleet.offers):
@@ -389,7 +389,7 @@ def slowed(
 ) -> tuple[float, Selection] | None:
     """Return the least factor (to 1 %) by which steps must be longer for a set to suffice.
 
-    Accepts that the learner waits: the set is the cheapest of a learner with such steps.
+    The learner may wait: the set is the cheapest for a learner with steps of that length.
 
     Returns:
         The factor and the set; None if even MAX_FACTOR does not help.

@@ -1,13 +1,13 @@
 """Cheapest sufficient set of nodes, by one search that is bounded.
 
-The rule is convex in the number of nodes: the time of a broadcast is a maximum of linear functions,
-and both the rate that pausing workers need and the time of gathering a batch are convex. So the
-optimum is that of a mixed-integer linear programme (HiGHS) to which tangents are added until its
-answer satisfies the rule itself. Without a tangent at the answer it would be too optimistic, never
-too pessimistic.
+The rule is convex in the numbers of nodes: the time of a broadcast is a maximum of linear
+functions, and both the rate that pausing workers need and the time to gather a batch are convex. So
+a mixed-integer linear programme (HiGHS) finds the optimum: tangents are added to it until its
+answer satisfies the rule itself. A tangent never excludes a sufficient set, so a missing tangent
+makes the programme too optimistic and never too pessimistic.
 
-The search ends after MAX_NODES nodes of its tree. Its answer is then sufficient, and it says by how
-much the optimum may be cheaper.
+The search ends after MAX_NODES nodes of its tree. Its answer is then sufficient but perhaps not
+optimal; `gap` bounds how much cheaper the optimum may be.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from echo.fleet.market import Counts, Offer, RentedFleet
 from echo.fleet.overlap import is_enough, required_rate, window_s
 
 MAX_NODES = 1000
-"""Nodes of one search: 40 offers that hardly differ need 2 s for this number, most fleets need ten
-nodes.
+"""Nodes of the tree of one search. Most fleets need ten; 40 offers that hardly differ reach the
+limit, after 2 s.
 """
 MAX_ROUNDS = 60
-"""Tangents at most; a handful is usual."""
+"""Largest number of tangents; a handful is usual."""
 
 
 class SearchLimitError(EchoError):
@@ -45,11 +45,11 @@ class Selection:
     cost_per_h: float
     """$ per hour for nodes and traffic."""
     gap: float
-    """Share of the cost by which a set may be cheaper; 0 for the proven optimum."""
+    """Share of the cost by which the optimum may be cheaper; 0 if this is the proven optimum."""
 
 
 def is_sufficient(fleet: RentedFleet, job: Job, counts: Counts) -> bool:
-    """Tell whether these nodes satisfy rule and budget."""
+    """Return whether these nodes satisfy rule and budget."""
     return fleet.cost_per_h(job, counts) <= job.budget_per_h * (1 + 1e-9) and is_enough(
         job,
         rate=fleet.rate(job, counts),
@@ -61,7 +61,7 @@ def is_sufficient(fleet: RentedFleet, job: Job, counts: Counts) -> bool:
 def select(
     fleet: RentedFleet, job: Job, *, periods: Iterable[int] | None = None
 ) -> Selection | None:
-    """Return the cheapest sufficient set with the smallest publish period that has one."""
+    """Return the cheapest sufficient set for the smallest publish period that has one."""
     for period in [job.publish_period] if periods is None else periods:
         tried = replace(job, publish_period=period)
         found = _search(fleet, tried)
@@ -75,8 +75,8 @@ def select(
 # --- the programme --------------------------------------------------------------------------------
 #
 # Variables, in this order: x_j nodes of each offer, z_j whether an offer is used, r_g whether a
-# region's relay is used, t the seconds of a broadcast. Every constraint but one is linear as it
-# stands; the convex one (rate against t for pausing workers, gathering time against rate for the
+# region's relay is used, t the seconds of a broadcast. All constraints except one are linear. The
+# convex one (rate against t for pausing workers, time to gather a batch against rate for the
 # others) enters as tangents, one per round, until the answer satisfies the rule itself.
 
 
@@ -114,7 +114,7 @@ class _Rows:
     bounds: list[float] = field(default_factory=list)
 
     def add(self, row: _Row, bound: float) -> None:
-        # Scaled to a largest coefficient of 1: HiGHS compares with absolute tolerances.
+        # Scale the largest coefficient to 1, because HiGHS compares with absolute tolerances.
         scale = max(float(np.abs(row).max()), 1e-300)
         self.rows.append(row / scale)
         self.bounds.append(bound / scale)
@@ -139,14 +139,14 @@ class _Programme:
             self.constraints.add(-self.costs, -job.budget_per_h)
 
     def solve(self) -> tuple[tuple[int, ...], float] | None:
-        """Return the counts of the present optimum, and their gap; None if there is none."""
+        """Return the counts of the optimum with the present tangents, and their gap, or None."""
         offers, job = self.fleet.offers, self.job
         is_integer = np.ones(self.size)
         is_integer[self.time_index] = 0
         upper = np.ones(self.size)
         upper[: self.num_offers] = [offer.count for offer in offers]
         upper[self.time_index] = job.publish_period * job.train_s * (1 - _SLACK)
-        # Imported here: a machine that has a plan needs no scipy.
+        # Imported here, because only a machine that makes a plan needs scipy.
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         result = milp(
@@ -156,7 +156,8 @@ class _Programme:
             constraints=LinearConstraint(np.array(self.constraints.rows), self.constraints.bounds),
             options={"node_limit": MAX_NODES, "mip_rel_gap": 0.0},
         )
-        # "Unbounded or infeasible" has no status of its own; no variable is unbounded.
+        # HiGHS reports "unbounded or infeasible" as one status; here it means infeasible, since no
+        # variable is unbounded.
         if result.status == _INFEASIBLE or "infeasible" in result.message:
             return None
         if result.x is None:
@@ -197,7 +198,7 @@ class _Programme:
         return np.zeros(self.size)
 
     def _costs(self) -> _Row:
-        """$ per hour of one unit of each variable; adds up to Fleet.cost_per_h."""
+        """$ per hour of one unit of each variable; the sum is RentedFleet.cost_per_h."""
         fleet, job, row = self.fleet, self.job, self._row()
         publications_per_h = 3600 / (job.publish_period * job.train_s)
         gb_per_h = job.version_bytes / GIGABYTE * publications_per_h
@@ -216,7 +217,7 @@ class _Programme:
         return row
 
     def _link_variables(self) -> None:
-        """An offer is used if it has nodes, and so is its region's relay."""
+        """Require that an offer with nodes counts as used, and the relay of its region as well."""
         for index, offer in enumerate(self.fleet.offers):
             has_nodes = self._row()
             has_nodes[self.num_offers + index], has_nodes[index] = offer.count, -1
@@ -231,7 +232,7 @@ class _Programme:
                 self.constraints.add(relay, 0)
 
     def _bound_broadcast(self) -> None:
-        """The broadcast lasts at least as long as each offer in use needs, link by link."""
+        """Require that the broadcast lasts as long as each link of each offer in use needs."""
         job, fleet = self.job, self.fleet
         for index, offer in enumerate(fleet.offers):
             link = fleet.link_bytes_per_s(offer)
@@ -250,7 +251,7 @@ class _Programme:
                     seconds[index] += per_hop
                 hops = fleet.has_relay(offer) - int(offer.can_listen)
                 constant += fleet.region_of(offer).latency_s + hops * per_hop
-                # Void unless the offer is used: then `most` takes everything back.
+                # If the offer is not used, `most` makes the constraint void.
                 most = max(0.0, constant + float(np.abs(seconds) @ self._most()))
                 row = -seconds
                 row[self.time_index] += 1

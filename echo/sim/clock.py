@@ -1,9 +1,10 @@
-"""Virtual time for asyncio: calls in order of their instants, and nothing in between.
+"""Virtual time for asyncio: calls in order of their instants, without waiting.
 
-On a `VirtualLoop` tasks, timers and timeouts run as they are, and time jumps to the next timer once
-nothing is ready. Calls of one instant happen in the order in which they were asked for, so that the
-same calls give the same history. It has no sockets and no threads. The loop does the work of a
-node's threads (`InlineThreads`), in the simulated time that the caller states.
+Tasks, timers and timeouts run on a `VirtualLoop` without change. Once no callback is ready, time
+jumps to the next timer. Calls for the same instant are made in the order in which they were
+scheduled, so the same program gives the same history. The loop has no sockets and no threads. It
+does the work of a node's threads itself (`InlineThreads`), each call after the simulated time that
+the caller states.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from echo.runtime.threads import Returned
 
 
 class StandstillError(RuntimeError):
-    """The loop has not ended, and nothing is scheduled on it."""
+    """The loop has not ended, but no call is scheduled on it."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop whose time passes only while nothing is ready, and then at once.
+    """An event loop whose time jumps to the next timer once no callback is ready.
 
     Timers of one instant fire in the order in which they were set, which asyncio does not promise:
     messages that arrive together keep their order.
@@ -54,7 +55,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def _run_once(self) -> None:
-        """Make the calls that are ready; where none is, let time pass until a timer is due.
+        """Make the calls that are ready; if none is, advance time to the next timer first.
 
         Raises:
             StandstillError: if there is no timer either.
@@ -79,12 +80,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()  # noqa: SLF001 -- as its base class does
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Leave it among the timers until its time has come."""
+        """Do nothing: a cancelled timer is dropped when it is due."""
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Any, *args: Any
     ) -> NoReturn:
-        """Refuse: how long a thread takes, virtual time does not know.
+        """Refuse: the duration of a thread's work is unknown in virtual time.
 
         Raises:
             RuntimeError: always.
@@ -99,7 +100,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class InlineThreads:
-    """A node's threads on virtual time: each call is made in the loop, when it would have ended."""
+    """A node's threads on virtual time: the loop makes each call, at the instant of its end."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -113,12 +114,12 @@ class InlineThreads:
         return InlinePool(self, name, num_threads)
 
     def close(self) -> None:
-        """Make no more calls, those under way included."""
+        """Make no more calls, not even those that have begun."""
         self.is_closed = True
 
 
 class InlinePool:
-    """Calls of one purpose, in the order in which they were asked for."""
+    """The calls of one pool, in the order in which they were requested."""
 
     def __init__(self, threads: InlineThreads, name: str, num_threads: int) -> None:
         self._threads = threads
@@ -126,7 +127,7 @@ class InlinePool:
         self._free_at = [-math.inf] * num_threads
 
     def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
-        """Make a call once a thread has been free for as long as it takes."""
+        """Make a call at the end of its simulated duration, which begins once a thread is free."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Returned] = loop.create_future()
         begins_at = max(loop.time(), self._free_at[0])

@@ -1,4 +1,4 @@
-"""Faults: those of the scenario, and machines taken away at random."""
+"""Faults of a simulation: those of the scenario, and random losses of spot machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echo.sim.worker import SimWorker
 
 @dataclass(slots=True, eq=False)
 class SimulatedSite:
-    """A rented place: a machine's access to the network, with or without a process."""
+    """A rented machine and its access to the network; a process may run on it or not."""
 
     name: str
     offer: Offer
@@ -26,12 +26,12 @@ class SimulatedSite:
     worker: SimWorker | None = None
     rental: Rental | None = None
     num_absences: int = 0
-    """Faults that keep the machine away at present."""
+    """Number of present faults, each of which keeps the machine away."""
     is_given_up: bool = False
-    """Whether its worker has given the machine back for good."""
+    """Whether its worker has given the machine back; it does not return."""
 
     def give_back(self, now: float) -> None:
-        """Pay for the machine no more."""
+        """Stop paying for the machine."""
         if self.rental is not None:
             self.rental.until_s, self.rental = now, None
 
@@ -54,11 +54,11 @@ class Faults:
     """All faults of one run."""
 
     def __init__(self, stage: Stage) -> None:
-        """Know the stage; `begin` sets the clock."""
+        """Start without events; `begin` schedules them."""
         self._stage = stage
 
     def begin(self) -> None:
-        """Have everything happen at its time."""
+        """Schedule all faults at their instants."""
         stage = self._stage
         for fault in stage.scenario.faults:
             stage.loop.call_at(fault.at_s, self._happen, fault)
@@ -90,19 +90,19 @@ class Faults:
         self._stage.loop.call_later(wait_s, self._lose, site, chance)
 
     def _lose(self, site: SimulatedSite, chance: random.Random) -> None:
-        """Take a spot machine away, and wait for the next loss from its return on."""
+        """Take a spot machine away; after its return, schedule the next loss."""
         self._take(site, is_silent=True, for_s=site.offer.restart_s)
         self._stage.loop.call_later(site.offer.restart_s, self._await_loss, site, chance)
 
     def _take(self, site: SimulatedSite, *, is_silent: bool, for_s: float | None) -> None:
-        # Empty from now on: what ends there may do so after its successor has begun.
+        # Clear the site first: its process may end after the next process has begun.
         stage, worker, site.worker = self._stage, site.worker, None
         site.num_absences += 1
         if worker is not None:
             stage.history.num_deaths += 1
             stage.kill(worker, is_silent=is_silent)
         if is_silent:
-            # A machine that is taken away is no longer paid for; one with a dead process is.
+            # A machine that is taken away is no longer paid for. A machine with a dead process is.
             site.give_back(stage.loop.time())
         if for_s is not None:
             stage.loop.call_later(for_s, self._return, site)

@@ -1,4 +1,4 @@
-"""From a scenario to its learner: the real one, with a timed trainer and a disk in memory."""
+"""Learner of a simulation: the real one, with a timed trainer and a disk in memory."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
 GIVE_UP_S = 3600.0
 GIVE_UP_STEPS = 30
-"""A run ends when nothing was trained for this long and for the time of this many steps."""
+"""A run ends once it has trained nothing for GIVE_UP_S and for the time of GIVE_UP_STEPS steps."""
 LINEAGES = (Lineage(1, 0),)
 UNBOUNDED = 1 << 30
-"""A bound on staleness that never holds a lease back."""
+"""A bound on staleness that is so large that it never delays a lease."""
 
 _log = logging.getLogger("echo.sim")
 
 
 class SimLearner(LearnerNode):
-    """The learner, of whose steps the history is told."""
+    """The real learner, which records its steps in the history."""
 
     is_watching = False
 
@@ -82,7 +82,7 @@ class SimLearner(LearnerNode):
         broadcast: Broadcast,
         end: Callable[[str], None],
     ) -> None:
-        """Begin a run; `end` gets the reason for which it ended, "" after its last step."""
+        """Begin a run; `end` is called with the reason of its end, "" after its last step."""
         self.link, self._num_broadcasts = transport, 0
         self._scenario, self._groups, self._history, self._end_run = scenario, groups, history, end
         sections = make_sections(scenario, scale=versions.scale)
@@ -114,11 +114,11 @@ class SimLearner(LearnerNode):
         super().__init__(opened, transport, sections, self, threads=threads, log=_log)
 
     def waiting(self) -> dict[int, float]:
-        """Return the groups that wait to be trained, and how many tokens they have."""
+        """Return the groups that wait to be trained, and their number of tokens."""
         return {i: self._groups.length(i).num_tokens for i in self._memory.waiting}
 
     def write_metrics(self, step: int, row: Row) -> None:
-        """Take down a step."""
+        """Record a step in the history."""
         figures: Mapping[str, Any] = row
         history, trainer = self._history, self.trainer
         if self.pace.num_broadcasts > self._num_broadcasts:
@@ -150,20 +150,19 @@ class SimLearner(LearnerNode):
             self._end_run("")
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw nothing: no terminal shows them."""
+        """Do nothing: a simulation has no terminal."""
 
     def export(self, directory: Path, publication: Publication) -> None:
-        """Note that the run has ended: before its last step only its budget ends it."""
+        """Note that the run has ended; before its last step, only the budget can end it."""
         self._end_run("the budget of the run is spent")
 
 
 def make_sections(scenario: Scenario, *, scale: float) -> RunSections:
-    """Return the learner's configuration, as far as its node reads it.
+    """Return the sections of the configuration that the learner's node reads.
 
     Args:
         scenario: what is simulated.
-        scale: true bytes that a byte of a simulated version stands for; prices are per this number
-            of bytes.
+        scale: true bytes per byte of a simulated version; prices are per simulated GB.
     """
     job, settings = scenario.job, scenario.settings
     return RunSections(
@@ -190,16 +189,17 @@ def make_sections(scenario: Scenario, *, scale: float) -> RunSections:
 
 
 def make_batch(job: Job) -> BatchSection:
-    """Return how much is trained on per step."""
+    """Return the section with the size of a batch."""
     return BatchSection(group_size=job.group_size, groups_per_step=job.groups_per_step)
 
 
 def make_buffer(scenario: Scenario) -> StalenessBuffer:
-    """Return the empty buffer."""
+    """Return the learner's buffer, empty."""
     job = scenario.job
     buffer = StalenessBuffer(max_staleness=job.max_staleness, lineages=LINEAGES)
     if not scenario.settings.is_paced:
-        # Without pacing the role knows no bound; the buffer keeps the real one all the same.
+        # Without pacing, leases are granted without a bound; the buffer still enforces the real
+        # one.
         buffer.admission_staleness = UNBOUNDED
     return buffer
 
@@ -270,7 +270,7 @@ def _activation_settings(scenario: Scenario, *, scale: float) -> ActivationSetti
 
 
 def _egress_per_gb(scenario: Scenario) -> float:
-    """Return $ per GB that leaves the learner: the mean over the regions where nodes stand."""
+    """Return $ per GB that leaves the learner: the mean over the regions that have nodes."""
     fleet = scenario.fleet
     regions = {o.region for o, count in zip(fleet.offers, scenario.counts, strict=True) if count}
     prices = [fleet.regions[name].price_per_gb for name in sorted(regions)]
@@ -278,7 +278,7 @@ def _egress_per_gb(scenario: Scenario) -> float:
 
 
 class NoPrompts:
-    """The prompts of a simulation, which say nothing."""
+    """The prompts of a simulation; all are the same."""
 
     def lease(self, group_id: int, attempt: int) -> Lease:
         return Lease(group_id=group_id, attempt=attempt, seed=group_id, prompt_ids=(0,), example={})

@@ -1,7 +1,7 @@
-"""Lengths of groups, drawn by their number, and what every group consists of.
+"""Lengths of groups, drawn by group id, and the versions that sampled each group.
 
-The roles carry groups with one token for each version that sampled them; what such a token stands
-for is noted here.
+In a simulation, a group on the wire has one token for each version that sampled it. The number of
+tokens that it stands for is kept here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo.wire.codec import Frame
 from echo.wire.messages import Lease
 
 REMEMBERED = 1 << 17
-"""Groups whose lengths are kept; those of others are drawn again."""
+"""Groups whose lengths are kept; other lengths are drawn again when they are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class GroupLength:
     """Completion tokens of one group."""
 
     num_tokens: int
-    """Of all rollouts."""
+    """Tokens of all rollouts."""
     longest: int
-    """Of the longest one."""
+    """Tokens of the longest rollout."""
     is_useful: bool = True
     """Whether its rewards differ, so that something can be learned from it."""
 
 
 class LogNormalLengths:
-    """Completions of log-normal length, independent of each other, cut off at a limit."""
+    """Independent completions of log-normal length, cut off at a limit."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class LogNormalLengths:
         useful_share: float,
         seed: int,
     ) -> None:
-        """Take the law: `mean`, before the limit, and `limit` in tokens, `spread` over mean."""
+        """Set the distribution: `mean` before the cut and `limit` in tokens, `spread` over mean."""
         self._sigma = math.sqrt(math.log1p(spread**2))
         self._mu = math.log(mean) - self._sigma**2 / 2
         self._limit = max(1, round(limit))
@@ -73,7 +73,7 @@ Shares = list[tuple[PolicyVersion, float]]
 
 
 class _Named(msgspec.Struct):
-    """The fields of a group's header that are read (`codec.GroupHeader`)."""
+    """The fields of a group's header (`codec.GroupHeader`) that the simulation reads."""
 
     group_id: int
 
@@ -89,7 +89,7 @@ class Groups:
         self._bytes_per_token = upload_bytes_per_token
         self._shares: dict[int, dict[int, Shares]] = {}
         self.tokens_sampled = 0.0
-        """Of groups that were finished."""
+        """Tokens of all finished groups."""
 
     def length(self, group_id: int) -> GroupLength:
         return self._lengths.of(group_id)
@@ -100,7 +100,7 @@ class Groups:
         return self._lengths.of(group_id).num_tokens * self._bytes_per_token
 
     def sampled(self, lease: Lease, shares: Shares) -> None:
-        """Note what a finished attempt consists of."""
+        """Record the versions that sampled a finished attempt, and their tokens."""
         self.tokens_sampled += sum(share for _, share in shares)
         self._shares.setdefault(lease.group_id, {})[lease.attempt] = shares
 
@@ -108,7 +108,7 @@ class Groups:
         return self._shares[group.group_id][group.attempt]
 
     def waiting(self, group_id: int) -> float:
-        """Return how many tokens one finished attempt of a group has; 0 if it came to an end."""
+        """Return the tokens of one finished attempt of a group; 0 if the group has ended."""
         attempts = self._shares.get(group_id)
         return sum(share for _, share in next(iter(attempts.values()))) if attempts else 0.0
 

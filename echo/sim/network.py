@@ -1,24 +1,25 @@
-"""A network on paper: connections with rates, latency, jitter and cuts.
+"""Simulated network: connections with rates, latency, jitter and cuts.
 
     sender's uplink  ->  route between two regions  ->  receiver's downlink
     (shared by all)      (one stream's rate, delay)      (shared by all)
 
-* **Bulk** (chunks, groups) queues at the uplink, in the order in which it was sent, takes the route
-  at the rate of one stream, and queues again at the downlink; each stage begins with the first
-  byte, so that an idle stage adds nothing. **Small** messages slip in between, as packets of other
-  connections do, and take the latency only. Within one connection nothing is overtaken.
-* A connection is a stream, as over TCP: a lost packet costs time, not messages. The route's rate is
-  what one stream was measured to reach, with whatever TCP makes of the packets that are lost.
-* Where a cut begins, what is in flight is lost and the connection stalls; each end is told its
-  `dead_after_s` later, as unanswered heartbeats would tell it. A machine that vanishes is noticed
-  in the same way, a process that dies at once.
-* A listener can be dialled by its address; all others, behind a NAT, can only dial.
+* **Bulk** messages (chunks, groups) queue at the uplink in the order in which they were sent, take
+  the route at the rate of one stream, and queue again at the downlink. A stage begins with the
+  first byte of a message, so an idle stage adds no time. **Small** messages pass between bulk
+  messages, as packets of other connections do, and take the latency only. Messages of one
+  connection arrive in order.
+* A connection is a stream, like TCP: a lost packet costs time, and no message is lost. The rate of
+  a route is the measured rate of one stream, which includes TCP's response to lost packets.
+* When a cut begins, messages in flight are lost and the connection stalls. Each end is notified its
+  `dead_after_s` later, as by unanswered heartbeats. The loss of a machine is noticed in the same
+  way; the death of a process is noticed at once.
+* A listener can be dialled at its address. All other nodes are behind a NAT and can only dial.
 
-One byte of a simulated image stands for `weight_scale` bytes: a version has few and small chunks in
-memory, and its true size on every link.
+One byte of a simulated image stands for `weight_scale` bytes. So a version has few and small chunks
+in memory, but takes its true size on every link.
 
-Nothing here waits, and nothing is sent that only keeps a connection alive. `SimTransport` is the
-client that nodes use (`echo/sim/transport.py`).
+No call here waits, and there are no keep-alive messages. Nodes use the network through
+`SimTransport` (`echo/sim/transport.py`).
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from echo.sim.lengths import Groups
 BULK_BYTES = 1 << 14
 """Messages from this size on queue at the links."""
 FRAMING_BYTES = 60
-"""Bytes that TCP, ZMTP and IP add to a message, roughly."""
+"""Approximate bytes that TCP, ZMTP and IP add to a message."""
 HANDSHAKE_TRIPS = 4
-"""Trips before a connection stands: two of TCP, two of CURVE."""
+"""One-way trips of a handshake: two of TCP, two of CURVE."""
 FIRST_FREE_PORT = 49152
 
 
@@ -51,9 +52,9 @@ class Route:
     bytes_per_s: float = math.inf
     """Rate of one stream."""
     latency_s: float = 0.0005
-    """One way."""
+    """One way, seconds."""
     jitter_s: float = 0.0
-    """Added to the latency, evenly distributed in [0, jitter_s]."""
+    """Added to the latency, uniformly distributed in [0, jitter_s]."""
 
     def __post_init__(self) -> None:
         if min(self.latency_s, self.jitter_s) < 0 or not math.isfinite(
@@ -64,7 +65,7 @@ class Route:
             raise ValueError(f"bytes_per_s must be > 0, got {self.bytes_per_s}; to stop it, cut")
 
     def joined(self, other: Route) -> Route:
-        """Return this route and then another as one."""
+        """Return the route that takes this route and then another."""
         return Route(
             bytes_per_s=min(self.bytes_per_s, other.bytes_per_s),
             latency_s=self.latency_s + other.latency_s,
@@ -74,17 +75,17 @@ class Route:
 
 @dataclass(slots=True, eq=False)
 class Port:
-    """A machine's access to the network, which outlives its processes."""
+    """A machine's access to the network; it outlives the machine's processes."""
 
     name: str
     region: str = ""
-    """Where it stands; left empty, it is a region of its own, with its name."""
+    """Its region; if empty, it is the only machine of a region with its name."""
     up_bytes_per_s: float = math.inf
     down_bytes_per_s: float = math.inf
     address: str | None = None
-    """Where it can be dialled; None behind a NAT."""
+    """The address at which it can be dialled; None behind a NAT."""
     dead_after_s: float = 10.0
-    """Until a connection that has stalled is given up here."""
+    """Seconds after which this machine gives up a stalled connection."""
     up_idle_at: float = 0.0
     down_idle_at: float = 0.0
     bytes_sent: float = 0.0
@@ -106,45 +107,45 @@ class Client(Protocol):
     def on_disconnected(self, end: LinkEnd, reason: str) -> None: ...
 
     def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
-        """Handle a message; the listener learns of a connection by its first message."""
+        """Handle a message; a listener knows a connection from its first message on."""
 
 
 @dataclass(slots=True, eq=False)
 class LinkEnd:
-    """One end of a connection, and the way from here to the other end."""
+    """One end of a connection, and the route from it to the other end."""
 
     client: Client
     address: str | None
-    """The address that was dialled; None where the connection was answered."""
+    """The address that this end dialled; None at the end that was dialled."""
     number: int
-    """Of the attempt to dial, on the whole network."""
+    """Number of the dial attempt, counted over the whole network."""
     peer: str = ""
-    """The client's name for the other side: its own affair."""
+    """The client's own name for the other side."""
     unread_bytes: int = 0
-    """Sent to here and not yet taken by the client, as far as the client counts."""
+    """Bytes that were sent to this end and that its client has not taken, as the client counts."""
     is_open: bool = False
     is_over: bool = False
     is_stalled: bool = False
     far: LinkEnd = field(init=False)
-    """Once the connection stands, as everything below."""
+    """The other end. It and the fields below are set once the connection is established."""
     route: Route = field(init=False)
     stream_bytes_per_s: float = field(init=False)
     chance: random.Random | None = None
-    """Of jitter, the same at both ends; None where there is none."""
+    """Random numbers for the jitter, shared by both ends; None without jitter."""
     idle_at: float = 0.0
-    """When the route will have taken the last bulk."""
+    """When the route is free for another bulk message."""
     arrived_at: float = 0.0
-    """When the last message will have reached the receiver's downlink."""
+    """When the newest message reaches the receiver's downlink."""
     done_at: float = 0.0
-    """When the downlink will have let through what has reached it so far."""
+    """When the downlink has delivered all messages that have reached it."""
 
 
 Sides: TypeAlias = tuple[frozenset[str], ...]
-"""Groups of nodes and regions between which nothing passes."""
+"""Groups of nodes and regions that are cut off from each other."""
 
 
 class Network:
-    """All connections, and what they have carried."""
+    """All connections, and the traffic that they have carried."""
 
     def __init__(
         self,
@@ -158,11 +159,11 @@ class Network:
         """Start without nodes.
 
         Args:
-            seed: of jitter.
-            between: the route between regions for which no other is given; None for no distance.
+            seed: seed of the jitter.
+            between: the route between regions without a route of their own; None for no distance.
             weight_scale: bytes that one byte of an image stands for.
-            groups: the true sizes of groups; None for those of the messages.
-            bulk_bytes: size from which messages queue.
+            groups: the true sizes of groups; None to use the sizes of the messages.
+            bulk_bytes: size from which on messages are bulk.
         """
         self._seed = seed
         self.weight_scale = weight_scale
@@ -172,7 +173,7 @@ class Network:
         self._within, self._middle = Route(), Route(latency_s=0.0)
         self._between = between or self._middle
         self._routes: dict[tuple[str, str], Route] = {}
-        """Of pairs of regions, as they were told or came up."""
+        """Routes by pair of regions, set explicitly or on first use."""
         self._listeners: dict[str, Client] = {}
         self._ports = itertools.count(FIRST_FREE_PORT)
         self._ends: dict[Client, dict[LinkEnd, None]] = {}
@@ -183,23 +184,23 @@ class Network:
 
     @property
     def now(self) -> float:
-        """Seconds, as the running loop counts them."""
+        """Present time of the running loop, seconds."""
         return asyncio.get_running_loop().time()
 
     def at(self, instant: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Have something called at an instant; one that has passed is the present."""
+        """Schedule a call at an instant; if it has passed, as soon as possible."""
         loop = asyncio.get_running_loop()
         loop.call_at(max(instant, loop.time()), call, *arguments)
 
     # --- the map ---------------------------------------------------------------------------------
 
     def add_region(self, name: str, route: Route) -> None:
-        """Note the route from the middle of the world, where the learner stands, to a region."""
+        """Set the route from the learner to a region; two such routes join two regions."""
         self._regions[name] = route
         self._routes = {pair: known for pair, known in self._routes.items() if name not in pair}
 
     def set_route(self, source: str, destination: str, route: Route) -> None:
-        """Replace the route from one region to another, for what is sent from now on."""
+        """Replace the route from one region to another for later messages."""
         self._routes[source, destination] = route
         for end in self._standing():
             if (end.client.port.region, end.far.client.port.region) == (source, destination):
@@ -220,7 +221,7 @@ class Network:
         return found
 
     def listen(self, client: Client) -> None:
-        """Let a client be dialled at its port's address; port 0 becomes a free one.
+        """Make a client listen at its port's address; port 0 is replaced by a free one.
 
         Raises:
             TransportError: if another node listens there.
@@ -244,7 +245,7 @@ class Network:
     # --- connections -----------------------------------------------------------------------------
 
     def dial(self, client: Client, address: str, *, peer: str = "") -> LinkEnd:
-        """Begin to connect; the client hears whether it came to a connection."""
+        """Begin to connect; the client is notified of the outcome."""
         self._num_dials += 1
         end = LinkEnd(client, address, self._num_dials, peer)
         self._ends.setdefault(client, {})[end] = None
@@ -273,7 +274,7 @@ class Network:
         client.on_connected(end)
 
     def _lay(self, end: LinkEnd) -> None:
-        """Find the way from an end to the other."""
+        """Set the route from one end to the other."""
         port = end.client.port
         end.route = route = self.route(port.region, end.far.client.port.region)
         end.stream_bytes_per_s = min(route.bytes_per_s, port.up_bytes_per_s)
@@ -283,10 +284,10 @@ class Network:
     def hang_up(
         self, end: LinkEnd, *, linger_s: float = math.inf, reason: str = "the peer hung up"
     ) -> None:
-        """Close a connection, or stop dialling; the other side is told when the news arrives.
+        """Close a connection, or stop dialling; the other side is notified after the latency.
 
         Messages already sent still arrive for `linger_s`, and the notice of the end after them.
-        This end's client hears nothing more of it.
+        The client of this end gets no further events of the connection.
         """
         is_told = end.is_open and not end.is_stalled
         self._leave(end)
@@ -296,7 +297,7 @@ class Network:
             self.at(at, self._hear_end, end.far, reason)
 
     def close(self, client: Client, *, linger_s: float = 0.0) -> None:
-        """End a process; its peers are told, after what was sent if it goes in good order."""
+        """End a process and notify its peers; messages sent before arrive for `linger_s`."""
         self._unlisten(client)
         for end in list(self._ends.get(client, ())):
             self.hang_up(end, linger_s=linger_s, reason="the peer's connection closed")
@@ -323,7 +324,7 @@ class Network:
             self._ends.pop(end.client, None)
 
     def _hear_end(self, end: LinkEnd, reason: str) -> None:
-        """Learn that the other side has left, once what it sent has come through."""
+        """Handle the end of the other side, once its messages have arrived."""
         if end.is_stalled or end.is_over:
             return
         if end.far.done_at > self.now:
@@ -339,7 +340,7 @@ class Network:
     # --- messages --------------------------------------------------------------------------------
 
     def send(self, end: LinkEnd, frames: list[Frame]) -> bool:
-        """Put a message on its way; return False if there is no connection."""
+        """Send a message; return False if there is no connection."""
         if not end.is_open:
             return False
         here, there = end.client.port, end.far.client.port
@@ -364,7 +365,7 @@ class Network:
         return True
 
     def _weigh(self, frames: Sequence[Frame]) -> tuple[str, float]:
-        """Return what a message is and what it takes on the wire."""
+        """Return the kind of a message and its bytes on the wire."""
         num_bytes: float = FRAMING_BYTES + len(frames[0])
         if len(frames) == 1:
             return "control", num_bytes
@@ -383,12 +384,12 @@ class Network:
             return
         port, now = far.client.port, self.now
         if num_bytes >= self._bulk_bytes:
-            # Its first byte came so much earlier as the stages before took for all of it.
+            # The first byte arrived earlier than the last, by the bytes over the stream's rate.
             first_at = now - num_bytes / end.stream_bytes_per_s
             done_at = max(first_at, port.down_idle_at) + num_bytes / port.down_bytes_per_s
             port.down_idle_at = end.done_at = max(done_at, now)
         if end.done_at > now:
-            # Or something before it on this connection is still coming through.
+            # An earlier message of this connection may still be arriving.
             self.at(end.done_at, self._deliver, far, num_bytes, frames)
             return
         self._deliver(far, num_bytes, frames)
@@ -401,7 +402,7 @@ class Network:
     # --- cuts ------------------------------------------------------------------------------------
 
     def cut(self, *groups: str | Collection[str]) -> None:
-        """Let nothing pass between groups of nodes and regions; one alone is cut off from all."""
+        """Cut groups of nodes and regions off from each other; a single group, from all others."""
         self._cuts.append(_named(groups))
         for end in self._standing():
             if self._is_cut(end.client.port, end.far.client.port):
@@ -421,11 +422,11 @@ class Network:
         return False
 
     def _standing(self) -> Iterator[LinkEnd]:
-        """Yield every end that is open."""
+        """Yield all open ends."""
         return (end for ends in list(self._ends.values()) for end in list(ends) if end.is_open)
 
     def _stall(self, end: LinkEnd) -> None:
-        """Let nothing pass from now on; the ends find out as unanswered heartbeats tell them."""
+        """Stall a connection; each end is notified after its `dead_after_s`."""
         for each in (end, end.far) if end.address is not None else (end.far, end):
             if each.is_open and not each.is_stalled:
                 each.is_stalled = True
@@ -439,6 +440,6 @@ def _named(groups: Sequence[str | Collection[str]]) -> Sides:
 
 
 def _side(groups: Sides, port: Port) -> int | None:
-    """Return in which group a node stands; None for no group."""
+    """Return the group of a node; None if it is in none."""
     sides = (i for i, group in enumerate(groups) if port.name in group or port.region in group)
     return next(sides, None)

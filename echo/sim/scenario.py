@@ -15,25 +15,25 @@ from echo.sim.lengths import LogNormalLengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything that a simulation is made of; the same scenario gives the same history."""
+    """The input of a simulation; the same scenario gives the same history."""
 
     name: str
     fleet: RentedFleet
     job: Job
-    """With the publish period; `is_auto_period` says whether it follows what is measured."""
+    """The job with its publish period, which measurements change if `is_auto_period`."""
     counts: Sequence[int]
     """Nodes of each offer."""
     settings: SimRow = field(default_factory=SimRow)
     is_auto_period: bool = False
     faults: Sequence[FaultRow] = ()
     activation: ActivationSection | None = None
-    """None where every worker generates, whatever it costs."""
+    """None if every worker generates, whatever it costs."""
     min_dwell_s: float = 120.0
-    """How long activation leaves a worker active at least, as in a run; shorter where a run is."""
+    """Least seconds for which activation leaves a worker active; shorter in a short run."""
     prices: Sequence[PriceRow] = ()
 
     def group_lengths(self) -> LogNormalLengths:
-        """Return where lengths come from."""
+        """Return the lengths of groups."""
         job = self.job
         return LogNormalLengths(
             mean=job.completion_tokens,
@@ -51,7 +51,7 @@ class Scenario:
         return offer.price_per_h if newest is None else newest.price_per_h
 
     def nodes(self) -> list[tuple[str, Offer]]:
-        """Return every worker's name and kind, kinds in turn, in the order in which they start."""
+        """Return the name and kind of every worker in order of start; the kinds alternate."""
         waiting = [
             [(f"{offer.name.replace(' ', '-')}-{number}", offer) for number in range(1, count + 1)]
             for offer, count in zip(self.fleet.offers, self.counts, strict=True)

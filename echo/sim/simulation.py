@@ -1,8 +1,8 @@
-"""Build a scenario's nodes, let time pass, and say what it came to.
+"""Simulation of a fleet: it builds a scenario's nodes, lets time pass, and records a history.
 
-The learner, the relays and the shells of the workers are those of a run, on a loop of virtual time
-(`clock.py`) and a network on paper (`network.py`). Times stand for an engine's samples, a trainer's
-steps and a disk (`timing.py`).
+The learner, the relays and the shells of the workers are the real ones, on a loop of virtual time
+(`clock.py`) and a simulated network (`network.py`). Engines, the trainer and the disk are replaced
+by the time that they take (`timing.py`).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from echo.weights.broadcast import Broadcast
 from echo.wire.seals import SealKeys
 
 WINDOW_BYTES = 8 << 20
-"""Bytes that a child requests ahead at first: chunks are coarse here."""
+"""Initial bytes that a child requests ahead; large, because simulated chunks are large."""
 
 _log = logging.getLogger("echo.sim")
-# Nodes' reports to operators have no reader here: it is in the history.
+# Nodes' reports to operators are dropped: the history has their content.
 _log.addHandler(logging.NullHandler())
 _log.propagate = False
 
@@ -60,7 +60,7 @@ class Simulation:
     """One run of a scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Lay the network; `run` lets time pass."""
+        """Build the network; `run` lets time pass."""
         self.scenario = scenario
         self.loop = VirtualLoop()
         self.history = History()
@@ -107,7 +107,7 @@ class Simulation:
         return Broadcast(
             node_id=node_id,
             window_bytes=max(1, math.ceil(max(WINDOW_BYTES, chunk_bytes) / scale)),
-            # Coarse chunks take longer than a heartbeat: then silence means less.
+            # Large chunks take longer than a heartbeat, so allow a longer silence.
             stall_s=max(0.5, settings.heartbeat_s, 4 * chunk_bytes / self._slowest_bytes_per_s()),
             version_store=self.version_store,
         )
@@ -126,7 +126,7 @@ class Simulation:
         return transport
 
     def _start(self, node: Node) -> None:
-        """Run a node beside the others, until it ends by itself or is killed."""
+        """Start a node as a task, which runs until the node ends or is killed."""
         task = self.loop.create_task(self._run(node))
         self._tasks[task] = None
         task.add_done_callback(self._on_done)
@@ -137,11 +137,11 @@ class Simulation:
             self._fail(error)
 
     def _on_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle that a call of the loop has raised something."""
+        """Handle an exception of a call of the loop."""
         self._fail(context.get("exception") or RuntimeError(context["message"]))
 
     def _fail(self, error: BaseException) -> None:
-        """End the run with a fault of the program, which would be told as a fleet's failure."""
+        """End the run with an error of the program, which is no failure of the fleet."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
@@ -204,7 +204,7 @@ class Simulation:
         return SimulatedSite(name, offer, port, offer.tokens_per_s * factor)
 
     def _price(self, offer: Offer) -> Price:
-        """Return a node's present price; of traffic, per number of bytes that stand for a GB."""
+        """Return a node's present price; that for traffic is per simulated GB."""
         return Price(
             per_h=self.scenario.price_per_h(offer, self.loop.time()),
             per_gb=offer.price_per_gb * self._versions.scale,
@@ -212,7 +212,7 @@ class Simulation:
         )
 
     def start_worker(self, site: SimulatedSite) -> None:
-        """Start a process at a site, the first or another one."""
+        """Start a process at a site."""
         scenario, now = self.scenario, self.loop.time()
         job, settings, offer = scenario.job, scenario.settings, site.offer
         has_relay = scenario.fleet.has_relay(offer)
@@ -257,7 +257,7 @@ class Simulation:
     # --- ends and returns ------------------------------------------------------------------------
 
     def _worker_ended(self, worker: SimWorker) -> None:
-        """Note what its engine has made; what it held is lost."""
+        """Add the tokens of its engine to the history; the groups that it held are lost."""
         self.history.tokens_made += worker.engine.tokens_made
         site = self.by_name[worker.name]
         if site.worker is not worker:
@@ -268,19 +268,19 @@ class Simulation:
             site.is_given_up = True
 
     def kill(self, worker: SimWorker, *, is_silent: bool) -> None:
-        """End a process; what it has not sent is lost."""
+        """End a process; messages that it has not sent are lost."""
         worker.stop("killed")
         worker.link.kill(is_silent=is_silent)
 
     def end(self, reason: str) -> None:
-        """Let no more time pass; the reason is empty after the last step."""
+        """End the run; the reason is empty after the last step."""
         if not self._ended.done():
             self._ended.set_result(reason)
 
     # --- running ---------------------------------------------------------------------------------
 
     def run(self) -> History:
-        """Let time pass until the last step, and return what happened."""
+        """Let time pass until the run ends, and return its history."""
         with rare_collections(), asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.run(self._main())
         return self.history
@@ -310,7 +310,7 @@ class Simulation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _give_up_later(self) -> None:
-        """End a run in which nothing has been trained for too long."""
+        """End a run that has trained nothing for too long."""
         steps, job = self.history.steps, self.scenario.job
         patience_s = max(GIVE_UP_S, GIVE_UP_STEPS * job.train_s)
         give_up_at = patience_s + (steps[-1].time_s if steps else 0.0)
@@ -322,7 +322,7 @@ class Simulation:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Look for circles of garbage less often: many objects live long here, few in circles."""
+    """Run the collector of cycles less often: many objects live long here, few in cycles."""
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 100)
     try:

@@ -1,4 +1,4 @@
-"""History of a simulated run, and what it comes to: time, staleness, waste, traffic, money."""
+"""History of a simulated run, and its summary: time, staleness, waste, traffic, cost."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class StepRecord:
     """One optimizer step."""
 
     step: int
-    """Steps done with this one."""
+    """Steps done, this one included."""
     time_s: float
     """When it was done."""
     waited_s: float
     trained_s: float
     staleness: Mapping[int, float]
-    """Trained tokens by staleness."""
+    """Trained tokens of the step by staleness."""
     publish_period: int
     broadcast_s: float | None
-    """Seconds of the last broadcast that has reached every worker."""
+    """Seconds of the newest broadcast that has reached every worker."""
 
     @property
     def tokens(self) -> float:
@@ -43,13 +43,13 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BillRecord:
-    """Costs that the learner counts at the end of a step."""
+    """Costs as the learner counts them at the end of a step."""
 
     time_s: float
     per_h: float
-    """$ per hour for all machines and, lately, traffic."""
+    """$ per hour for all machines and for recent traffic."""
     standby_per_h: float
-    """The part of it for workers on standby."""
+    """The part of `per_h` for workers on standby."""
     total: float
     """$ so far."""
     num_active: int
@@ -68,7 +68,7 @@ class Rental:
 
 @dataclass(slots=True)
 class History:
-    """Everything that happened, in order."""
+    """The events of a run, in order."""
 
     steps: list[StepRecord] = field(default_factory=list)
     broadcasts: list[float] = field(default_factory=list)
@@ -76,35 +76,35 @@ class History:
     lost_tokens: dict[str, float] = field(default_factory=dict)
     """Tokens of groups that reached the learner and were not trained, by reason."""
     num_lost: dict[str, int] = field(default_factory=dict)
-    """The groups."""
+    """Groups that reached the learner and were not trained."""
     traffic_at_steps: list[Traffic] = field(default_factory=list)
     rentals: list[Rental] = field(default_factory=list)
     bills: list[BillRecord] = field(default_factory=list)
-    """One for each step, where activation takes part."""
+    """One bill for each step, if activation is on."""
     decisions: list[tuple[float, ActivationDecision]] = field(default_factory=list)
-    """(when, what) of each change of the active workers."""
+    """(instant, decision) of each change of the active workers."""
     num_deaths: int = 0
     """Of workers."""
     end: str = ""
     """Why the run ended before its last step."""
     traffic: Traffic = field(default_factory=dict)
-    """The network's own count, which goes on."""
+    """The network's count, which it updates."""
     tokens_made: float = 0.0
-    """By all engines, whatever became of them."""
+    """Tokens that all engines sampled, trained or not."""
     tokens_in_flight: float = 0.0
-    """Sampled and on their way to a step when the run ended."""
+    """Tokens that were sampled and could still have been trained when the run ended."""
     ended_at: float = 0.0
     num_events: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
-    """The learner's role's own."""
+    """The counters of the learner's role."""
 
     def stepped(self, record: StepRecord) -> None:
-        """Take down a step."""
+        """Add a step."""
         self.steps.append(record)
         self.traffic_at_steps.append(dict(self.traffic))
 
     def recorded(self, record: AnyRecord, groups: Groups) -> None:
-        """Take down what concerns groups and workers of a record of the learner."""
+        """Add a record of the learner, if it is about groups or workers."""
         match record:
             case Discarded() if tokens := groups.waiting(record.group):
                 self.lost(record.reason, tokens)
@@ -122,13 +122,13 @@ class History:
                 self.decisions.append((record.at, made))
 
     def lost(self, reason: str, tokens: float) -> None:
-        """Take down a group that was not trained."""
+        """Add a group that was not trained."""
         self.lost_tokens[reason] = self.lost_tokens.get(reason, 0.0) + tokens
         self.num_lost[reason] = self.num_lost.get(reason, 0) + 1
 
 
 def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
-    """Return $ for a machine up to an instant, following the prices of its offer."""
+    """Return $ for a machine up to an instant, by the prices of its offer over time."""
     end_s = until_s if rental.until_s is None else min(rental.until_s, until_s)
     price, since_s, total = rental.offer.price_per_h, rental.since_s, 0.0
     for change in sorted(prices, key=lambda change: change.at_s):
@@ -142,9 +142,9 @@ def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
 
 
 def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
-    """Return $ for what the links have carried: out of the learner, and in and out of nodes.
+    """Return $ for all traffic: out of the learner, and in and out of nodes.
 
-    The nodes' traffic is priced per region: where offers of one region differ, by their mean.
+    The traffic of nodes is priced per region, by the mean price of the region's offers.
     """
     fleet, total = scenario.fleet, 0.0
     node_prices: dict[str, float] = {}
@@ -167,7 +167,7 @@ def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
 
 
 RUN_IN = 0.2
-"""Part of the steps at the beginning that does not count for pace and staleness."""
+"""Share of the steps, the first ones, that speed and staleness leave out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,20 +178,20 @@ class Summary:
     seed: int
     num_steps: int
     is_complete: bool
-    """Whether it made all its steps."""
+    """Whether the run made all its steps."""
     duration_s: float
     step_s: float
     """Mean seconds between steps after the run-in; 0 before the second one."""
     idle_share: float
     """Share of the time after the run-in in which the learner waits, 0..1."""
     idle_share_in_all: float
-    """The same of all the time, the run-in included."""
+    """Share of the whole time in which the learner waits, 0..1."""
     staleness: Mapping[int, float]
     """Share of the trained tokens after the run-in by staleness."""
     tokens_trained: float
     tokens_made: float
     thrown_away: float
-    """Share of the sampled tokens that no step will use; useless groups not counted."""
+    """Share of the sampled tokens that no step uses, apart from groups without a signal."""
     discarded: Mapping[str, int]
     """Groups that reached the learner and were not trained, by reason."""
     broadcast_s: float
@@ -199,17 +199,17 @@ class Summary:
     publish_period: float
     """Mean."""
     gigabytes: Mapping[str, float]
-    """10^9 bytes by what and where: "weights learner > oregon"."""
+    """10^9 bytes by kind and route, such as "weights learner > oregon"."""
     num_deaths: int
     """Of workers."""
     end: str
     """Why the run ended before its last step."""
     decisions: Sequence[Mapping[str, object]]
-    """Changes of the active workers: when, and the decision in words."""
+    """Changes of the active workers: instant, and the decision in words."""
     num_standby: int
     """Workers on standby at the end."""
     cost_as_counted: float | None
-    """$ that the learner itself counts, by which it keeps its budget; None without activation."""
+    """$ by the learner's own count, which its budget bounds; None without activation."""
     cost: float
     """$ in all: learner, relays, nodes, traffic."""
     cost_of_learner: float
@@ -232,7 +232,7 @@ class Summary:
 
 
 def summarise(scenario: Scenario, history: History) -> Summary:
-    """Return what a run comes to."""
+    """Return the summary of a run."""
     steps = history.steps
     first = int(RUN_IN * len(steps))
     counted = steps[first:]

@@ -1,12 +1,12 @@
-"""Times of what is not simulated: an engine's samples, a trainer's steps, the learner's disk.
+"""Stand-ins that only take time: engine, trainer and disk of a simulation.
 
-An engine makes `tokens_per_s` completion tokens per second, shared equally among the groups in it.
-A sequence on its own is faster than one of many, by `alone_speedup` at most, so a group never takes
-less than its longest completion at that pace. New weights are taken in flight: what is sampled from
-then on is theirs. A pausing engine makes nothing until it goes on.
+An engine samples `tokens_per_s` completion tokens per second, shared equally by its groups. A
+single sequence is faster than one of many, by `alone_speedup` at most. So a group takes at least
+the time of its longest completion at that speed. New weights are installed while groups run; later
+tokens are sampled from them. A paused engine samples nothing until it is resumed.
 
-The learner is the real one (`runtime/learner/node.py`). Its trainer makes steps that take their
-time and teach nothing; its ledger is in memory, and it saves no checkpoints.
+The learner is the real one (`runtime/learner/node.py`). Its trainer's steps take time and train
+nothing. Its ledger is in memory, and it saves no checkpoints.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Running:
     lease: Lease
     length: GroupLength
     least_s: float
-    """Seconds that it takes if nothing holds it up."""
+    """Least seconds that it takes: those of its longest completion alone in the engine."""
     num_tokens: float = 0.0
-    """Made so far."""
+    """Tokens sampled so far."""
     segments: list[tuple[PolicyVersion, float]] = field(default_factory=list)
-    """Each version that sampled it, and how many tokens were there when it began."""
+    """Each version that sampled it, and the tokens of the group when that version began."""
 
     def shares(self) -> list[tuple[PolicyVersion, float]]:
-        """Return how many tokens each version sampled."""
+        """Return the tokens that each version sampled."""
         ends = [start for _, start in self.segments[1:]] + [float(self.length.num_tokens)]
         return [
             (version, end - start)
@@ -60,12 +60,12 @@ class Running:
 
 
 class EngineModel:
-    """The groups that one worker samples."""
+    """The engine of one worker, and the groups that it samples."""
 
     def __init__(
         self, *, tokens_per_s: float, concurrency: int, group_size: int, alone_speedup: float
     ) -> None:
-        """Start empty; rates are of completion tokens, and sizes of rollouts."""
+        """Start empty; rates are in completion tokens per second, sizes in rollouts."""
         self.tokens_per_s = tokens_per_s
         self.groups_per_batch = max(1, concurrency // group_size)
         self._concurrency = concurrency
@@ -77,7 +77,7 @@ class EngineModel:
         self._at = 0.0
 
     def begin(self, lease: Lease, length: GroupLength, *, now: float) -> None:
-        """Take a group in."""
+        """Begin to sample a group."""
         assert self.version is not None
         self.advance(now)
         pace = self.tokens_per_s / self._concurrency * self._alone_speedup
@@ -93,19 +93,19 @@ class EngineModel:
             group.segments.append((version, group.num_tokens))
 
     def pause(self, is_paused: bool, *, now: float) -> None:
-        """Make nothing, or go on."""
+        """Pause the engine, or resume it."""
         self.advance(now)
         self.is_paused = is_paused
 
     def set_rate(self, tokens_per_s: float, *, now: float) -> None:
-        """Become faster or slower."""
+        """Set the rate of the engine."""
         self.advance(now)
         for group in self.groups:
             group.least_s *= self.tokens_per_s / tokens_per_s
         self.tokens_per_s = tokens_per_s
 
     def advance(self, now: float) -> None:
-        """Make what there was time for."""
+        """Sample the tokens of the time since the last call."""
         elapsed_s, self._at = now - self._at, now
         if self.is_paused or elapsed_s <= 0:
             return
@@ -115,23 +115,23 @@ class EngineModel:
             self.tokens_made += made
 
     def stop(self, lease: Lease, *, now: float) -> float:
-        """Take a group out that is not complete; return how many tokens it has."""
+        """Remove a group that is not complete; return its tokens."""
         self.advance(now)
         [stopped] = [group for group in self.groups if group.lease is lease]
         self.groups.remove(stopped)
         return stopped.num_tokens
 
     def finished(self, *, now: float) -> list[Running]:
-        """Take out what is complete."""
+        """Remove the complete groups and return them."""
         self.advance(now)
-        # A tenth of a token is no work for an event of its own.
+        # A group with a tenth of a token left is complete, which saves an event.
         done = [g for g in self.groups if g.num_tokens >= g.length.num_tokens - 0.1]
         self.groups = [group for group in self.groups if group not in done]
         return done
 
     @property
     def next_at(self) -> float:
-        """When the next group is complete if nothing changes; infinite if none will be."""
+        """Return when the next group is complete if nothing changes; infinity if none will be."""
         if self.is_paused:
             return math.inf
         return self._at + min(
@@ -147,7 +147,7 @@ class EngineModel:
 
 
 class TimedTrainer:
-    """A trainer whose steps take time and teach nothing."""
+    """A trainer whose steps take time and train nothing."""
 
     def __init__(self, scenario: Scenario, groups: Groups) -> None:
         self._scenario = scenario
@@ -157,7 +157,7 @@ class TimedTrainer:
         """Tokens of the last step by staleness."""
         self.stepped_at = 0.0
         self.mean_length = 0.0
-        """Tokens of a completion of the last step."""
+        """Mean tokens of a completion of the last step."""
 
     def step_s(self) -> float:
         """Return the seconds of the next step."""
@@ -166,11 +166,11 @@ class TimedTrainer:
         return scenario.job.train_s * max(0.1, chance.gauss(1.0, scenario.settings.train_spread))
 
     def refusal(self, group: Group) -> str | None:
-        """Return why nothing can be learned from a group."""
+        """Return why a group has no signal, or None."""
         return None if self._groups.length(group.group_id).is_useful else "zero_variance"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Make a step, and note what it was made of."""
+        """Make a step, and note the staleness and lengths of its groups."""
         self.staleness = {}
         for group in groups:
             for version, tokens in self._groups.shares(group):
@@ -187,17 +187,17 @@ class TimedTrainer:
         return {}
 
     def tensors(self) -> dict[str, Any]:
-        """Return nothing: versions are noise."""
+        """Return no tensors: the bytes of a version are noise."""
         return {}
 
     snapshot = tensors
 
     def save_state(self, directory: Path) -> None:
-        """Save nothing: steps count themselves."""
+        """Save nothing: the trainer has no state."""
 
 
 class TimedProgress(Progress):
-    """The learner's totals, with the true lengths: groups have one token for each version."""
+    """The learner's totals, with the true lengths in place of one token for each version."""
 
     def __init__(self, trainer: TimedTrainer, *, now: float) -> None:
         super().__init__(staleness_tokens={}, now=now)
@@ -232,14 +232,14 @@ class MemoryLedger(LedgerQueue):
         self._groups = groups
         self._history = history
         self.waiting: set[int] = set()
-        """Groups that are accepted and neither trained nor ended."""
+        """Groups that are accepted and neither trained nor discarded."""
 
     def now(self) -> float:
-        """Return what records are stamped with: virtual seconds."""
+        """Return the time stamp of a record: virtual seconds."""
         return asyncio.get_running_loop().time()
 
     def records(self) -> Iterator[AnyRecord]:
-        """Yield nothing: no run goes on from here."""
+        """Yield nothing: a simulated run is never resumed."""
         return iter(())
 
     def _write_queue(self, *, durably: bool) -> None:
@@ -266,7 +266,7 @@ class MemoryLedger(LedgerQueue):
         """Need nothing."""
 
     def load(self, group_id: int, place: Place) -> Group:
-        """Never be asked: no run goes on from here."""
+        """Not called: a simulated run is never resumed."""
         raise LocalProtocolError(f"group {group_id} is not kept")
 
     def free_unused(self) -> None:
@@ -276,12 +276,12 @@ class MemoryLedger(LedgerQueue):
         self.sync()
 
     def release(self) -> None:
-        """Lose what is only queued."""
+        """Drop the queued records."""
         self._queue = []
 
 
 class NoCheckpoints(Checkpoints):
-    """The checkpoints of a run that is never resumed."""
+    """Checkpoints of a run that is never resumed."""
 
     def __init__(self, *, now: float) -> None:
         super().__init__(
@@ -306,7 +306,7 @@ class NoCheckpoints(Checkpoints):
 
 
 class LearnerThreads(InlineThreads):
-    """The learner's threads: steps, versions and the disk take their time, all else none."""
+    """The learner's threads: steps, versions and disk writes take time, other calls take none."""
 
     def __init__(self, scenario: Scenario, trainer: TimedTrainer) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""The transport contract on a network on paper, for nodes that run in an asyncio loop.
+"""The transport contract on a simulated network, for nodes that run in an asyncio loop.
 
-`SimTransport` is a client of `Network` (`echo/sim/network.py`), which knows the times, and it is
-kept honest by the tests that ZeroMQ passes. It has no task and no timer of its own; no probe runs
-on a connection, and it is still found dead `dead_after_s` after it has stalled.
+`SimTransport` is a client of `Network` (`echo/sim/network.py`), which computes the times. It passes
+the same tests of the contract as the ZeroMQ transport. It has no task and no timer. It sends no
+probes either: the network notifies it `dead_after_s` after a connection has stalled.
 
-`max_unsent_bytes` bounds everything sent to a peer that the peer has not taken with `receive`, in
-bytes as they are in memory. `close` and `hang_up` return at once; what was sent arrives for
-`linger_s` all the same.
+`max_unsent_bytes` bounds the bytes (as in memory) that were sent to a peer and that the peer has
+not taken with `receive`. `close` and `hang_up` return at once; messages sent before still arrive
+for `linger_s`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from echo.sim.network import LinkEnd, Network, Port
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Dial:
-    """A dialled peer: the present attempt or connection, and the pause before the next."""
+    """A dialled peer: the present attempt or connection, and the pause before the next attempt."""
 
     end: LinkEnd
     pause_s: float
 
 
 class SimTransport(Transport):
-    """One process's access to a network on paper."""
+    """The transport of one process on a simulated network."""
 
     def __init__(
         self, network: Network, port: Port, options: TransportOptions | None = None
@@ -60,23 +60,23 @@ class SimTransport(Transport):
         self._ids = itertools.count(1)
         self._dials: dict[PeerId, _Dial] = {}
         self._ends: dict[PeerId, LinkEnd] = {}
-        """Of peers that can be sent to."""
+        """Peer -> this process's end of an established connection to it."""
         self._inbox: deque[tuple[TransportEvent, LinkEnd, int]] = deque()
-        """Events, and what each has charged to its end."""
+        """Events, each with its end and the bytes that it adds to the unread bytes of the end."""
         self._stats = TransportStats()
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
 
     @property
     def listen_address(self) -> str | None:
-        """Where it listens, with the real port once started."""
+        """The address at which it listens, with the real port once started."""
         return self.port.address
 
     async def start(self) -> None:
         self._network.listen(self)
 
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
-        """Begin to connect; nothing is encrypted here, and a bulk connection of no use."""
+        """Begin to connect, without encryption and without a connection for bulk messages."""
         self._check_open()
         parse_dial_address(address)
         peer = f"out-{next(self._ids)}"
@@ -85,7 +85,7 @@ class SimTransport(Transport):
         return peer
 
     def hang_up(self, peer: PeerId) -> None:
-        """End a peer; of an inbound one, what still comes is discarded."""
+        """End a peer; later messages of an inbound peer are discarded."""
         self._ends.pop(peer, None)
         dial = self._dials.pop(peer, None)
         if dial is not None:
@@ -121,9 +121,9 @@ class SimTransport(Transport):
         return True
 
     async def receive(self) -> list[TransportEvent]:
-        """Wait for events, and return a burst of them."""
+        """Wait for events, and return those that are there."""
         if self._inbox:
-            await asyncio.sleep(0)  # a busy transport must not starve the rest of the loop
+            await asyncio.sleep(0)  # a busy transport must not starve other tasks
         while True:
             self._check_open()
             if self._inbox:
@@ -132,11 +132,11 @@ class SimTransport(Transport):
             await self._waiter
 
     async def close(self) -> None:
-        """Close every connection; what was sent before arrives for `linger_s`."""
+        """Close every connection; messages sent before arrive for `linger_s`."""
         self._end(linger_s=self.options.linger_s)
 
     def kill(self, *, is_silent: bool = False) -> None:
-        """End as a killed process does, or with its machine, where no peer is notified."""
+        """End as a killed process; if its machine is lost with it, no peer is notified."""
         self._end(linger_s=None if is_silent else 0.0)
 
     def stats(self) -> TransportStats:
@@ -145,7 +145,7 @@ class SimTransport(Transport):
     # --- what the network tells ------------------------------------------------------------------
 
     def on_connected(self, end: LinkEnd) -> None:
-        """Handle that a dialled connection stands."""
+        """Handle that a dialled connection is established."""
         self._dials[end.peer].pause_s = self.options.min_redial_s
         self._ends[end.peer] = end
         self._put(Connected(end.peer, end.address), end)
@@ -157,13 +157,13 @@ class SimTransport(Transport):
         self._redial(end.peer)
 
     def on_disconnected(self, end: LinkEnd, reason: str) -> None:
-        """Handle the end of a connection; one that was dialled is opened again later."""
+        """Handle the end of a connection; a dialled one is dialled again later."""
         if self._ends.pop(end.peer, None) is not None:
             self._put(Disconnected(end.peer, reason), end)
         self._redial(end.peer)
 
     def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
-        """Take in a message; the first makes an inbound peer known."""
+        """Queue a message; the first message of an inbound connection makes its peer known."""
         charge = sum(map(len, frames)) + MESSAGE_OVERHEAD_BYTES
         if not end.peer:
             end.peer = f"in-{next(self._ids)}"
@@ -189,7 +189,7 @@ class SimTransport(Transport):
             dial.end = self._network.dial(self, dial.end.address or "", peer=peer)
 
     def _end(self, *, linger_s: float | None) -> None:
-        """End all connections, silently for None."""
+        """End all connections; None ends them without notifying peers."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,7 +1,7 @@
 """Simulated versions: noise of the right size.
 
-One byte of an image stands for `scale` bytes of a version on the wire. A version is one image of a
-given number of chunks, in whatever form a run would send it.
+One byte of an image stands for `scale` bytes of a version on the wire. A version is always one
+image of a given number of chunks, also where a run would send a delta.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from echo.weights.manifest import Manifest, TensorSpec, hash_chunks
 from echo.weights.memory import VersionStore
 
 CHUNK_BYTES = 1 << 10
-"""The least that a manifest allows."""
+"""Smallest chunk that a manifest allows."""
 
 
 class Versions:
     """All versions of a run."""
 
     def __init__(self, *, identity: Identity, num_chunks: int, version_bytes: float) -> None:
-        """Find the sizes.
+        """Compute the sizes.
 
         Args:
-            identity: of the run.
-            num_chunks: of a version.
+            identity: the learner's identity, which signs versions.
+            num_chunks: chunks of a version.
             version_bytes: true bytes of a version.
         """
         self._identity = identity
         self.num_bytes = num_chunks * CHUNK_BYTES
-        """Of an image."""
+        """Bytes of an image."""
         self.scale = version_bytes / self.num_bytes
         """True bytes that one byte of an image stands for."""
 
@@ -64,14 +64,14 @@ class Versions:
         return publication.sealed([hashes], self._identity.key)
 
     def close(self) -> None:
-        """Need nothing."""
+        """Do nothing: no file is open."""
 
 
 # --- store ----------------------------------------------------------------------------------------
 
 
 class SharedStore(VersionStore):
-    """Images of all simulated nodes by version, each once, as long as any of them holds it."""
+    """Images by version, each once for all nodes, as long as any node holds it."""
 
     def __init__(self) -> None:
         self._images: WeakValueDictionary[PolicyVersion, memoryview] = WeakValueDictionary()
@@ -80,7 +80,7 @@ class SharedStore(VersionStore):
         return len(self._images)
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
-        """Return room for an image, the same for every node."""
+        """Return the memory of an image, which all nodes share."""
         storage = self._images.get(version)
         if storage is None:
             storage = self._images[version] = memoryview(bytearray(num_bytes))

@@ -1,4 +1,4 @@
-"""A simulated worker: the real role, and an engine that takes time instead of thinking."""
+"""Simulated worker: the real role, with an engine that only takes time."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ _log = logging.getLogger("echo.sim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """How long a worker's work takes beside sampling."""
+    """Durations of a worker's work apart from sampling."""
 
     setup_s: float
-    """Until task and engine are built."""
+    """Seconds until task and engine are built."""
     swap_s: float
-    """Until new weights are in the engine."""
+    """Seconds until new weights are in the engine."""
     is_pausing: bool
-    """Whether the engine makes nothing while new weights arrive."""
+    """Whether the engine pauses while new weights arrive."""
 
 
 class SimWorker(DialingNode):
-    """One start of one worker: what its role decides takes time here, and nothing else."""
+    """One process of a worker: its role's actions take simulated time and do nothing else."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class SimWorker(DialingNode):
     # --- what the shell asks ---------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Carry out actions; a pausing worker pauses when it begins to fetch new weights."""
+        """Carry out actions; a pausing worker pauses once it begins to fetch new weights."""
         super().perform(actions)
         if self._times.is_pausing:
             self._pause()
 
     def on_action(self, action: Action) -> None:
-        """Let what the role asks for take its time."""
+        """Carry out an action of the role in simulated time."""
         call_later = asyncio.get_running_loop().call_later
         match action:
             case Configure():
@@ -108,19 +108,19 @@ class SimWorker(DialingNode):
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
     def _rewards(self, score: Score) -> list[float]:
-        """Return rewards that differ where there is something to be learned."""
+        """Return rewards, which differ if the group has a signal."""
         is_useful = self._groups.length(score.group.lease.group_id).is_useful
         return [float(is_useful), *[0.0] * (self._facts.group_size - 1)]
 
     def before_expire(self) -> None:
-        """Note the progress of what is running, for the heartbeat."""
+        """Update the progress of the running groups, for the heartbeat."""
         self.engine.advance(self.now)
         for running in self.engine.groups:
             for group in self._calls[key_of(running.lease)].groups:
                 group.num_progress = int(running.num_tokens)
 
     def release(self) -> None:
-        """Tell that the process has ended; what its engine held is lost."""
+        """End the process; the groups in its engine are lost."""
         super().release()
         self.engine.advance(self.now)
         self._on_end(self)
@@ -149,14 +149,14 @@ class SimWorker(DialingNode):
     # --- sampling --------------------------------------------------------------------------------
 
     def tokens_in_flight(self, received: Collection[int]) -> float:
-        """Return the tokens here that the learner may still want."""
+        """Return the tokens that this worker holds of groups that may still be trained."""
         self.engine.advance(self.now)
         running = sum(group.num_tokens for group in self.engine.groups)
         ids = {group_id for group_id, _ in self.role.outbox.keys} - set(received)
         return running + sum(self._groups.waiting(group_id) for group_id in sorted(ids))
 
     def set_rate(self, tokens_per_s: float) -> None:
-        """Become a straggler, or cease to be one."""
+        """Set the rate of the engine, which makes the worker a straggler or ends that."""
         self.engine.set_rate(tokens_per_s, now=self.now)
         self._await_next()
 
@@ -168,7 +168,7 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _give_back(self, call: EngineCall) -> None:
-        """Stop a call; its tokens are lost, and another worker starts the group again."""
+        """Stop a call; its tokens are lost, and another worker samples the group from the start."""
         num_tokens = 0.0
         for group in call.groups:
             del self._calls[group.key]
@@ -177,7 +177,7 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _await_next(self) -> None:
-        """Look again when the next group will be complete."""
+        """Schedule a look for when the next group is complete."""
         at = self.engine.next_at
         if at != self._done_at and at < float("inf"):
             self._done_at = at
@@ -203,7 +203,7 @@ class SimWorker(DialingNode):
 
 
 def stand_in(versions: list[PolicyVersion]) -> PartialRollout:
-    """Return a rollout in which one token stands for all that were sampled by one version."""
+    """Return a rollout with one token for each version, which stands for all of its tokens."""
     count = len(versions)
     return PartialRollout(
         token_ids=np.zeros(count, dtype=np.int32),
