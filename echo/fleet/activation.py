@@ -1,19 +1,20 @@
 """Activation: the best set of the workers that joined, by a greedy search.
 
-A fleet file offers so many nodes of a kind; a run has workers, each with its own measured rate.
-Workers that are alike are put together as one kind. With more than MAX_KINDS kinds those are put
-together that differ by less than a share that grows until few enough are left.
+A fleet file has offers, each with a number of equal nodes. A run has workers, each with its own
+measured rate. Workers that are alike form a kind. If there are more than MAX_KINDS kinds, workers
+that differ by less than a share are alike too; the share grows until at most MAX_KINDS kinds are
+left.
 
-Every set is assessed with the caller's own forecast of a broadcast to exactly these workers, at the
-publish period that suits it best of those that are allowed. The best set is the cheapest that
-satisfies rule and budget. If none does, it is the set with the least longer step within the budget;
-of sets that are hardly slower, the cheapest. The learner then waits, and the decision says for how
-much of the time.
+A set is assessed by the caller's forecast of a broadcast to its workers, at the best of the allowed
+publish periods. The best set is the cheapest that satisfies rule and budget. If no set does, the
+set with the shortest step within the budget is best, or the cheapest of those that are hardly
+slower. The learner then waits, and the decision states its idle share.
 
-The search begins with several sets: nobody, the active workers, and for each kind all workers whose
-broadcasts and groups take no longer than those of this kind, since one slow link or long group can
-rule out everything else. From each it changes the numbers of one kind, then of two, then of three,
-for as long as a change makes the set better, and within MAX_ASSESSED sets.
+The search begins with several sets: no worker, the active workers, and for each kind all workers
+whose broadcasts and groups take no longer than those of the kind, because one slow link or long
+group can make every larger set insufficient. From each set it changes the numbers of one kind, then
+of two, then of three, as long as a change makes the set better. It assesses at most MAX_ASSESSED
+sets.
 """
 
 from __future__ import annotations
@@ -28,36 +29,36 @@ from echo.fleet.market import UNLIMITED, Counts, Offer, Region, RentedFleet
 from echo.fleet.overlap import least_slowdown, predict, required_rate
 
 MAX_KINDS = 32
-"""Kinds of workers at most: a change of two kinds has a thousand forms, as many as are assessed."""
+"""Largest number of kinds: two of 32 kinds can change in a thousand ways."""
 _WIDTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, math.inf)
-"""By how much workers of one kind may differ, tried in order."""
+"""Shares by which workers of one kind may differ, tried in order."""
 MAX_ASSESSED = 400
-"""Sets that one search assesses, each with a forecast: 1.5 ms for ten workers, 4 ms for 100."""
+"""Sets that a search assesses at most; each takes 1.5 ms for ten workers, 4 ms for 100."""
 HARDLY_SLOWER = 1.01
-"""By how much longer a step may be than the least one, where a cheaper set is had for it."""
+"""Factor of the shortest step that a cheaper set may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The learner's side, and what a broadcast takes."""
+    """The learner's uplink, and the forecast of a broadcast."""
 
     broadcast_s: Callable[[Collection[str]], float]
-    """(names) -> seconds from a publication until all of them hold it."""
+    """(names) -> seconds from a publication until all of these workers hold it."""
     uplink_bytes_per_s: float = UNLIMITED
     price_per_gb: float = 0.0
     """$ per GB that leaves the learner."""
     relay_regions: frozenset[str] = frozenset()
-    """Where a relay stands, which is paid for in any case."""
+    """Regions with a relay, which is paid for in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What a set of workers leads to."""
+    """Predicted rate and cost of a set of workers."""
 
     rate: float
     """Rollouts per second."""
     required: float
-    """Those that the rule asks for, without margin."""
+    """Rollouts per second that the rule requires, without margin."""
     broadcast_s: float
     latency_s: float
     cost_per_h: float
@@ -72,35 +73,35 @@ class Assessment:
     """How a set of workers satisfies the rule."""
 
     job: Job
-    """With the publish period that suits these workers best."""
+    """The job with the publish period that is best for these workers."""
     rate: float
     broadcast_s: float
     latency_s: float
     lost_per_s: float
     cost_per_h: float
-    """$ per hour for these workers and their traffic, at the pace of the longer step."""
+    """$ per hour for these workers and their traffic, with steps `slowdown` times as long."""
     slowdown: float
-    """By how much longer steps must be for the rule to be kept; 1 if it is kept."""
+    """Factor by which steps must be longer to satisfy the rule; 1 if it is satisfied."""
     is_sufficient: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Who should generate, and what comes of it."""
+    """The workers that should generate, and their predicted rate and cost."""
 
     active: frozenset[str]
     outlook: Outlook
     slowdown: float = 1.0
-    """The step over the learner's own time for which this set is the cheapest; 1 if it suffices."""
+    """Step time over the learner's own time with this set; 1 if the set is sufficient."""
 
 
 class Roll:
-    """Workers by kind, and how sets of them are assessed."""
+    """The workers by kind, and the assessment of sets of workers."""
 
     def __init__(
         self, workers: Sequence[Offer], links: Links, *, periods: Sequence[int] = ()
     ) -> None:
-        """Take the workers there are, whose names differ, and publish periods to choose from."""
+        """Set the workers, with different names, and the allowed publish periods."""
         self.workers = tuple(workers)
         self.periods = tuple(periods)
         self._fleets: dict[float, RentedFleet] = {}
@@ -108,7 +109,7 @@ class Roll:
         self.kinds = by_kind(workers)
 
     def fleet(self, job: Job) -> RentedFleet:
-        """Return the workers as offers, as the planner and the price of a set see them."""
+        """Return the workers as offers of a fleet, by which the planner prices sets."""
         links = self.links
         regions = {
             name: Region(
@@ -129,18 +130,18 @@ class Roll:
         )
 
     def delay_s(self, job: Job) -> list[float]:
-        """Return the seconds of a broadcast and a group with one kind alone, by kind."""
+        """Return, for each kind alone, the seconds of a broadcast and a group."""
         return [
             self.links.broadcast_s([kind[0].name]) + _offer(kind[0].name, kind).group_latency_s(job)
             for kind in self.kinds
         ]
 
     def counts(self, names: Collection[str]) -> tuple[int, ...]:
-        """Return how many of each kind are in a set."""
+        """Return the number of workers of each kind in a set."""
         return tuple(sum(worker.name in names for worker in kind) for kind in self.kinds)
 
     def names(self, counts: Counts, preferred: Collection[str]) -> frozenset[str]:
-        """Return a set with so many of each kind: those in `preferred` first, then the fastest."""
+        """Return a set with these numbers of each kind, `preferred` workers before faster ones."""
         chosen: list[str] = []
         for kind, count in zip(self.kinds, counts, strict=True):
             ranked = sorted(kind, key=lambda w: (w.name not in preferred, -w.tokens_per_s, w.name))
@@ -148,20 +149,20 @@ class Roll:
         return frozenset(chosen)
 
     def assess(self, job: Job, names: Collection[str]) -> Assessment:
-        """Return whether a set suffices and what it costs, by the forecast of its broadcast."""
+        """Assess a set by the forecast of its broadcast: whether it is sufficient, and its cost."""
         members = [worker for worker in self.workers if worker.name in names]
         offers = [_offer(worker.name, [worker]) for worker in members]
         rate = sum(offer.rollouts_per_s(job) for offer in offers)
         latency_s = max((offer.group_latency_s(job) for offer in offers), default=0.0)
         broadcast_s = self.links.broadcast_s(names) if offers else 0.0
         times = {"rate": rate, "broadcast_s": broadcast_s, "latency_s": latency_s}
-        # A period of S + 1 never satisfies the rule: it counts where no shorter one may be had.
+        # A period of S + 1 never satisfies the rule; use it only if no shorter one is allowed.
         periods = self.periods or (job.publish_period,)
         jobs = [
             replace(job, publish_period=period)
             for period in [each for each in periods if each <= job.max_staleness] or periods
         ]
-        # Of periods that are as good the shortest, which is what the pace of publications takes.
+        # Of equally good periods use the shortest, as the schedule of publications does.
         job = min(jobs, key=lambda each: least_slowdown(each, **times))
         slowdown = least_slowdown(job, **times)
         # A learner that waits publishes less often.
@@ -179,7 +180,7 @@ class Roll:
         )
 
     def outlook(self, job: Job, names: Collection[str]) -> Outlook:
-        """Return what a set leads to, by the forecast of its broadcast."""
+        """Return rate and cost of a set, by the forecast of its broadcast."""
         assessed = self.assess(job, names)
         prediction = predict(
             assessed.job,
@@ -199,14 +200,14 @@ class Roll:
         )
 
     def _fleet_of(self, job: Job) -> RentedFleet:
-        """Return the fleet that prices a set, made once for versions of a size."""
+        """Return the fleet that prices a set; kept for each size of a version."""
         if job.version_bytes not in self._fleets:
             self._fleets[job.version_bytes] = self.fleet(job)
         return self._fleets[job.version_bytes]
 
 
 def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
-    """Return the workers by kind, with at most MAX_KINDS kinds if what they cost allows it."""
+    """Return the workers by kind; more than MAX_KINDS kinds only if their costs differ too much."""
     kinds: list[list[Offer]] = []
     for width in _WIDTHS:
         found: dict[object, list[Offer]] = {}
@@ -219,7 +220,7 @@ def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
 
 
 def _kind(worker: Offer, width: float) -> object:
-    """Return what workers have in common that are alike up to a share of `width`."""
+    """Return the key that workers share if they differ by less than the share `width`."""
 
     def about(value: float) -> float:
         if width == 0 or value <= 0:
@@ -240,7 +241,7 @@ def _kind(worker: Offer, width: float) -> object:
 
 
 def _offer(name: str, kind: Sequence[Offer]) -> Offer:
-    """Return a kind as one offer: the worst of everything that its workers have."""
+    """Return a kind as one offer, with the worst value of its workers for each property."""
     longest = max(worker.concurrency / max(worker.tokens_per_s, 1e-9) for worker in kind)
     tokens_per_s = min(worker.tokens_per_s for worker in kind)
     return replace(
@@ -259,7 +260,7 @@ def _offer(name: str, kind: Sequence[Offer]) -> Offer:
 
 
 class _Search:
-    """Sets of workers that were assessed for one job, by their numbers of each kind."""
+    """A search for one job; sets that were assessed are kept by their numbers of each kind."""
 
     def __init__(self, roll: Roll, job: Job, preferred: Collection[str]) -> None:
         self._roll, self._job, self._preferred = roll, job, frozenset(preferred)
@@ -268,12 +269,12 @@ class _Search:
         self._assessed: dict[Counts, Assessment] = {}
 
     def run(self) -> Choice:
-        """Return the best set that was found."""
+        """Return the best set that the search finds."""
         starts = list(self._starts())
         for counts in starts:
             self._rank(counts, 1.0)
         ends = [self._improve(counts, 1.0) for counts in starts]
-        # Where no step is short enough, sets that are hardly slower may be cheaper.
+        # If no step is short enough, a set that is hardly slower may be cheaper.
         limit = self._limit()
         for counts in ends:
             self._improve(counts, limit)
@@ -290,7 +291,7 @@ class _Search:
         )
 
     def _starts(self) -> Iterator[Counts]:
-        """Yield the sets to begin with, each once."""
+        """Yield the sets that the search begins with, each once."""
         delays_s = self._roll.delay_s(self._job)
         starts = [(0,) * len(self._most), self._roll.counts(self._preferred)]
         for limit_s in sorted(set(delays_s)):
@@ -299,7 +300,7 @@ class _Search:
         yield from dict.fromkeys(starts)
 
     def _improve(self, counts: Counts, limit: float) -> Counts:
-        """Return the last of better and better sets; a step up to `limit` counts as short enough.
+        """Improve a set until no change makes it better; a step up to `limit` is short enough.
 
         The changes of few kinds come first: there are fewer of them.
         """
@@ -317,7 +318,7 @@ class _Search:
             counts = best
 
     def _of_one_kind(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets with one more or fewer of a kind, none, all, or half way to these."""
+        """Yield the sets with one more or fewer of a kind, none, all, or halfway to these."""
         for index, (count, most) in enumerate(zip(counts, self._most, strict=True)):
             half, middle = count // 2, (count + most + 1) // 2
             for other in sorted({0, half, count - 1, count + 1, middle, most} - {count, -1}):
@@ -340,7 +341,7 @@ class _Search:
                     yield from self._changed(counts, {one: -sign, pair[0]: sign, pair[1]: sign})
 
     def _changed(self, counts: Counts, changes: Mapping[int, int]) -> Iterator[Counts]:
-        """Yield the set with so many more or fewer of some kinds, if there are as many."""
+        """Yield the set with these changes of numbers, if there are enough workers."""
         changed = list(counts)
         for index, change in changes.items():
             changed[index] += change
@@ -349,7 +350,7 @@ class _Search:
         yield tuple(changed)
 
     def _rank(self, counts: Counts, limit: float) -> tuple[float, ...]:
-        """Rank by the step within the budget, then by the cost; last what may not be assessed."""
+        """Rank by the step within the budget, then by the cost; a set not assessed is last."""
         if counts not in self._assessed:
             if len(self._assessed) >= MAX_ASSESSED:
                 return (math.inf,)
@@ -360,7 +361,7 @@ class _Search:
         return is_too_dear, max(assessed.slowdown, limit), assessed.cost_per_h
 
     def _limit(self) -> float:
-        """Return up to which slowdown a set counts as no slower than the best within the budget."""
+        """Return the largest slowdown that counts as that of the best set within the budget."""
         found = self._assessed.values()
         least = min(each.slowdown for each in found if not self._is_too_dear(each))
         return 1.0 if least <= 1 else least * HARDLY_SLOWER
@@ -380,28 +381,29 @@ def choose(
     """Return the cheapest set of workers that satisfies the rule within the budget.
 
     Args:
-        workers: that there are.
-        job: with its budget.
-        links: forecast of broadcasts.
+        workers: all workers.
+        job: the job, with its budget.
+        links: the learner's uplink and the forecast of broadcasts.
         preferred: workers that are taken before others like them.
-        periods: publish periods that may be had; the job's own if there are none.
+        periods: allowed publish periods; if empty, the job's own period.
 
     Returns:
-        If no set is sufficient, the cheapest of those with hardly more than the least longer step.
+        The set. If none is sufficient, the cheapest of the sets with hardly more than the shortest
+        step.
     """
     return _Search(Roll(workers, links, periods=periods), job, preferred).run()
 
 
 # --- review ---------------------------------------------------------------------------------------
 #
-# The active workers are compared with the best set (`choose`), from time to time. They are changed
-# where the best set saves MIN_SAVING of the step or of the cost, or the budget is passed. A worker
-# whose rate was never seen cannot be compared: it generates until its rate is known, for as much of
-# the budget as that takes; what is left of the budget is for the best set of the others.
+# From time to time the active workers are compared with the best set (`choose`). They are replaced
+# by it if it saves MIN_SAVING of the step or of the cost, or if they exceed the budget. A worker of
+# unknown rate cannot be compared. It generates until its rate is known, if the budget allows it;
+# the best set of the other workers is chosen for the rest of the budget.
 
 
 MIN_SAVING = 0.05
-"""Share of the step or of the cost that another set must save: rates are measured to some 5 %."""
+"""Share of the step or of the cost that another set must save; rates are measured to about 5 %."""
 IDLE_TOLERANCE = 0.02
 """Share of the time that a learner may wait and still count as busy."""
 _PASSED = "the budget per hour is passed"
@@ -409,37 +411,37 @@ _PASSED = "the budget per hour is passed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReviewAnswer:
-    """What to do about a question."""
+    """The answer of a review."""
 
     active: frozenset[str]
-    """Who should generate from now on."""
+    """The workers that should generate from now on."""
     before: Outlook
     after: Outlook
     choice: Choice
     """The best set of the workers with a known rate."""
     cause: str
-    """Why anything changes; empty if nothing does."""
+    """Why the active workers change; empty if they do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """All that an answer depends on, at one instant; it can be answered in another thread."""
+    """The inputs of a review at one instant; another thread can answer it."""
 
     workers: tuple[Offer, ...]
     job: Job
     links: Links
     active: frozenset[str]
     untried: frozenset[str] = frozenset()
-    """Workers that have not generated for long enough to show a rate, which is a guess."""
+    """Workers that have not generated for long enough to measure their rates, which are guesses."""
     ready: frozenset[str]
-    """Workers that hold weights which leases are granted for."""
+    """Workers with weights for which leases are granted."""
     idle_share: float
     """Measured, since the last change."""
     periods: tuple[int, ...] = ()
-    """Publish periods that may be had; the job's own if there are none."""
+    """Allowed publish periods; if empty, the job's own period."""
 
     def solve(self) -> ReviewAnswer:
-        """Return what to do; takes seconds for many kinds of workers."""
+        """Return the answer; this takes seconds for many kinds of workers."""
         roll = Roll(self.workers, self.links, periods=self.periods)
         trials = self._trials(roll)
         left_per_h = self.job.budget_per_h - roll.assess(self.job, trials).cost_per_h
@@ -450,16 +452,16 @@ class Question:
         is_waiting = self.idle_share > IDLE_TOLERANCE
         cause = _saving(roll, job, active, choice, is_waiting=is_waiting)
         if cause and not choice.active <= active:
-            # Between workers that are as good as each other a review would exchange them by chance.
+            # Prefer the active workers, or a review would exchange equally good workers at random.
             members = [worker for worker in known if worker.name in active]
             own = choose(members, job, self.links, periods=self.periods)
             own_cause = _saving(roll, job, active, own, is_waiting=is_waiting)
-            # Whether the learner waits was measured with all of them: of fewer it says nothing.
+            # The idle share was measured with all of these workers, and is not valid for fewer.
             if own_cause and not _saving(roll, job, own.active, choice, is_waiting=True):
                 choice, cause = own, own_cause
         wanted = choice.active if cause else active
         if wanted - self.ready and not active <= wanted:
-            # Nobody generates while all fetch weights: the others go with the next review.
+            # No worker would generate while the new ones fetch weights, so drop the others later.
             both, before = roll.assess(job, active | wanted), roll.assess(job, active)
             if both.cost_per_h <= left_per_h and both.slowdown <= before.slowdown:
                 cause, wanted = f"{cause}, and they begin first", active | wanted
@@ -475,7 +477,7 @@ class Question:
         )
 
     def _trials(self, roll: Roll) -> frozenset[str]:
-        """Return the untried workers whose rates the budget pays for, the cheapest first."""
+        """Return the untried workers that the budget pays for, the cheapest first."""
         trials: frozenset[str] = frozenset()
         for worker in sorted(self.workers, key=lambda worker: (worker.price_per_h, worker.name)):
             if worker.name in self.untried:
@@ -488,7 +490,7 @@ class Question:
 def _saving(
     roll: Roll, job: Job, names: frozenset[str], choice: Choice, *, is_waiting: bool
 ) -> str:
-    """Return why a choice is to take the place of a set of workers; empty if it is not."""
+    """Return why a choice should replace a set of workers; empty if it should not."""
     before, at_most = roll.assess(job, names), 1 - MIN_SAVING
     if before.cost_per_h > job.budget_per_h * (1 + 1e-9):
         return _PASSED
@@ -503,7 +505,7 @@ def _saving(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationDecision:
-    """A change that was made, with the numbers behind it."""
+    """A change of the active workers, with the numbers that led to it."""
 
     step: int
     cause: str
@@ -515,12 +517,12 @@ class ActivationDecision:
     after: Outlook
     train_s: float
     idle_share: float
-    """Measured before the change."""
+    """Idle share that was measured before the change."""
     slowdown: float
-    """Above 1: no set satisfies rule and budget, and steps take so much longer."""
+    """Factor by which steps are longer; above 1 if no set satisfies rule and budget."""
 
     def __str__(self) -> str:
-        """Say what was decided, in one line."""
+        """Describe the decision in one line."""
         parts = [f"{self.num_active} of {self.num_active + self.num_standby} workers active"]
         for verb, names in (("activated", self.activated), ("put on standby", self.deactivated)):
             if names:
