@@ -4,15 +4,15 @@ EchoError
 ├── ConfigError            a setting is wrong: where, what, and the remedy
 ├── DataError              a dataset row, file or model directory is unusable: which, and the remedy
 ├── ProtocolError
-│   ├── LocalProtocolError     our own code broke the rules: a bug, the process stops
-│   └── RemoteProtocolError    the peer did: count it, refuse it, go on
-│       └── ForgedError            it passed on what the learner has not signed as that
+│   ├── LocalProtocolError     this process broke the rules: a bug, so it stops
+│   └── RemoteProtocolError    a peer broke them: it is counted and refused
+│       └── ForgedError            it forwarded data without a valid signature or seal
 ├── TransportError         a socket failed (zmq's errors end here, chained to the original)
 ├── StorageError           the disk failed or a file on it is damaged
 ├── RefusedError           the learner refused this node for good: reason and both values
 ├── PlanError              nothing fits: the reasons, listed
 ├── EngineError            the model runtime failed
-└── RankError              one of the processes that train together failed: which, and how
+└── RankError              a process of those that train together failed: which, and how
 
 A message says what is wrong, with the values, where, and what to do about it.
 """

@@ -111,7 +111,7 @@ class Paced:
 
 
 class OncePerMinute:
-    """Log lines about peers: per minute one for each peer and reason, and a limited number in all.
+    """Log lines about peers: one per minute for each peer and reason, and a limited number in all.
 
     Omitted lines are counted; the next line for the same peer and reason has their number.
     """

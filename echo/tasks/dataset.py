@@ -218,7 +218,7 @@ class RowsTask(Task):
     def _example_of(self, row: DatasetRow) -> Example:
         try:
             example = replace(self.read_row(row.columns), source=row.source)
-            num_bytes = len(msgspec.msgpack.encode(example))  # as a lease has to carry it
+            num_bytes = len(msgspec.msgpack.encode(example))  # as in a lease
         except KeyError as error:
             raise DataError(f"{row.source}: malformed row: no column {error}") from error
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:

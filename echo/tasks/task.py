@@ -47,7 +47,7 @@ from echo.tasks.neighbours import INSTALLED, neighbours_of, relative_level
 SPLITS = ("train", "heldout")
 
 HELDOUT_ONE_IN = 10
-"""A task that splits by hash holds out one text in this number."""
+"""A task that splits by hash holds out one in this many texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

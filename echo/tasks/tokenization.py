@@ -709,8 +709,8 @@ _CODE_KEYS = frozenset({"auto_map", "trust_remote_code"})
 def without_code(name: str, data: bytes) -> bytes:
     """Return a file that came over the network without the keys that name code to run.
 
-    Every model is loaded with `trust_remote_code=False`, so the keys have no effect now. Without
-    them, they cannot have one later.
+    Every model is loaded with `trust_remote_code=False`, so the keys have no effect. They are
+    removed so that a later mistake in loading cannot give them one.
 
     Raises:
         DataError: if a file that must be JSON is not.

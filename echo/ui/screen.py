@@ -174,7 +174,7 @@ def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[Render
     """Return 2 + `num_wait_rows` rows: groups, weights, and the reason why the learner waits.
 
     After the first timed step there is another row, for the learner's speed. If anything has a
-    price, one or two rows more have the costs and the last change of active workers.
+    price, one or two more rows show the costs and the last change of active workers.
     """
     flow = [
         f"{snapshot.num_buffered} buffered, {snapshot.groups_per_step} needed",

@@ -82,7 +82,7 @@ class Stop(Action):
 # --- What the learner's planes share: replies by node, and complaints ---
 
 MAX_ROUTES = 100_000
-"""Number of nodes with a route, the most recent ones; each takes some hundred bytes."""
+"""Largest number of routes; older ones are dropped. Each takes some hundred bytes."""
 
 
 class Routes:

@@ -112,6 +112,14 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
             list(read_rows(str(path.parent)))
 
 
+def test_values_of_json_lines_stay_as_they_are_written(tmp_path: Path) -> None:
+    # With one type per column 5 becomes 5.0, the text a datetime, and 2**63 is rounded.
+    answers = [5, 5.5, "2024-01-02", "01", 2**63, True, None, [1, "a"]]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"answer": answer} for answer in answers])
+    read = [row.columns["answer"] for row in rows_of(path)]
+    assert [(type(value), value) for value in read] == [(type(each), each) for each in answers]
+
+
 def test_typed_values_become_json(tmp_path: Path) -> None:
     when = datetime.datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001 -- what a file without zone has
     row = {"prompt": "x", "when": when, "price": decimal.Decimal("1.50")}

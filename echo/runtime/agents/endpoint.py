@@ -60,7 +60,7 @@ class SlowBodyError(EchoError):
 
 MAX_BODY_BYTES = 16 << 20
 LARGE_BODY_BYTES = 256 << 10
-"""At most MAX_LARGE_BODIES bodies that are larger, or of unknown size, are read at a time."""
+"""Larger bodies, and bodies of unknown size, are read MAX_LARGE_BODIES at a time."""
 MAX_LARGE_BODIES = 4
 BODY_S = 30.0
 """Seconds that a body may take to arrive."""
