@@ -1,4 +1,4 @@
-"""Group-relative advantages: each rollout against the others of its prompt.
+"""Group-relative advantages: each rollout is compared with the other rollouts of its prompt.
 
 Shapes: N groups, G group size.
 """
@@ -15,11 +15,12 @@ STD_FLOOR = 1e-4
 def group_advantages(
     rewards: Tensor, *, normalize_by_std: bool, leave_one_out: bool = False
 ) -> Tensor:
-    """Return each rollout's reward relative to its group's mean reward.
+    """Return each rollout's reward less its group's mean reward.
 
     A_ng = r_ng - mean_g(r_n), divided by (std_g(r_n) + 1e-4) if normalised, std unbiased. With
-    leave-one-out the mean is over the others: r_ng - mean_{h != g}(r_nh), G / (G - 1) times as
-    much. A group whose rewards are all equal gets exactly 0, whatever rounding does to its mean.
+    leave-one-out the mean is over the other rollouts: r_ng - mean_{h != g}(r_nh), which is G / (G -
+    1) times the value above. A group whose rewards are all equal gets exactly 0; the rounding of
+    its mean has no effect.
 
     Args:
         rewards: [N, G] floating point, G >= 2.
@@ -35,8 +36,9 @@ def group_advantages(
     Source: GRPO, arXiv:2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv:2503.20783;
     leave-one-out: RLOO, arXiv:2402.14740.
     Differs from the paper: nothing but the floor of the standard deviation.
-    Limits: divided by the standard deviation, groups that are nearly solved or nearly hopeless
-    weigh most; a group that lost rollouts is not noticed here.
+    Limits: after division by the standard deviation, groups with almost all rollouts right or
+    almost all wrong have the largest advantages; this function cannot see that a group has lost
+    rollouts.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
@@ -60,14 +62,14 @@ def group_advantages(
 
 
 def overlong_penalties(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """Return what to add to the rewards of completions that come close to the limit.
+    """Return the penalty to add to the reward of each completion, by its length.
 
-    0 up to max - buffer tokens, then falling in a straight line to -1 at the limit.
+    The penalty is 0 up to max_tokens - buffer_tokens, and falls linearly to -1 at max_tokens.
 
     Args:
         num_tokens: any shape, completion tokens, 0..max_tokens.
         max_tokens: the limit.
-        buffer_tokens: tokens before it in which the penalty grows, 1..max_tokens.
+        buffer_tokens: tokens before the limit over which the penalty grows, 1..max_tokens.
 
     Returns:
         float64 in the shape of `num_tokens`.
@@ -77,7 +79,7 @@ def overlong_penalties(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: in
 
     Source: DAPO, arXiv:2503.14476, eq. 13.
     Differs from the paper: nothing.
-    Limits: a group whose rewards were equal has a gradient by its lengths alone.
+    Limits: a group whose rewards were equal gets a gradient from its lengths alone.
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise ValueError(

@@ -1,11 +1,12 @@
-"""Balanced micro-batches: rows in bins of equal work, dealt to ranks in rounds.
+"""Balanced micro-batches: bins of equal work, divided among ranks in rounds.
 
 Ranks that train one model together meet at every layer, so a round (one micro-batch on each rank)
-lasts as long as its heaviest. First-fit leaves one bin nearly empty, and ranks wait for each other;
-here all bins get as good as the same work, and the heaviest meet in one round.
+lasts as long as its heaviest micro-batch. First-fit leaves one bin nearly empty, and ranks wait for
+each other. Here all bins get nearly the same work, and the heaviest bins are in one round.
 
 Source: the greedy rule of scheduling, longest processing time first (R. L. Graham, 1969).
-Differs from the source: bins hold a bounded number of tokens, and their number is found here.
+Differs from the source: a bin holds a bounded number of tokens, and the number of bins is not given
+but searched for.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def balanced_rounds(
 ) -> list[list[Bin]]:
     """Divide rows into rounds of one micro-batch per rank.
 
-    As few rounds as there can be, the heaviest first, so that a lack of memory shows at once. A row
-    longer than the budget gets a micro-batch of its own: it cannot be cut. Neither can a group,
-    where rows of one group are asked to stay together.
+    The heaviest round comes first, so that a lack of memory shows at once. A row is never cut: a
+    row longer than the budget gets a micro-batch of its own. With `group_index` a group is never
+    cut either.
 
     Args:
         lengths: tokens of each row, >= 1.
@@ -40,8 +41,8 @@ def balanced_rounds(
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.
 
     Returns:
-        By round and rank, a bin; each index in exactly one. A bin is empty only where there are not
-        enough rows for all ranks. The same for the same arguments.
+        A bin for each round and rank; each index is in exactly one bin. A bin is empty only if
+        there are not enough rows for all ranks. The result depends on the arguments alone.
     """
     if max_tokens < 1 or num_ranks < 1:
         raise ValueError(f"max_tokens = {max_tokens}, num_ranks = {num_ranks}: must be at least 1")
@@ -66,7 +67,7 @@ def balanced_rounds(
 def _fewest(
     units: Sequence[tuple[float, int, Bin]], max_tokens: int, num_ranks: int
 ) -> list[tuple[float, Bin]]:
-    """Return what `_fill` makes of the fewest rounds that it can, found in a few attempts."""
+    """Return the bins of the fewest rounds that `_fill` succeeds with, found by bisection."""
     total = sum(min(tokens, max_tokens) for _, tokens, _ in units)
     num_alone = sum(2 * tokens > max_tokens for _, tokens, _ in units)  # no two of them fit
     num_rounds = -(-max(-(-total // max_tokens), num_alone) // num_ranks)
@@ -86,10 +87,10 @@ def _fewest(
 def _fill(
     units: Sequence[tuple[float, int, Bin]], num_bins: int, max_tokens: int
 ) -> list[tuple[float, Bin]] | None:
-    """Put each (work, tokens, rows), heaviest first, into the lightest bin that has room for it.
+    """Put each (work, tokens, rows), heaviest first, into the lightest bin that can hold it.
 
     Returns:
-        The work and the rows of each bin; None if one has room nowhere.
+        The work and the rows of each bin; None if a unit fits into no bin.
     """
     contents: list[Bin] = [[] for _ in range(num_bins)]
     works = [0.0] * num_bins
@@ -99,7 +100,7 @@ def _fill(
         too_full = []
         while lightest and lightest[0][2] and lightest[0][2] + tokens > max_tokens:
             popped = heapq.heappop(lightest)
-            if popped[2] + fewest[-1] <= max_tokens:  # or it has room for none that comes
+            if popped[2] + fewest[-1] <= max_tokens:  # else it can hold no later unit
                 too_full.append(popped)
         if not lightest:
             return None

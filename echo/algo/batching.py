@@ -1,13 +1,13 @@
 """Micro-batches of rollouts under a budget of tokens, as padded rows or as one packed row.
 
-A rollout's input is its prompt and its completion without the last token, which predicts nothing
-that is scored. Padded rows have one rollout each, padded on the right: under causal attention no
-real token sees the padding, so no attention mask is needed and the positions are the plain ones. A
-packed row has all of them in a line, and the model must keep them apart (train/packing.py). There
-rollouts of one prompt can share it: it stands in the row once, before their completions. A packed
-row may be filled to one of a few sizes, with tokens that see nothing but themselves; padded rows to
-one of a few lengths, and their number to a power of two. Only the model's input differs; what a
-loss sees is the same [B, T].
+The input of a rollout is its prompt and its completion, without the last token: no scored token is
+predicted from it. A padded row has one rollout and padding on its right. Under causal attention no
+real token attends to the padding, so the row needs no attention mask, and its positions count from
+0. A packed row has several rollouts one after the other, and the model must keep them apart
+(train/packing.py). Rollouts of one prompt may share it: the packed row then has the prompt once,
+before their completions. A packed row may be filled to one of a few sizes, with tokens that attend
+to themselves alone. Padded rows may be filled to one of a few lengths, and their number to a power
+of two. Only the model's input differs; a loss gets the same [B, T] tensors.
 
 Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
 """
@@ -28,14 +28,17 @@ from torch import Tensor
 from echo.core.rollout import Rollout
 
 PAD_ID = 0
-"""Input id of padding: any id of the vocabulary serves, since nothing that is scored sees it."""
+"""Input id of padding; it may be any id of the vocabulary, since no scored token attends to it."""
 
 MIN_SAVED = 0.2
-"""Share of their tokens that rollouts must save by sharing a prompt: with less it is the attention
-that counts, which a CPU does more slowly there."""
+"""Share of their tokens that rollouts must save by sharing a prompt. Below it a CPU loses more time
+in the attention of shared prompts, which is slower, than it saves.
+"""
 
 SIZES_PER_OCTAVE = 16
-"""Sizes of filled rows between a number of tokens and its double: some 2 % of a row is filled."""
+"""Sizes of filled rows between a number of tokens and its double; on average 2 % of a row is
+filling.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,11 +50,13 @@ class TrainingRow:
     rollout: Rollout
     advantage: float
     group_index: int = 0
-    """Which group of its batch it belongs to."""
+    """Index of its group in the batch."""
     log_expectation: float = 0.0
-    """Log of the group expectation of the sampler's probability, where a loss needs it."""
+    """Log of the group expectation of the sampler's probability (losses.py); 0 if the loss needs
+    none.
+    """
     proximal_logprobs: npt.NDArray[np.float32] | None = None
-    """[T] nats under the policy at the start of the step, where that is not the present one."""
+    """[T] nats under the policy at the start of the step; None if that is the present policy."""
 
     @property
     def num_inputs(self) -> int:
@@ -66,25 +71,33 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segments:
-    """The rollouts of a packed row, or prompts and the completions after them; L tokens in all."""
+    """Segments of a packed row of L tokens: rollouts, or shared prompts and their completions."""
 
     lengths: tuple[int, ...]
-    """Tokens of each, here on the host, where to look at them costs no wait for a GPU."""
+    """Tokens of each segment; on the host, so that reading them does not wait for a GPU."""
     prefixes: tuple[tuple[int, int], ...]
-    """Where in the row the prompt of each begins, and its tokens; (0, 0) where it has its own."""
+    """For each segment, start in the row and tokens of the prompt that it shares; (0, 0) for
+    none.
+    """
     ends: Tensor
-    """[n + 1] int32, where each of n segments begins, and L."""
+    """[n + 1] int32: the start of each of n segments, then L."""
     position_ids: Tensor
-    """[1, L] int64, from 0 in each, or on from its prompt's."""
+    """[1, L] int64: positions within a segment, from 0 or from the end of its shared prompt."""
     keys: Tensor | None
-    """[K] int64, what the tokens of each attend to, in the row: its prompt's and its own; None
-    where it is the row."""
+    """[K] int64: for each segment, the places in the row that it attends to, those of its shared
+    prompt and its own; None if no prompt is shared.
+    """
     key_ends: Tensor
-    """[n + 1] int32, where those of each begin, and K."""
+    """[n + 1] int32: the start of each segment in `keys`, then K."""
 
     @staticmethod
     def of(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = None) -> Segments:
-        """Return segments of these lengths, none of them 0, on the CPU; without shared prompts."""
+        """Return segments on the CPU.
+
+        Args:
+            lengths: tokens of each, > 0.
+            prefixes: start and tokens of the prompt that each shares; None if none is shared.
+        """
         sizes = np.cumsum([0, *lengths])
         if prefixes is None or not any(size for _, size in prefixes):
             prefixes, keys = ((0, 0),) * len(lengths), None
@@ -121,19 +134,20 @@ class MicroBatch:
     """Rollouts that go through the model together."""
 
     input_ids: Tensor
-    """[B, L] int64, padded on the right, with further rows of padding where it is filled; [1, L]
-    where it is packed."""
+    """[B, L] int64, padded on the right; a filled micro-batch has further rows of padding. [1, L]
+    if packed.
+    """
     token_ids: Tensor
     """[B, T] int64 completion tokens."""
     predictors: Tensor
-    """[B, T] int64, position in the flattened input whose output predicts the token."""
+    """[B, T] int64: the place in the flattened input whose output predicts the token."""
     sampler_logprobs: Tensor
     """[B, T] float32 nats."""
     completion_mask: Tensor
     """[B, T] bool, False in padding."""
     scored: Tensor
-    """[N] int64, where the mask lets a token through in the flattened [B, T]. The host knows it, so
-    that no step looks for them on a GPU and waits for the answer.
+    """[N] int64: places of the N trained tokens in the flattened [B, T]. They come from the host,
+    since finding them on a GPU would make the host wait.
     """
     advantages: Tensor
     """[B] float32."""
@@ -144,14 +158,14 @@ class MicroBatch:
     log_expectations: Tensor
     """[B] float32."""
     proximal_logprobs: Tensor | None = None
-    """[B, T] float32 nats; None where the present policy's are meant."""
+    """[B, T] float32 nats; None if the proximal policy is the present one."""
     segments: Segments | None = None
-    """Of a packed row; None where rows are padded."""
+    """Segments of a packed row; None for padded rows."""
     num_filled: int = 0
-    """Tokens at the end of a packed row that belong to no rollout, each a segment."""
+    """Tokens at the end of a packed row that belong to no rollout; each is a segment."""
 
     def spans(self, rows: Sequence[TrainingRow]) -> list[tuple[int, int]]:
-        """Return the tokens of each part of the input, and of the prompt that it shares.
+        """Return, for each part of the input, its tokens and those of the prompt that it shares.
 
         Args:
             rows: that the micro-batch was made of; without any, it stands for none.
@@ -183,9 +197,9 @@ class MicroBatch:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on `device`; a GPU is not waited for."""
+    """Return a CPU tensor on `device`, without waiting for a GPU."""
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # other memory is copied when the GPU has nothing else to do
+        tensor = tensor.pin_memory()  # a copy from other memory waits until the GPU is idle
     return tensor.to(device, non_blocking=True)
 
 
@@ -198,19 +212,20 @@ def pack_micro_batches(
 ) -> list[list[int]]:
     """Divide rows into micro-batches of at most `max_tokens` tokens, padding counted.
 
-    Rows of similar length go together, longest first, so little is padded and a lack of memory
-    shows in the first micro-batch. A row longer than the budget gets a micro-batch of its own: it
-    cannot be cut. Neither can a group, where rows of one group are asked to stay together.
+    Rows of similar length are put together, longest first, so that there is little padding and a
+    lack of memory shows in the first micro-batch. A row is never cut: a row longer than the budget
+    gets a micro-batch of its own. With `group_index` a group is never cut either.
 
     Args:
         lengths: tokens of each row, >= 1.
         max_tokens: bound on rows times longest row of a micro-batch, inclusive.
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.
-        fills: whether rows are to be filled (`collate`): the number of rows is a power of two,
+        fills: whether `collate` fills the rows; then each micro-batch has a power of two of rows,
             unless groups are kept whole.
 
     Returns:
-        Indices of `lengths`, each exactly once. The same for the same arguments.
+        The row indices of each micro-batch; each index occurs exactly once. The result depends on
+        the arguments alone.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
@@ -220,7 +235,7 @@ def pack_micro_batches(
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         units.setdefault(index if group_index is None else group_index[index], []).append(index)
     batches: list[list[int]] = []
-    # In the order of their longest rows, so the first row of a micro-batch is its longest too.
+    # Units are in the order of their longest rows, so a micro-batch's first row is its longest.
     for unit in units.values():
         if batches and (len(batches[-1]) + len(unit)) * lengths[batches[-1][0]] <= max_tokens:
             batches[-1] += unit
@@ -232,7 +247,7 @@ def pack_micro_batches(
 
 
 def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
-    """Cut a micro-batch into such that have a power of two of rows each, the largest first."""
+    """Divide a micro-batch into parts of a power of two of rows each, the largest first."""
     while indices:
         number = 1 << len(indices).bit_length() - 1
         yield indices[:number]
@@ -242,23 +257,23 @@ def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
 def share_prompts(
     rows: Sequence[TrainingRow], *, max_tokens: int, whole: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Gather rows that share their prompt, as many as half a micro-batch holds.
+    """Gather the rows of each prompt into units that share it, of half a micro-batch at most.
 
-    Smaller than a whole one, so that several find room in it beside each other. Rows share a prompt
-    if that saves at least MIN_SAVED of the tokens that they have with a prompt each.
+    Units of that size can be put together in one micro-batch. The rows of a unit share their prompt
+    only if that saves at least MIN_SAVED of the tokens that they have with a prompt each.
 
     Args:
-        rows: those of one prompt have the same array.
+        rows: rows of one prompt have the same array object as `prompt_ids`.
         max_tokens: of a micro-batch.
-        whole: group of each row, where groups must not be cut.
+        whole: group of each row, if groups must not be cut; None otherwise.
 
     Returns:
-        The tokens that each row adds to a packed one, the prompt counted for the first that shares
-        it, and the unit of each: rows with the same number share.
+        The tokens that each row adds to a packed row, where a shared prompt counts for the first
+        row of its unit; and the unit of each row. Rows with the same unit share their prompt.
     """
     gathered: list[list[int]] = []
-    sizes: list[int] = []  # of each of these
-    newest: dict[tuple[int, int], int] = {}  # by prompt, and group where these are not cut
+    sizes: list[int] = []  # tokens of each unit
+    newest: dict[tuple[int, int], int] = {}  # by prompt, and by group if groups are not cut
     for index, row in enumerate(rows):
         key = id(row.prompt_ids), -1 if whole is None else whole[index]
         own = row.rollout.num_tokens - 1
@@ -281,14 +296,14 @@ def share_prompts(
 
 @dataclass(slots=True)
 class _Row:
-    """A packed row in the making: where each sample's parts lie."""
+    """A packed row under construction."""
 
     lengths: list[int] = field(default_factory=list)
     prefixes: list[tuple[int, int]] = field(default_factory=list)
     size: int = 0
 
     def add(self, length: int, prefix: tuple[int, int] = (0, 0)) -> int:
-        """Append a segment, an empty one nowhere; return where it begins."""
+        """Append a segment, unless it is empty; return its start."""
         start = self.size
         if length:
             self.lengths.append(length)
@@ -300,12 +315,12 @@ class _Row:
 def filled_size(num_tokens: int, *, max_tokens: int) -> int:
     """Return the size that a row of `num_tokens` is filled to.
 
-    A step's row has ever another number of tokens, and in 16 bits a CPU keeps code and buffers for
-    each that it has met.
+    Each step has rows of other numbers of tokens, and in 16 bits a CPU keeps code and buffers for
+    each number that it has seen.
 
     Args:
         num_tokens: >= 1.
-        max_tokens: of a micro-batch; to fill a row takes it beyond that in no case.
+        max_tokens: limit of a micro-batch; filling never exceeds it.
     """
     step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_OCTAVE)
     size = -(-num_tokens // step) * step
@@ -320,9 +335,9 @@ def _lay_out(
     fills_up_to: int,
     window: int | None,
 ) -> tuple[_Row, list[tuple[int, int]]]:
-    """Return one row of all samples, and where prompt and completion of each begin in it.
+    """Return one row of all samples, and the start of each sample's prompt and completion.
 
-    Unless it is packed, each sample has as much of it as the longest needs.
+    If rows are not packed, each sample has a segment as long as the longest sample.
     """
     row, places = _Row(), []
     if not is_packed:
@@ -359,9 +374,9 @@ def _predictors(
     places: Sequence[tuple[int, int]],
     is_token: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.int64]:
-    """Return which input predicts each completion token, [B, T]; 0 where there is no token.
+    """Return [B, T] the place of the input that predicts each completion token; 0 in padding.
 
-    The first is predicted by the prompt's last, the others by those before them.
+    The prompt's last token predicts the first completion token, and each completion token the next.
     """
     columns = np.arange(is_token.shape[1])
     starts = np.array([start for _, start in places], np.int64)
@@ -386,14 +401,14 @@ def collate(
     """Return the samples as one micro-batch on the CPU.
 
     Args:
-        samples: at least one; all or none have proximal log-probabilities.
+        samples: at least one; either all have proximal log-probabilities or none has.
         score_all: let the mask through for every completion token, not the trained ones only.
-        is_packed: in one row, in place of padded ones.
-        units: of the samples, in a packed row: those beside each other with the same number share
-            their prompt; None where none do.
-        fills_up_to: fill a packed row, or padded ones, to one of a few sizes, up to this number of
-            tokens; 0 for none.
-        window: tokens that padded rows are filled to at most: the model's positions.
+        is_packed: whether to put all samples into one row.
+        units: unit of each sample in a packed row; neighbours of the same unit share their prompt.
+            None if no prompt is shared.
+        fills_up_to: fill rows to one of a few sizes, up to this number of tokens in the
+            micro-batch; 0 to fill none.
+        window: largest length that padded rows are filled to, the model's number of positions.
     """
     units = range(len(samples)) if units is None else units
     row, places = _lay_out(
@@ -435,7 +450,7 @@ def collate(
 
 
 def _fill(row: _Row, max_tokens: int) -> int:
-    """Add segments of a token each, up to one of a few sizes; return how many."""
+    """Fill a row to one of a few sizes with segments of one token; return their number."""
     num_filled = filled_size(row.size, max_tokens=max_tokens) - row.size
     for _ in range(num_filled):
         row.add(1)
@@ -445,7 +460,7 @@ def _fill(row: _Row, max_tokens: int) -> int:
 def _input_ids(
     samples: Sequence[TrainingRow], places: Sequence[tuple[int, int]], size: int
 ) -> npt.NDArray[np.int64]:
-    """Return the [size] tokens of a row, or of rows one after the other; see `_lay_out`."""
+    """Return the [size] input ids of the row that `_lay_out` returned."""
     input_ids = np.full(size, PAD_ID, dtype=np.int64)
     for sample, (prompt, start) in zip(samples, places, strict=True):
         input_ids[prompt : prompt + len(sample.prompt_ids)] = sample.prompt_ids
@@ -457,7 +472,7 @@ def _input_ids(
 def _padded(
     is_token: npt.NDArray[np.bool_], values: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike
 ) -> npt.NDArray[Any]:
-    """Return [B, T] with the values of each rollout in its row, 0 where there is no token."""
+    """Return [B, T] with the values of each rollout in its row, 0 in padding."""
     rows = np.zeros(is_token.shape, dtype)
     rows[is_token] = np.concatenate(values)
     return rows

@@ -1,12 +1,12 @@
 """Importance weights, rollout masks and the adaptive staleness bound.
 
 Weights multiply a token's loss by a bounded ratio of a proximal policy to the sampler. They belong
-to losses whose own ratio starts at that proximal policy; multiplied onto a ratio against the
-sampler they would count it twice, so only decoupled PPO takes them.
+to losses whose own ratio starts at that proximal policy. A ratio against the sampler already has
+that factor, so only decoupled PPO takes weights.
 
-Masks take whole rollouts out of a loss. They look at the ratio and do not multiply it, so any loss
-over rollouts can wear them. Tokens that they drop stay in the normaliser, as in AReaL: dropping
-must not scale up the rest.
+Masks take whole rollouts out of a loss. They read the ratio and do not multiply by it, so they can
+be put around any loss over rollouts. Dropped tokens stay in the normaliser, as in AReaL, so that
+dropping does not scale up the rest.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded).
 """
@@ -57,7 +57,8 @@ def importance_weights(
     Source: token TIS: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training" (2025); MIS/IcePop: arXiv:2510.18855; bounds as in verl and slime.
     Differs from the paper: no lower bound, which IcePop has; the log-ratio is limited to 20.
-    Limits: the product over a long rollout leaves every range; prefer the token forms.
+    Limits: the product over a long rollout goes far below or above any bound; prefer the token
+    forms.
     """
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
     if kind.startswith("sequence"):
@@ -72,7 +73,7 @@ def importance_weights(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMasks:
-    """Which rollouts are left out of a loss; None is off.
+    """Bounds beyond which rollouts are left out of a loss; None switches a bound off.
 
     geometric   keep where low <= exp(mean_t log r_t) <= high
     veto        keep where min_t r_t >= veto
@@ -83,10 +84,9 @@ class RolloutMasks:
     Source: geometric mask and veto: verl and slime; off-policy sequence masking: DeepSeek-V3.2,
     arXiv:2512.02556.
     Differs from the paper: nothing; OPSM's divergence is taken against the policy that sampled.
-    Limits: the geometric bounds in use (.99 to 1.01) mean engines that round differently, not
-    versions that differ: under staleness they drop nearly everything, so that mask is off by
-    default. Where an engine's numerics cause the mismatch, a veto of one token drops a whole
-    rollout, so long rollouts suffer most.
+    Limits: the usual geometric bounds (.99 to 1.01) are made for engines that round differently.
+    Under staleness they drop nearly every rollout, so that mask is off by default. If an engine's
+    numerics cause the mismatch, the veto drops long rollouts most often, since one token is enough.
     """
 
     geometric_low: float | None = None
@@ -103,7 +103,7 @@ class RolloutMasks:
         return self == RolloutMasks()
 
     def dropped(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Return [B] bool by reason: which rollouts each mask that is on takes out."""
+        """Return, by reason, [B] bool: whether the mask of that name drops the rollout."""
         mask = inputs.completion_mask
         log_ratio = masked_log_ratio(inputs).detach()
         mean = sequence_mean(log_ratio, mask)
@@ -122,10 +122,10 @@ class RolloutMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedLoss:
-    """A loss that sees only the rollouts its masks let through.
+    """A loss over the rollouts that its masks keep.
 
-    `dropped/<reason>` counts the tokens of rollouts each mask takes out; a rollout may have several
-    reasons.
+    `dropped/<reason>` counts the tokens of the rollouts that a mask drops; a rollout may be dropped
+    for several reasons.
     """
 
     loss: Loss
@@ -144,7 +144,7 @@ class MaskedLoss:
         return needs_of(self.loss)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of the rollouts that are kept, in the normaliser of them all."""
+        """Return the loss of the rollouts that are kept, divided by the counts of all rollouts."""
         mask = inputs.completion_mask
         dropped = self.masks.dropped(inputs)
         keep = torch.ones_like(mask[:, 0])

@@ -1,6 +1,6 @@
 """Diagnostics of training: length bias, group statistics, sampler mismatch.
 
-None of them needs a model: they read rewards, lengths and log-probabilities that are there anyway.
+They need no model: they read rewards, lengths and log-probabilities that a step has already.
 """
 
 from __future__ import annotations
@@ -21,26 +21,24 @@ if TYPE_CHECKING:
 
 
 # --- length bias ----------------------------------------------------------------------------------
-#
-# Short completions are finished first. Where groups are trained as they come, and all the more
-# where long ones are put off for a later step (active partial rollouts), each batch is biased
-# towards short ones. They are put off, not lost, so over a whole run the two distributions agree
-# except for what is discarded; what remains is that long completions are trained later, on older
+# Short completions finish first. If groups are trained in the order in which they finish, each
+# batch is biased towards short completions, the more so if long ones are continued in a later step
+# (active partial rollouts). Long completions are delayed, not lost: over a whole run the two
+# distributions agree except for discarded groups. But long completions are trained later, on older
 # tokens.
-#
-# The two samples compared: the groups trained last, in the order of training; and a cohort without
-# such a choice, the newest groups **in the order in which they were granted**, as far as every
-# group before them has come to its end.
+# Two samples are compared. The first is the groups trained last. The second has no such bias: the
+# newest groups **in the order in which they were granted**, up to the first group that has not
+# ended.
 
 
 WINDOW = 256
 """Groups in each of the two samples, at most."""
 MIN_GROUPS = 8
-"""Groups below which nothing is said."""
+"""Groups in a sample below which no metric is reported."""
 
 
 class LengthBias:
-    """The lengths of what was delivered and of what was trained."""
+    """Lengths of completions that were delivered, and of those that were trained."""
 
     def __init__(self, *, window: int = WINDOW) -> None:
         """Start without groups."""
@@ -49,14 +47,14 @@ class LengthBias:
         self._trained: deque[tuple[int, ...]] = deque(maxlen=window)
 
     def delivered(self, group: Group) -> None:
-        """Note a group that a worker has finished, whatever becomes of it."""
+        """Note a group that a worker has finished, whether or not it is trained later."""
         self._delivered[group.group_id] = _lengths(group)
 
     def trained(self, groups: Iterable[Group]) -> None:
         self._trained.extend(_lengths(group) for group in groups)
 
     def metrics(self, *, oldest_open: int | None) -> dict[str, float]:
-        """Compare the two samples; empty while there is too little of either.
+        """Return the comparison of the two samples; empty while either has too few groups.
 
         Args:
             oldest_open: the first group that has been granted and has not ended; None for none.
@@ -100,9 +98,8 @@ def _distance(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
 
 
 # --- groups ---------------------------------------------------------------------------------------
-#
-# Sums, not groups, are kept, so that the groups which did not count towards a step can be told
-# together with those which did: a mean reward over useful groups only would never reach 1.
+# Sums are kept in place of groups, so that metrics can cover the groups that did not count towards
+# a step as well: a mean reward over useful groups alone would never reach 1.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +112,13 @@ class GroupStats:
     reward_square_sum: float = 0.0
     num_tokens: int = 0
     num_cut_off: int = 0
-    """Completions that ran into the token limit."""
+    """Completions cut off at the token limit."""
     num_all_right: int = 0
     """Groups with equal rewards above 0."""
     num_all_wrong: int = 0
     """Groups with equal rewards of 0 or less."""
     num_unscored: int = 0
-    """Groups with fewer than two rewards; nothing else of them is counted."""
+    """Groups with fewer than two rewards; they count here and in no other sum."""
     num_mixed: int = 0
     """Groups that several policy versions sampled."""
 
@@ -153,7 +150,7 @@ class GroupStats:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return rewards, lengths and shares of groups under the field's names; empty for none."""
+        """Return rewards, lengths and shares of groups by metric; empty without groups."""
         if not self.num_groups:
             return {}
         mean = self.reward_sum / self.num_rollouts
@@ -179,7 +176,7 @@ RATIO, MAX_RATIO, ESS, KL = "is_ratio/mean", "is_ratio/max", "ess", "mismatch_kl
 
 
 def mismatch_sums(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, Tensor]:
-    """Return what each of `mismatch_metrics` is made of by its name, float64 scalars.
+    """Return the sum behind each of `mismatch_metrics` by its name, float64 scalars.
 
     Args:
         learner_logprobs: [N] nats under the policy being trained; N >= 1.
@@ -198,12 +195,13 @@ def mismatch_sums(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[st
 def mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
     """Return the statistics of the importance ratio r = pi / mu over a batch of N tokens.
 
-    is_ratio/mean and is_ratio/max of r; ess = (sum r)^2 / (N sum r^2), the share of the tokens that
-    an on-policy sample of equal worth would have, 1 when all ratios are equal; mismatch_kl =
-    mean(r - 1 - log r), an unbiased and never negative estimate of KL(mu || pi) in nats per token.
+    is_ratio/mean and is_ratio/max of r; ess = (sum r)^2 / (N sum r^2), the effective sample size as
+    a share of N, 1 if all ratios are equal; mismatch_kl = mean(r - 1 - log r), an unbiased and
+    never negative estimate of KL(mu || pi) in nats per token.
 
     Args:
-        sums: of r, of r^2 under "ess" and of r - 1 - log r, and the largest r.
+        sums: from `mismatch_sums`: the sums of r, of r^2 (as "ess") and of r - 1 - log r, and the
+            largest r.
         num_tokens: N.
     Source: the estimator k3 of J. Schulman, "Approximating KL Divergence" (2020); Kish's effective
     sample size.
@@ -218,16 +216,15 @@ def mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, 
 
 
 # --- mismatch by group ----------------------------------------------------------------------------
-#
-# The same per group, so that it can be told of each worker. Two more sums say what the ratio does
-# not: the mean log-ratio, and the **surprise**, by how much less likely the sampled tokens are than
-# samples of the learner would be. It is -log pi less the entropy; its mean is 0 for tokens sampled
-# from pi. A worker may sample otherwise than it states, such as at a higher temperature, and state
-# the learner's own log-probabilities. Then it has no mismatch, but a surprise.
+# The same sums per group, from which each worker's mismatch is computed. Two more sums show what
+# the ratio cannot: the mean log-ratio, and the **surprise**, which is -log pi minus the entropy of
+# pi. Its mean is 0 for tokens sampled from pi, and positive for less likely tokens. A worker may
+# sample at a higher temperature and report the learner's own log-probabilities. It has no mismatch
+# then, but a surprise.
 
 
 MAX_LOG_RATIO = 50.0
-"""Nats beyond which a log-ratio counts as this much, so that sums stay finite."""
+"""Bound on the absolute log-ratio of a token in nats, so that sums stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +271,7 @@ def mismatch_by_group(
 
     Args:
         learner_logprobs: [N] nats under the policy being trained.
-        sampler_logprobs: [N] nats as the worker has stated them.
+        sampler_logprobs: [N] nats as the worker reported them.
         entropies: [N] nats of the learner's distribution at each token.
         group_of: [N] int64, index of each token's group.
         num_groups: G.

@@ -1,7 +1,7 @@
 """Policy losses, each beside its equation.
 
-They stand by family: a ratio per token, per rollout, per group; then what goes around any of them.
-Their inputs and results are in loss.py, masks for all of them in corrections.py.
+Losses are ordered by their ratio: per token, per rollout, per group. Wrappers around any loss come
+last. Inputs and outputs are in loss.py, masks in corrections.py.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded), N trained tokens of a batch.
 """
@@ -140,7 +140,7 @@ def find_clips(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedTokenLoss:
-    """Common part of losses of clipped token ratios: the ratio's range, and who computes it.
+    """Common part of losses of clipped token ratios, which a kernel may compute.
 
     A kernel that has just computed a token's log-probability can give its clipped loss with it
     (kernels/logprob.py): `fused_clip` says whether it may, `from_tokens` takes the result.
@@ -212,8 +212,9 @@ class GrpoLoss(ClippedTokenLoss):
     Source: GRPO, arXiv:2402.03300; clip-higher and token mean: DAPO, arXiv:2503.14476; dual clip:
     arXiv:1912.09729.
     Differs from the paper: the ratio is taken against the sampler's own log-probabilities, several
-    versions old, so it is the importance weight too and no other correction may be multiplied in;
-    the mean is over tokens unless told otherwise; no KL term; |log r| is limited to 20.
+    versions old. So the ratio is the importance weight as well, and no other correction may be
+    multiplied in. By default the mean is over tokens; there is no KL term; |log r| is limited to
+    20.
     Limits: clipped tokens have no gradient, and under large staleness most ratios leave the range.
     """
 
@@ -234,8 +235,8 @@ class DapoLoss(GrpoLoss):
 
     Source: DAPO, arXiv:2503.14476, eq. 8 and 10.
     Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20. The
-    paper's other parts stand elsewhere: overlong shaping and filtering among the advantages,
-    dynamic sampling in what counts towards a step.
+    paper's other parts are in other files: overlong shaping in advantages.py, filtering and dynamic
+    sampling in train/batch.py.
     Limits: as GRPO's.
     """
 
@@ -245,7 +246,7 @@ class DapoLoss(GrpoLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrGrpoLoss(ClippedTokenLoss):
-    """GRPO without its two biases: no division by a rollout's length nor by the rewards' spread.
+    """GRPO without its two biases: no division by a rollout's length or the rewards' deviation.
 
     l_t as in GRPO;  loss = sum_t l_t / (num_rollouts * L_max), with L_max the constant bound on
     completion tokens. The advantages that belong to it are r - mean(r), not normalised.
@@ -253,15 +254,15 @@ class DrGrpoLoss(ClippedTokenLoss):
     Source: Dr. GRPO, arXiv:2503.20783, section 3.2 and appendix A (the constant normaliser).
     Differs from the paper: the ratio is taken against the sampler; clip-higher; |log r| is limited
     to 20; rollouts without any trained token do not count.
-    Limits: where completions are much shorter than L_max the gradient is small in proportion, which
-    AdamW undoes and plain SGD would not.
+    Limits: if completions are much shorter than L_max, the gradient is small in proportion. AdamW
+    is invariant to that scale; plain SGD is not.
     """
 
     max_completion_tokens: int
     """L_max, the bound on completion tokens; >= 1."""
 
     def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
-        """Return the sum divided by what the batch could hold at most."""
+        """Return the sum divided by the largest number of tokens that the batch could have."""
         divisor = inputs.num_rollouts * self.max_completion_tokens
         return torch.where(inputs.completion_mask, token_losses, 0.0).sum() / divisor
 
@@ -269,10 +270,10 @@ class DrGrpoLoss(ClippedTokenLoss):
 def loglinear_logprobs(
     learner_logprobs: Tensor, sampler_logprobs: Tensor, staleness: Tensor
 ) -> Tensor:
-    """Return an estimate of the log-probs one version before the learner's, without gradient.
+    """Return estimated log-probs of the version before the learner's, without gradient.
 
-    log prox = log mu + a (log pi - log mu),  a = clip((s - 1) / s, 0, 1), 0 for s <= 0: the policy
-    is taken to have moved evenly, in log space, over the s steps since the token was sampled.
+    log prox = log mu + a (log pi - log mu), a = clip((s - 1) / s, 0, 1), 0 for s <= 0. It assumes
+    that the policy has moved evenly, in log space, over the s steps since the token was sampled.
 
     Args:
         learner_logprobs: [B, T] nats.
@@ -293,19 +294,20 @@ class DecoupledPpoLoss:
     """PPO around a recent proximal policy, weighted by that policy's ratio to the sampler.
 
     u_t = pi(t) / prox(t);  w_t = bounded prox(t) / mu(t), without gradient (corrections.py);
-    l_t = -w_t min(u_t A, clip(u_t, 1 - low, 1 + high) A);  loss = sum_t l_t / num_tokens, counted
-    before anything was masked. u carries the trust region, w the staleness; their product is the
-    ratio to the sampler, once.
+    l_t = -w_t min(u_t A, clip(u_t, 1 - low, 1 + high) A);  loss = sum_t l_t / num_tokens, where
+    num_tokens counts masked tokens as well. u is for the trust region and w for staleness; their
+    product is the ratio to the sampler.
 
-    proximal = "recompute": the learner's policy at the start of the step. Where a batch makes one
-    update, u is 1 where the gradient is taken, the clip never acts, and this is the policy gradient
-    under bounded importance weights; the clip acts from the second update on. proximal =
-    "loglinear": the policy one version earlier, interpolated by each token's staleness
-    (`loglinear_logprobs`), so the clip acts on one version's worth of change.
+    proximal = "recompute": the learner's policy at the start of the step. In the first update of a
+    step u is 1, so the clip never acts, and the loss is the policy gradient under bounded
+    importance weights; the clip acts from the second update on. proximal = "loglinear": the policy
+    one version earlier, interpolated by each token's staleness (`loglinear_logprobs`), so the clip
+    acts on the change of one version.
 
     Source: arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5.
     Differs from the paper: w is bounded (the paper's is not); |log u| is limited to 20.
-    Limits: token_tis biases towards tokens the sampler preferred; masks lose them.
+    Limits: token_tis has a bias towards tokens that the sampler preferred; the masking weights drop
+    tokens.
     """
 
     clip_low: float | None = 0.2
@@ -315,11 +317,11 @@ class DecoupledPpoLoss:
     dual_clip: float | None = None
     """Bound on u where the advantage is negative, > 1 + clip_high; None for no bound."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
-    """Where the proximal policy's log-probabilities come from."""
+    """Source of the proximal policy's log-probabilities."""
     importance_weight: ImportanceWeight = "token_tis"
     """How prox / mu is bounded."""
     importance_cap: float = 2.0
-    """Ratio at which a truncating weight stops and above which a masking one drops, >= 1."""
+    """Largest value of a truncating weight, and ratio above which a masking weight is 0; >= 1."""
 
     @property
     def needs(self) -> LossNeeds:
@@ -366,7 +368,7 @@ class DecoupledPpoLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CispoLoss:
-    """The policy gradient under clipped importance weights: every token keeps its gradient.
+    """The policy gradient under clipped importance weights, in which no token loses its gradient.
 
     l_t = -sg[clip(r_t, 1 - low, 1 + high)] A log pi(t);  loss = sum_t l_t / num_tokens, with sg
     the stop-gradient.
@@ -408,15 +410,15 @@ class DppoTvLoss:
 
     keep_t = not (A > 0 and pi - mu > gap) and not (A < 0 and mu - pi > gap), in probability;
     l_t = -keep_t r_t A + c (log r_t)^2;  loss = sum_t l_t / num_tokens. |pi - mu| is the total
-    variation between the two policies seen as "this token or another".
+    variation between the two policies if all other tokens count as one.
 
     Source: DPPO (binary TV), arXiv:2602.04879; the term in (log r)^2: prime-rl, after Kimi-K2.5,
     arXiv:2602.02276.
     Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20;
     prime-rl's term is off unless asked for (there c = 1e-3).
-    Limits: r itself is not bounded, so a token that the sampler thought very unlikely can weigh
-    much while its probability stays small. With c > 0 rollouts without an advantage are trained on
-    too.
+    Limits: r itself is not bounded, so a token with a tiny probability under the sampler can have a
+    large weight while its probability stays small. With c > 0, rollouts without an advantage are
+    trained as well.
     """
 
     max_probability_gap: float = 0.2
@@ -446,7 +448,7 @@ class DppoTvLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SapoLoss:
-    """A soft gate on the ratio in place of the clip: smooth, largest at r = 1, never quite zero.
+    """A smooth gate on the ratio in place of the clip, largest at r = 1 and never 0.
 
     f(r) = (4 / tau) sigmoid(tau (r - 1));  l_t = -f(r_t) A, with tau by the sign of A;  loss = mean
     over rollouts of the mean over their tokens. df/dr = 1 at r = 1, so on-policy it is the policy
@@ -454,18 +456,20 @@ class SapoLoss:
 
     Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
     Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20.
-    Limits: far from r = 1 the gradient vanishes, in float32 altogether.
+    Limits: far from r = 1 the gradient is tiny, and rounds to 0 in float32.
     """
 
     tau_positive: float = 1.0
     """How fast the gate closes where A > 0, > 0."""
     tau_negative: float = 1.05
-    """Where A < 0; the paper wants it above the other, since such tokens are less stable."""
+    """How fast the gate closes where A < 0; above the other in the paper, since such tokens are
+    less stable.
+    """
     aggregation: Aggregation = "sequence_mean"
     """How token losses become one number."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch; nothing is ever clipped."""
+        """Return the loss of one micro-batch, without counts: no token is clipped."""
         advantages = inputs.advantages[:, None]
         # Tensors of the log-probs' type: torch.where on two numbers would round them to float32.
         negative = advantages.new_tensor(self.tau_negative)
@@ -477,24 +481,24 @@ class SapoLoss:
 
 
 def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
-    """Return the value below which squared log-ratios may stay.
+    """Return the limit below which squared log-ratios are kept.
 
-    The largest are dropped, one after the other, while the mean of the rest is above the bound. The
-    limit lies half-way between the smallest dropped and the largest kept, so that rounding of
-    either cannot move a token across; equal values are dropped together.
+    The largest values are dropped until the mean of the rest is at most the bound. The limit is
+    half-way between the smallest dropped value and the largest kept one, so that rounding cannot
+    move a token across. Equal values are dropped together.
 
     Args:
         moments: [N] squared log-ratios, N >= 0.
         max_second_moment: bound on their mean, inclusive.
 
     Returns:
-        Scalar: infinity if all may stay, 0 if none.
+        Scalar: infinity if all are kept, 0 if none is.
     """
     if not len(moments):
         return moments.new_tensor(float("inf"))
     ordered = moments.double().sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=moments.device)
-    # The means grow with every larger value, so counting finds where the bound is crossed.
+    # Values are sorted, so the means grow, and the number below the bound is where they cross it.
     num_kept = (means <= max_second_moment).sum()
     padded = torch.cat([ordered, ordered.new_tensor([float("inf")])])
     largest_kept = padded[(num_kept - 1).clamp(min=0)]
@@ -504,17 +508,17 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class M2poLoss:
-    """A bound on the second moment of the batch's log-ratios, kept by masking the worst tokens.
+    """A bound on the second moment of a batch's log-ratios, enforced by masking the worst tokens.
 
     Of the tokens that PPO could clip (A > 0 and r > 1, or A < 0 and r < 1) the largest (log r)^2
     are masked until the mean over the rest is at most the bound;  l_t = -r_t A for the tokens that
     remain;  loss = sum_t l_t / num_tokens.
 
     Source: M2PO, arXiv:2510.01161, algorithm 1 and eq. 5 (the authors' code turns the bound into a
-    clip range instead; this is the paper).
+    clip range; this follows the paper).
     Differs from the paper: mean over the batch's tokens, not over each rollout's; |log r| is
     limited to 20.
-    Limits: the bound is one of the batch, so it takes a first pass over it without gradient.
+    Limits: the bound is on the whole batch, so a first pass without gradient has to score it.
     """
 
     needs: ClassVar[LossNeeds] = LossNeeds(batch_scores=True)
@@ -544,7 +548,7 @@ class M2poLoss:
 
 
 def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Return how many trained tokens lie in the rollouts that each [B] clip marks."""
+    """Return, by name, the number of trained tokens in the rollouts that a [B] clip marks."""
     lengths = mask.sum(1)
     return {name: (where * lengths).sum() for name, where in clips.items()}
 
@@ -557,12 +561,12 @@ class GspoLoss:
     loss = sum_i l_i / num_rollouts.
 
     Source: GSPO, arXiv:2507.18071, eq. 5 to 7.
-    Differs from the paper: the ratio is taken against the sampler, several versions old, so the
-    range is wider than its 3e-4 / 4e-4 (section 5.1), which clip most of such a batch; the limit
-    of 20 on |log r| holds token by token, before the mean.
-    Limits: the mean over a rollout moves far less than a token does, so ranges made for tokens
-    (.2 / .28) leave no trust region under staleness. The default was the best of the three on
-    completions of 24 tokens (bench/bench_staleness.py); the longer they are, the less it acts.
+    Differs from the paper: the ratio is taken against the sampler, several versions old. The
+    paper's range of 3e-4 / 4e-4 (section 5.1) would clip most of such a batch, so the range is
+    wider. The limit of 20 on |log r| is applied to each token, before the mean.
+    Limits: the mean over a rollout moves far less than a token does, so a range made for tokens (.2
+    / .28) hardly ever acts. The default was the best of three ranges on completions of 24 tokens
+    (bench/bench_staleness.py); on longer completions it acts less.
     """
 
     clip_low: float | None = 0.02
@@ -588,21 +592,19 @@ class GspoLoss:
 
 
 # --- one ratio per group --------------------------------------------------------------------------
-#
-# A single rollout's ratio explodes where the sampler thought it unlikely. Here the denominator is
-# an expectation over the whole group, so one unlikely member cannot blow up. It needs nothing but
-# the sampler's log-probabilities: the learner computes it once per group, after the final masks,
-# and no worker's number is trusted. A group that lost a member has no such expectation and is left
-# out whole. A member that is not trained on (`overlong_filter`) is not lost: it was sampled, so it
-# stays in the expectation, and leaves the sum.
-#
-# Rollouts continued under a newer policy mix two policies in one q_i, and groups sampled by several
-# versions mix them in one expectation. The paper has one sampler per group; such mixtures deviate
-# from it. `groups/mixed` measures them.
+# The ratio of a single rollout is huge if the sampler gave it a tiny probability. Here the
+# denominator is an expectation over the whole group, so one unlikely member does not make it tiny.
+# The learner computes the expectation from the sampler's log-probabilities, once per group and
+# after the final masks; workers do not send it. A group that has lost a member has no expectation
+# and is left out. A member that is not trained (`overlong_filter`) was sampled and is not lost: it
+# stays in the expectation, and only its loss is left out.
+# A rollout that is continued under a newer policy mixes two policies in one q_i, and a group
+# sampled by several versions mixes them in one expectation. The paper has one sampler per group.
+# `groups/mixed` is the share of groups that differ from it.
 
 
 def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
-    """Return each rollout's group expectation of the sampler's probability, as a log.
+    """Return the log of the group expectation of the sampler's probability, for each rollout.
 
     log E = logsumexp_i(2 lq_i) - logsumexp_i(lq_i) over the group: the mean of q weighted by q.
 
@@ -647,16 +649,18 @@ class GepoLoss:
     group, data;  w_i = p_i / E;  l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i;
     loss = sum_i l_i / num_rollouts;  KL_i = mean_t k3, learner to sampler.
 
-    gate_kl > 0 is GEPO+: rollouts with KL_i below the gate are divided by their own q_i, as in
-    GSPO, since there the expectation adds bias and saves nothing. The gate carries no gradient.
+    gate_kl > 0 is GEPO+: a rollout whose KL_i is below the gate is divided by its own q_i, as in
+    GSPO, since the expectation would add bias and hardly reduce the variance. The gate has no
+    gradient.
 
     Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: its code.
     Differs from the paper: the expectation is over the group, while the published numbers come from
     random mixed micro-batches; a group that lost a member is left out; k3 is limited; the KL
     term is off unless asked for (the paper's best coefficient is .005); |log w| is limited to 20.
-    Limits: even on-policy w is not 1, only its mean under q / sum(q) is. Biased in exchange for
-    less variance. Mixtures: see the file's head. The clip
-    acts on w, which says how a rollout compares with its group, not how far it has moved.
+    Limits: w is not 1 even on-policy; only its mean under q / sum(q) is. The estimate is biased in
+    exchange for less variance. For mixtures see the comment above `group_log_expectation`. The clip
+    acts on w, which compares a rollout with its group and does not say how far the policy has
+    moved.
     """
 
     clip_low: float | None = 0.2
@@ -664,17 +668,21 @@ class GepoLoss:
     clip_high: float | None = 0.2
     """Range above 1, >= 0; None for no bound."""
     gate_kl: float | None = None
-    """KL per token, nats, below which a rollout is divided by its own probability (GEPO+ .002)."""
+    """KL per token in nats below which a rollout is divided by its own probability; .002 in
+    GEPO+.
+    """
     sampler_kl_coef: float = 0.0
-    """c, weight of the KL to the sampler, >= 0; rollouts without an advantage are trained then."""
+    """c, weight of the KL to the sampler, >= 0; if > 0, rollouts without an advantage are
+    trained.
+    """
 
     @property
     def needs(self) -> LossNeeds:
-        """The expectation of complete groups, and what the options ask for."""
+        """The expectation of complete groups, and every rollout if there is a KL term."""
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, the tokens of clipped and of gated rollouts."""
+        """Return the loss of one micro-batch, and the tokens of clipped and of gated rollouts."""
         mask = inputs.completion_mask
         has_tokens = mask.any(1)
         learner = torch.where(mask, inputs.learner_logprobs, 0.0)
@@ -717,22 +725,24 @@ class ReferenceKlLoss:
     """A loss plus c KL(learner || reference), estimated on the batch's own tokens.
 
     loss = inner + c sum_t w_t k_t / num_tokens, with k_t one of k1, k2, k3 of learner and reference
-    and w_t = min(pi(t) / mu(t), 2), learner over sampler: tokens are the sampler's, so
-    without the weight it is not the learner's divergence that is estimated. The weight carries the
-    gradient for k1 and k3, and none for k2. So below the cap all three pull the same way: their
-    gradient has the expectation of w log(pi / ref) grad log pi, which is that of the divergence.
+    and w_t = min(pi(t) / mu(t), 2), learner over sampler. The sampler drew the tokens, so only
+    weighted terms estimate the learner's divergence. The weight has a gradient for k1 and k3, and
+    none for k2. So below the cap all three have the same expected gradient, w log(pi / ref) grad
+    log pi, which is the gradient of the divergence.
 
-    Every rollout is trained on, whatever its advantage: the pull acts everywhere.
+    Every rollout is trained, also one without an advantage, since the divergence has a gradient for
+    each.
 
     Source: k3 as a penalty: GRPO, arXiv:2402.03300, eq. 4; the estimators: J. Schulman (2020);
     with importance weights: slime's unbiased KL.
-    Differs from the paper: the mean is over the batch's tokens; the weights, without which neither
-    divergence is estimated from stale tokens.
-    Limits: tokens whose weight is at the cap are pulled with the gradient of k2 or not at all.
+    Differs from the paper: the mean is over the batch's tokens, and terms have importance weights,
+    since tokens may be stale.
+    Limits: at the cap the weight is constant, so the gradient of a token is that of its estimator
+    alone.
     """
 
     loss: Loss
-    """The loss inside, masks included; what they leave out is still pulled."""
+    """The loss inside, with its masks; rollouts that these drop still have the KL term."""
     coef: float
     """c, > 0."""
     estimator: KlEstimator = "k3"
@@ -763,20 +773,20 @@ class ReferenceKlLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyBonusLoss:
-    """A loss minus c times the mean entropy of the policy: a push against growing sure too soon.
+    """A loss minus c times the mean entropy of the policy, which delays the loss of exploration.
 
     loss = inner - c sum_t H(pi(. | context of t)) / num_tokens.
 
-    Every rollout is trained on, whatever its advantage: the push acts everywhere.
+    Every rollout is trained, also one without an advantage, since its entropy has a gradient.
 
     Source: A3C, arXiv:1602.01783, section 4; PPO, arXiv:1707.06347, eq. 9.
     Differs from the paper: the mean is over the batch's trained tokens.
-    Limits: contexts are the sampler's, not weighted by their ratio. Too large a c takes over: watch
-    `entropy/mean`.
+    Limits: the sampler drew the contexts, and they are not weighted by their ratio. If c is too
+    large, the entropy grows without bound: watch `entropy/mean`.
     """
 
     loss: Loss
-    """The loss inside, masks included; what they leave out is still pushed."""
+    """The loss inside, with its masks; rollouts that these drop still have the bonus."""
     coef: float
     """c, > 0."""
 
@@ -786,7 +796,7 @@ class EntropyBonusLoss:
         return replace(needs_of(self.loss), every_rollout=True, entropies=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch less the bonus."""
+        """Return the loss of one micro-batch minus the bonus."""
         entropies = required(inputs.entropies, "entropies", self)
         output = self.loss(inputs)
         return replace(
@@ -819,7 +829,7 @@ def make_loss(kind: str, **options: Any) -> Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomLoss:
-    """A function of the user's with its options."""
+    """A loss that is a function of the user's, with its options."""
 
     kind: str
     """Its import path."""

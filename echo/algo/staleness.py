@@ -1,19 +1,19 @@
-"""Adaptive bound on staleness, by what each step reports.
+"""Adaptive bound on staleness, from the signals of each step.
 
-Each step reports three signals of how far sampler and learner are apart. They are smoothed; a
-bound that is too high shows in any of them, room for a higher one only in all:
+Each step reports three signals of the distance between sampler and learner, which are smoothed
+here. The bound is too high if any of them says so, and may rise only if all of them allow it:
 
   too high        ess < ess_low, or mismatch_kl > kl_high, or clip_ratio > clip_high
   room for more   ess > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2,
                   and the rollouts were as old as the bound lets them be
 
-Too high lowers the bound by 1, by half of it where a signal is past twice its limit; room for
-more, `patience` steps in a row, raises it by 1. After each decision there are `patience` steps
-without one, for it acts on rollouts that are granted later. The bound stays between two limits,
-and never passes the hard one, which the buffer keeps whatever is decided here.
+If it is too high, the bound falls by 1, or by half if a signal is beyond twice its limit. If there
+is room for more in `patience` steps in a row, it rises by 1. After a decision no other follows for
+`patience` steps, since a decision acts on rollouts that are granted later. The bound stays between
+two limits; the hard bound on staleness is kept by the buffer.
 
-Source: additive increase, and a decrease that may be multiplicative, as in TCP's congestion
-control; the signals are those that the field logs.
+Source: additive increase and multiplicative decrease, as in TCP's congestion control; the signals
+are metrics that other trainers log as well.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class ControlSettings:
     least: int
     """Smallest bound, >= 0."""
     most: int
-    """Largest bound: at most the hard one."""
+    """Largest bound; at most the hard bound."""
     ess_low: float = 0.8
     """Effective sample size, as a share, below which the bound is too high."""
     kl_high: float = 0.05
-    """Nats per token above which it is."""
+    """Mismatch in nats per token above which the bound is too high."""
     clip_high: float = 0.1
-    """Share of tokens clipped above which it is."""
+    """Share of clipped tokens above which the bound is too high."""
     patience: int = 5
     """Steps between decisions, >= 1."""
     smoothing: float = 0.7
@@ -55,13 +55,13 @@ class ControlSettings:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """Report of one step; a signal that it lacks says nothing."""
+    """Signals of one step; None for a signal that the step did not report."""
 
     ess: float | None
     mismatch_kl: float | None
     clip_ratio: float | None
     staleness: int
-    """Of the oldest trained token."""
+    """Staleness of the oldest trained token, in steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class BoundDecision:
     before: int
     bound: int
     cause: str
-    """In words, with the numbers that decided."""
+    """The reason in words, with the values of the signals."""
 
 
 class StalenessController:
-    """Proposes the bound; what is made of it is the caller's affair."""
+    """Proposes the bound from the signals of each step."""
 
     def __init__(self, settings: ControlSettings) -> None:
         """Start at the largest bound."""
@@ -87,11 +87,11 @@ class StalenessController:
         self._quiet_until = 0
 
     def observe(self, step: int, signals: Signals) -> BoundDecision | None:
-        """Take the signals of a step; return the decision they lead to, if any.
+        """Take the signals of a step; return the change of the bound, None if it stays.
 
         Args:
             step: optimizer steps done.
-            signals: of the last of them.
+            signals: of the last of these steps.
         """
         for name in ("ess", "mismatch_kl", "clip_ratio"):
             self._smooth(name, getattr(signals, name))
@@ -115,9 +115,9 @@ class StalenessController:
         self._smoothed[name] = weight * self._smoothed.get(name, 0.0) + (1.0 - weight) * value
 
     def _excess(self) -> tuple[float, str]:
-        """Return the worst signal as a multiple of its limit, and which one it is, in words."""
+        """Return the worst signal as a multiple of its limit, and a text that names it."""
         settings, smoothed = self.settings, self._smoothed
-        # A share that is lost: 0 at ess = 1, as the others are 0 where nothing is wrong.
+        # 0 at ess = 1: like the other two signals, 0 if sampler and learner agree.
         loss = 1.0 - smoothed.get("ess", 1.0)
         found = [
             (_ratio(loss, 1.0 - settings.ess_low), "ess", "below", settings.ess_low),
