@@ -9,10 +9,10 @@ recorded as mu (nats):
                   + log pi(t) - log pi'(t)       and what publishing rounds off
     tokenisation  0                              token ids travel, text is never encoded again
 
-They add up to log pi - log mu. The last is 0 by construction; what a system that sends text would
-have added to it shows in `retokenised`: the share of rollouts whose text encodes to other ids.
+They add up to log pi - log mu. The last is 0 by construction. `retokenised` is the share of
+rollouts whose text would encode to other ids, which a system that sends text would have to add.
 
-Versions that are no longer held are left out, and counted.
+Tokens of versions that are no longer on disk are left out and counted.
 """
 
 from __future__ import annotations
@@ -41,20 +41,18 @@ from echo.train.step import StepError, StepResult
 from echo.weights.manifest import Manifest
 
 # --- variance by cause ----------------------------------------------------------------------------
-#
-# The log-ratio of a token, log pi(learner) - log mu(sampler), is a sum of parts, one per cause,
-# each the difference of two scores that differ in that cause alone. The variance of a sum is the
-# sum of each part's covariance with it, so
+# The log-ratio of a token, log pi(learner) - log mu(sampler), is a sum of parts, one per cause.
+# Each part is the difference of two scores that differ in that cause alone. The variance of a sum
+# is the sum of each part's covariance with it, so
 #
 #     share_k = cov(part_k, sum) / var(sum),   and the shares add up to 1, exactly.
-#
-# A share may be negative (its part works against the others) or above 1.
+# A share may be negative, if its part reduces the variance, or above 1.
 #
 # Shapes: N tokens.
 
 
 MIN_VARIANCE = 1e-14
-"""Nats squared below which there is nothing to divide: float32 scores differ by that much."""
+"""Variance in nats squared below which no shares are computed: the rounding of float32 scores."""
 
 
 def split_variance(parts: Mapping[str, npt.NDArray[np.floating]]) -> dict[str, float]:
@@ -64,8 +62,8 @@ def split_variance(parts: Mapping[str, npt.NDArray[np.floating]]) -> dict[str, f
         parts: by cause, [N] nats each, N >= 1; their sum is the log-ratio.
 
     Returns:
-        `variance` in nats squared, and each cause's share by its name; no shares where the variance
-        is as good as 0.
+        `variance` in nats squared, and the share of each cause by its name; no shares if the
+        variance is below MIN_VARIANCE.
 
     Source: the covariance decomposition of a sum.
     """
@@ -83,7 +81,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class RoundTrip:
-    """A tokenizer that tells which token ids a way through text would change."""
+    """A tokenizer that finds token ids which decoding and encoding would change."""
 
     def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
         """Load the tokenizer of a model directory; its template may be replaced."""
@@ -100,16 +98,16 @@ class RoundTrip:
 
 
 class MismatchProbe:
-    """Has rollouts scored under the versions that sampled them."""
+    """Measures the mismatch by scoring rollouts under the versions that sampled them."""
 
     def __init__(
         self, versions: VersionRetention, text: RoundTrip, *, num_rollouts: int, seed: int
     ) -> None:
-        """Take where versions come from.
+        """Take the parts of the measurement.
 
         Args:
-            versions: those that can still be read.
-            text: tells which completions would survive a way through text.
+            versions: the versions on disk.
+            text: finds completions whose text encodes to other ids.
             num_rollouts: sampled for each measurement.
             seed: of the choice of rollouts.
         """
@@ -122,8 +120,8 @@ class MismatchProbe:
         """Return the variance of the log-ratio over a small sample, and each cause's share.
 
         Args:
-            groups: what the next step is made of.
-            trainer: the learner's, before that step; it has what `rescore` needs.
+            groups: of the next step.
+            trainer: the learner's, before that step, with a rescorer.
 
         Raises:
             StepError: if the memory does not hold one of the rollouts.
@@ -196,28 +194,28 @@ def _columns(scores: list[list[npt.NDArray[np.float32]]]) -> tuple[list[Floats],
 
 
 # --- version retention ----------------------------------------------------------------------------
-#
-# One safetensors file per version, written beside the publication and renamed into place. The bytes
-# are bounded: the oldest version goes first. A version that is not held is no error, only unknown.
+# One safetensors file per version, written while the version is published and renamed into place.
+# The bytes are bounded: the oldest version is deleted first. A version that is not on disk is no
+# error; its tokens are left out.
 
 
 _NAME = re.compile(r"v(\d+)_(\d+)\.safetensors")
 
 
 HEADER_BYTES = 256
-"""A file is larger than its image by at most this, for itself and for each tensor's name."""
+"""Bound on the bytes of a file's head, for the file itself and for each tensor."""
 
 
 class VersionRetention:
     """Versions on disk."""
 
     def __init__(self, directory: Path, *, max_bytes: int, max_versions: int) -> None:
-        """Find what an earlier process has kept.
+        """Find the versions that an earlier process has kept.
 
         Args:
             directory: made if it is missing.
             max_bytes: bound on all files together.
-            max_versions: bound on their number; older ones can no longer belong to a group.
+            max_versions: bound on their number; no group has tokens of older versions.
 
         Raises:
             StorageError: if the directory cannot be made.
@@ -240,11 +238,11 @@ class VersionRetention:
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """Versions that are held, oldest first."""
+        """Versions on disk, oldest first."""
         return sorted(self._sizes)
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> bool:
-        """Write a version and let older ones go; return whether there was room for it.
+        """Write a version and delete older ones; return False if it is larger than the bound.
 
         Raises:
             StorageError: if it cannot be written.
@@ -270,7 +268,7 @@ class VersionRetention:
         return True
 
     def find(self, version: PolicyVersion) -> Path | None:
-        """Return the file of a version, or None if it is not, or no longer, held."""
+        """Return the file of a version, or None if it is not on disk."""
         return self._path(version) if version in self._sizes else None
 
     def forget(self, version: PolicyVersion) -> None:
@@ -297,14 +295,15 @@ class VersionRetention:
 
 
 MAX_KEPT_BYTES = 4 << 30
-"""Published versions kept on the learner's disk for it; a larger model shows less of the past."""
+"""Bound on the versions on the learner's disk; of a larger model, fewer past versions are kept."""
 NUM_ROLLOUTS = 8
-"""Of a batch, scored under each version that sampled them: thousands of tokens for a variance, and
-a fraction of what a step costs."""
+"""Rollouts of a batch that are scored: thousands of tokens for a variance, at a fraction of the
+cost of a step.
+"""
 
 
 class Attribution:
-    """A trainer's step and a publication, each with what the measurement needs of it."""
+    """Adds the measurement to a trainer's steps, and keeps published versions for it."""
 
     def __init__(
         self,
@@ -314,7 +313,7 @@ class Attribution:
         *,
         interval_steps: int,
     ) -> None:
-        """Join the parts; all of it runs in the trainer's thread.
+        """Join the parts, which all run in the trainer's thread.
 
         Args:
             trainer: the learner's.
@@ -329,7 +328,7 @@ class Attribution:
         self._not_kept: list[str] = []
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Train on a batch, after a measurement if one is due; a step that has none is told."""
+        """Train on a batch, after a measurement if one is due; a failed one becomes a notice."""
         trainer = self._trainer
         measured: dict[str, float] = {}
         notices, self._not_kept = self._not_kept, []
@@ -346,7 +345,7 @@ class Attribution:
         )
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> None:
-        """Keep a version that is published, to score with it later; the next step says if not."""
+        """Write a published version, to score by it later; a failure becomes a notice."""
         try:
             self._retention.keep(manifest, image)
         except StorageError as error:
@@ -362,7 +361,7 @@ def make_attribution(
     max_staleness: int,
     seed: int,
 ) -> Attribution:
-    """Return the measurement; the trainer has `make_rescoring`'s.
+    """Return the measurement for a trainer that was made with `make_rescoring`'s result.
 
     Raises:
         StorageError: if the directory for versions cannot be made.
@@ -370,7 +369,8 @@ def make_attribution(
     retention = VersionRetention(
         versions_dir,
         max_bytes=MAX_KEPT_BYTES,
-        # One more than may be trained on: the newest is published before the oldest is used up.
+        # One more than may be trained on: the newest is published before the oldest has been
+        # trained.
         max_versions=max_staleness + 2,
     )
     probe = MismatchProbe(retention, text, num_rollouts=NUM_ROLLOUTS, seed=seed)
@@ -378,7 +378,7 @@ def make_attribution(
 
 
 def make_rescoring(sampling: SamplingSection, published_dtype: str) -> Rescoring:
-    """Return what a trainer needs for the measurement."""
+    """Return the argument `rescoring` of a trainer, for the measurement."""
     return Rescoring(
         sampling=make_sampling(sampling, []), published_dtype=torch_dtype(published_dtype)
     )

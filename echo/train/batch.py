@@ -1,7 +1,7 @@
 """Training batch of groups: checks, advantages, expectations, counts.
 
-`find_refusal` says why a group must not or need not count towards a step; the learner asks it
-before it takes a group in, so that what a step gets is trained on:
+`find_refusal` says why a group must not or need not count towards a step. The learner calls it
+before it accepts a group, so that a step trains on every group that it gets:
 
     one_member      nothing to compare a rollout with
     bad_reward      a reward that is not finite
@@ -12,13 +12,13 @@ before it takes a group in, so that what a step gets is trained on:
     lost_member     a rollout without a token to train, where the loss needs complete groups
     zero_variance   no trained token has an advantage, and the loss has no other gradient
 
-A step that gets such a group even so raises an error that names it for the first five, which would
-poison the weights; it leaves out whole what only this loss cannot use and counts that under
-`dropped/<reason>`, as a share of the batch's trained tokens; groups of zero variance count in its
-normaliser only, and those without a trained token nowhere.
+If a step gets such a group, it raises an error that names the group for the first five reasons,
+which would spoil the weights. A group that this loss cannot use is left out and counted under
+`dropped/<reason>`, as a share of the batch's trained tokens. A group of zero variance counts in the
+normaliser alone, and a group without a trained token counts nowhere.
 
-A completion that `overlong_filter` leaves out is not a lost one: like its reward in the baseline,
-its probability stays in the expectation of its group, which is over all that was sampled.
+A completion that `overlong_filter` leaves out is not a lost member: its reward stays in the
+baseline, and its probability in the expectation of its group, since it was sampled.
 """
 
 from __future__ import annotations
@@ -42,22 +42,26 @@ from echo.core.rollout import MAX_LOGPROB, Group, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSettings:
-    """How rewards become advantages."""
+    """Settings by which rewards become advantages."""
 
     normalize_by_std: bool = True
-    """Divide by the standard deviation of the group's rewards."""
+    """Whether to divide by the standard deviation of the group's rewards."""
     leave_one_out: bool = False
-    """Leave a rollout's own reward out of its baseline."""
+    """Whether a rollout's own reward is left out of its baseline."""
     max_completion_tokens: int = 0
-    """The limit that the penalty below counts from; 0 where there is none."""
+    """Largest number of completion tokens, where the penalty below is 1; 0 without a penalty."""
     overlong_buffer_tokens: int = 0
-    """Tokens before the limit in which a completion's reward falls by up to 1; 0 is off."""
+    """Tokens before that limit over which a completion's reward falls by up to 1; 0 for no
+    penalty.
+    """
     overlong_filter: bool = False
-    """Do not train on completions cut off at the limit; their rewards count in the baseline."""
+    """Whether completions cut off at the limit are not trained; their rewards count in the
+    baseline.
+    """
     keep_zero_variance: bool = False
-    """Let groups without any advantage count towards a step."""
+    """Whether groups without any advantage count towards a step."""
     max_abs_reward: float = 1e6
-    """Largest reward, either way."""
+    """Largest absolute reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +69,15 @@ class StepBatch:
     """The batch of one step."""
 
     samples: list[TrainingRow]
-    """Rollouts that go through the model."""
+    """Rows that go through the model."""
     num_tokens: int
-    """Trained tokens of the batch, of rollouts that need no model too."""
+    """Trained tokens of the batch, also of rollouts that do not go through the model."""
     num_rollouts: int
-    """Rollouts with a trained token, likewise."""
+    """Rollouts with a trained token, also those that do not go through the model."""
     metrics: dict[str, float]
-    """Metrics that need no model."""
+    """Metrics of rewards and lengths."""
     group_ids: tuple[int, ...]
-    """Of the groups, in the order that `TrainingRow.group_index` counts."""
+    """Ids of the groups, in the order of `TrainingRow.group_index`."""
 
 
 def prepare_batch(
@@ -83,7 +87,7 @@ def prepare_batch(
     needs: LossNeeds,
     vocab_size: int,
 ) -> StepBatch:
-    """Return what a step trains on.
+    """Return the batch that a step trains on.
 
     Args:
         groups: at least one.
@@ -92,10 +96,10 @@ def prepare_batch(
         vocab_size: of the model.
 
     Raises:
-        DataError: if a group cannot be trained on; it is named.
+        DataError: if a group cannot be trained on; the text names it.
     """
     for group in groups:
-        # It would poison the weights, or stop the process inside a GPU kernel.
+        # Such a group would spoil the weights, or end the process inside a GPU kernel.
         if (damage := _find_damage(group, vocab_size, settings.max_abs_reward)) is not None:
             where = f"group {group.group_id} (attempt {group.attempt}, worker {group.worker_id})"
             raise DataError(f"{where}{damage[1]}")
@@ -119,10 +123,10 @@ def prepare_batch(
 def find_refusal(
     group: Group, *, settings: AdvantageSettings, needs: LossNeeds, vocab_size: int
 ) -> str | None:
-    """Return why a group should not count towards a step, by its name above, or None.
+    """Return why a group should not count towards a step, a reason of the list above, or None.
 
     Args:
-        group: as it was delivered.
+        group: as the worker delivered it.
         settings: of the advantages.
         needs: of the loss.
         vocab_size: of the model.
@@ -142,7 +146,7 @@ def find_refusal(
 
 
 def _unusable(group: Group, needs: LossNeeds) -> str | None:
-    """Return why a loss with these needs cannot use a sound group, or None if it can."""
+    """Return the reason why a loss with these needs cannot use an undamaged group, or None."""
     if not needs.group_expectation:
         return None
     is_whole = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
@@ -150,7 +154,7 @@ def _unusable(group: Group, needs: LossNeeds) -> str | None:
 
 
 def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[str, str] | None:
-    """Return the name of what makes a group unsound and its description, or None."""
+    """Return the reason why a group is damaged, and its description; None if it is not."""
     if len(group.rollouts) < 2:
         return "one_member", " has one rollout: advantages need two or more of each prompt"
     if not np.isfinite(group.rewards).all():
@@ -159,7 +163,7 @@ def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[
         return "reward_too_large", (
             f": rewards lie beyond task.max_reward = {max_abs_reward:g}: {group.rewards}"
         )
-    # All rollouts at once: one by one they would take a tenth of a step of many short ones.
+    # All rollouts at once: one by one, many short rollouts would take a tenth of a step.
     rollouts = group.rollouts
     logprobs = np.concatenate([rollout.sampler_logprobs for rollout in rollouts])
     mask = np.concatenate([rollout.completion_mask for rollout in rollouts])
@@ -190,7 +194,7 @@ def _are_within(ids: npt.NDArray[np.int32], vocab_size: int) -> bool:
 
 
 def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
-    """Return the group with nothing trained in the completions that the filter leaves out."""
+    """Return the group with empty masks for the completions that the filter leaves out."""
     if not settings.overlong_filter:
         return group
     rollouts = tuple(
@@ -205,7 +209,7 @@ def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
 def _samples(
     groups: Sequence[Group], settings: AdvantageSettings, needs: LossNeeds
 ) -> list[TrainingRow]:
-    """Return the rollouts of groups, each with its advantage."""
+    """Return a row for each rollout of the groups, with its advantage."""
     samples = []
     for index, (group, advantages) in enumerate(
         zip(groups, _advantages(groups, settings), strict=True)
@@ -260,7 +264,7 @@ def _log_expectation(rollouts: Sequence[Rollout]) -> float:
 
 
 def _with_gradient(samples: Sequence[TrainingRow], needs: LossNeeds) -> list[TrainingRow]:
-    """Return the samples that a loss with these needs has a use for."""
+    """Return the samples that have a gradient under a loss with these needs."""
     if needs.every_rollout:
         live = [sample for sample in samples if sample.num_trained]
     else:

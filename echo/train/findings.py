@@ -1,7 +1,7 @@
 """Findings of forward and backward passes, and the metrics that a step makes of them.
 
-Everything is a sum over the N tokens that went through the loss, or the loss itself, under the name
-of the metric that it becomes; but the largest ratio, which is a maximum.
+A finding is a sum over the N tokens that went through the loss, under the name of the metric that
+it becomes. Two are no such sums: the loss itself, and the largest ratio, which is a maximum.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ Sums = dict[str, float]
 
 
 def gather_passes(parts: Sequence[Mapping[str, Tensor]], ranks: Ranks) -> Sums:
-    """Return what the passes over the parts of one batch have found, on all ranks, as one.
+    """Return the findings of all parts of a batch on all ranks, joined.
 
     Args:
-        parts: of this rank, scalars on its device; perhaps none.
+        parts: of this rank, for each micro-batch, scalars on the device by name.
         ranks: which call this together.
     """
     names = [name for part in parts for name in part]
     values = [value.double() for part in parts for value in part.values()]
-    numbers = torch.stack(values).tolist() if values else []  # one wait for all of them
+    numbers = torch.stack(values).tolist() if values else []  # one wait for all values
     told = ranks.gather(json.dumps(list(zip(names, numbers, strict=True))).encode())
     return _joined(pair for each in told for pair in json.loads(each))
 
 
 def gather_groups(parts: Sequence[Tensor], ranks: Ranks) -> list[list[float]]:
-    """Return the sums of each group over the parts of one batch, on all ranks; none without parts.
+    """Return the sums of each group over all parts of a batch on all ranks; [] without parts.
 
     Args:
-        parts: [G, K] of this rank; perhaps none.
+        parts: of this rank, for each micro-batch, [G, K] sums of G groups.
         ranks: which call this together.
     """
     own = torch.stack(list(parts)).sum(0).tolist() if parts else []
@@ -50,10 +50,10 @@ def gather_groups(parts: Sequence[Tensor], ranks: Ranks) -> list[list[float]]:
 
 
 def pass_metrics(passes: Sequence[Sums]) -> dict[str, float]:
-    """Return loss, ratios, entropy and clips of a step.
+    """Return the metrics of a step: loss, ratios, entropy, clips.
 
     Args:
-        passes: one for each of its updates; the loss is their mean.
+        passes: the findings of each update; the loss of the step is the mean of theirs.
     """
     sums = _joined(pair for each in passes for pair in each.items())
     num_tokens, loss = sums.pop(NUM_TOKENS), sums.pop(LOSS)

@@ -1,12 +1,12 @@
 """Float32 masters of a model whose own weights are 16 bits wide.
 
-The model holds the masters rounded, as workers do: learner and sampler compute with the same
-numbers, and no operation casts a weight again. Its gradients come in 16 bits, once per micro-batch,
-and add up in float32 as those of the masters, which alone are trained, published and saved. Weights
-that are not trained (the base of an adapter, a reference policy) have no master: 2 bytes per
-parameter.
+The model holds the masters rounded, as workers do, so learner and sampler compute with the same
+numbers, and no operation has to cast a weight. Each micro-batch makes gradients in 16 bits, which
+are added in float32 to the gradients of the masters. The masters are trained, published and saved.
+Weights that are not trained (the base of an adapter, a reference policy) have no master, and take 2
+bytes per parameter.
 
-Shards need none (ranks/sharding.py): there each layer is rounded whenever it is put together.
+A sharded model needs no masters (ranks/sharding.py): each layer is rounded when it is gathered.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Masters:
         """Round a float32 model in place; its buffers stay as they are.
 
         Args:
-            model: what is to be trained already requires a gradient.
-            dtype: that it computes in.
+            model: its trained parameters require a gradient already.
+            dtype: the type that it computes in.
         """
         self._masters: dict[Tensor, nn.Parameter] = {}
         for parameter in model.parameters():
             if parameter.requires_grad:
                 master = self._masters[parameter] = nn.Parameter(parameter.detach())
-                # Of the master alone: hooks are out of sight of Python's collector, and one that
-                # knew of all masters would keep them, and itself, forever.
+                # The hook refers to one master alone. Python's collector cannot see hooks, so a
+                # reference to all masters would form a cycle that is never freed.
                 parameter.register_post_accumulate_grad_hook(partial(_add_up, master))
             parameter.data = parameter.data.to(dtype)
 
@@ -42,15 +42,15 @@ class Masters:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Make the model's weights those of the masters, after these have changed."""
+        """Copy the masters, which have changed, into the model's weights."""
         for parameter, master in self._masters.items():
             parameter.copy_(master)
 
 
 @torch.no_grad()
 def _add_up(master: Tensor, parameter: Tensor) -> None:
-    """Take over the gradient of one backward pass."""
-    gradient, parameter.grad = parameter.grad, None  # or it would stay if memory runs out here
+    """Add the parameter's gradient of one backward pass to its master's gradient."""
+    gradient, parameter.grad = parameter.grad, None  # dropped first, in case memory runs out below
     assert gradient is not None, "torch calls this when there is one"
     if master.grad is None:
         master.grad = gradient.to(master.dtype)

@@ -1,16 +1,17 @@
-"""AdamW over plain shards, with its moments where the memory is.
+"""AdamW over plain shards, with moments in one of three forms.
 
     float32     torch's fused AdamW: 8 bytes per parameter, beside the weights
     8bit        codes of 8 bits, and a scale for each block of them; 2.1 bytes
     offloaded   torch's fused AdamW on the CPU: 8 bytes in the host's memory, none beside the
                 weights; those and their gradients go down, one after the other, and come back
 
-An optimizer sees what a rank holds of each parameter as a tensor by itself, with its clipped
-gradient, so it knows nothing of ranks.
+An optimizer gets a rank's shard of each parameter as a plain tensor with its clipped gradient, so
+it needs to know nothing of ranks.
 
-Blocks of 8-bit moments lie within a row of the parameter. Any number of ranks can therefore hold
-codes and scales by rows, and goes on with them bit by bit. Where rows are no multiple of a block,
-as those of norms and biases, moments are float32. A state of one kind is continued by the others.
+A block of 8-bit moments lies within one row of the parameter. So codes and scales can be divided by
+rows among any number of ranks, which continue bit by bit. If the length of a row is not a multiple
+of a block, as in norms and biases, the moments are float32. Each kind of optimizer can continue the
+state of another kind.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ OptimizerState = Literal["float32", "8bit", "offloaded"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 
 EPSILON = 1e-8
-"""As torch has it."""
+"""torch's default."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The running means of the gradient and of its square, by torch's names."""
 CODES, SCALES = "_codes", "_scales"
 """Suffixes of the two parts of an 8-bit moment."""
 STEP = "step"
-"""The number of updates, for the correction of AdamW's bias."""
+"""Suffix of the number of updates, for AdamW's bias correction."""
 PARTS = (*MOMENTS, *(moment + part for moment in MOMENTS for part in (CODES, SCALES)), STEP)
-"""Parts of a parameter's state; the last is a number, all others have its rows."""
+"""Suffixes of a parameter's state; the last is a number, the others have the parameter's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +49,20 @@ class OptimizerSettings:
     """AdamW, with a learning rate that rises linearly and then follows its schedule."""
 
     learning_rate: float = 1e-6
-    """The largest."""
+    """The largest learning rate."""
     warmup_steps: int = 10
     """Steps until the full learning rate; step n of them, from 1, uses n / warmup_steps of it."""
     lr_schedule: LrSchedule = "constant"
-    """How it goes on from there: as it is, or down to 0 after `num_steps`."""
+    """The learning rate after the warm-up: constant, or falling to 0 after `num_steps`."""
     num_steps: int = 0
-    """Steps of the whole run, for a schedule that falls."""
+    """Steps of the whole run, for a falling schedule."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first moment and of the second."""
+    """Decay of the first moment, and of the second."""
     max_grad_norm: float = 1.0
-    """Bound on the norm of the whole gradient; infinity for none."""
+    """Bound on the norm of the whole gradient; infinity for no clipping."""
     minibatches_per_step: int = 1
-    """Updates that a step makes, each of its share of the groups; `optim_step` is one of them."""
+    """Updates in a step, each with its share of the groups; a call of `optim_step` is one."""
 
     def __post_init__(self) -> None:
         if self.lr_schedule != "constant" and self.num_steps < 1:
@@ -70,7 +71,7 @@ class OptimizerSettings:
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of the step that makes version `step`, from 1.
 
-        The first step after the warm-up has all of it, and the last one still has some.
+        The first step after the warm-up has the full rate, and the last step a rate above 0.
         """
         num_over = step - 1 - self.warmup_steps
         if num_over < 0:
@@ -90,8 +91,8 @@ class AdamW:
         """Allocate the moments, at 0.
 
         Args:
-            shards: what this process has of each parameter, which a step changes in place; one that
-                is cut up over more ranks than it has rows may be empty.
+            shards: this process's part of each parameter, which a step changes in place. A shard is
+                empty if its parameter has fewer rows than there are ranks.
 
         Raises:
             torch.OutOfMemoryError: if there is no room for them.
@@ -128,7 +129,7 @@ class AdamW:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return its state as "<parameter>/<part>", not copied; none before the first step."""
+        """Return the state as "<parameter>/<part>", not copied; empty before the first step."""
         return self._tensors() if self._has_begun else {}
 
     @torch.no_grad()
@@ -156,11 +157,11 @@ class AdamW:
             f"{name}/{key}": value
             for name, moments in self._moments.items()
             for key, value in moments.items()
-            if key != STEP or not self._is_empty(f"{name}/{key}")  # which is never updated
+            if key != STEP or not self._is_empty(f"{name}/{key}")  # an empty shard has no updates
         }
 
     def _is_empty(self, key: str) -> bool:
-        """Return whether a part is of a parameter whose rows are all with other ranks."""
+        """Return whether a part belongs to a parameter of which this rank has no rows."""
         shard = self._shards.get(key.rpartition("/")[0])
         return shard is not None and not shard.numel()
 
@@ -174,7 +175,7 @@ def _update(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> None:
-    """Have torch make an update, in place."""
+    """Make an update by torch's fused AdamW, in place."""
     adamw(
         weights,
         gradients,
@@ -194,13 +195,13 @@ def _update(
 
 
 class OffloadedAdamW(AdamW):
-    """torch's fused AdamW on the CPU, for weights and gradients that are elsewhere."""
+    """torch's fused AdamW on the CPU, for weights and gradients on a GPU."""
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
-        """Allocate the moments in the host's memory, and room for the largest shard twice."""
+        """Allocate moments and two buffers, each as large as the largest shard, on the host."""
         super().__init__(shards)
         largest = max((shard.numel() for shard in shards.values()), default=0)
-        is_pinned = any(shard.is_cuda for shard in shards.values())  # it is copied faster
+        is_pinned = any(shard.is_cuda for shard in shards.values())  # copies are faster
         self._staging = torch.empty(2, largest, device="cpu", pin_memory=is_pinned)
 
     def _new(self, shard: Tensor) -> dict[str, Tensor]:
@@ -210,7 +211,7 @@ class OffloadedAdamW(AdamW):
     def step(
         self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
     ) -> None:
-        """Change the weights by their gradients, one after the other."""
+        """Change the weights by their gradients, one parameter after the other."""
         self._has_begun = True
         for name, shard in self._with_gradient().items():
             weight, gradient = self._staging[:, : shard.numel()].view(2, *shard.shape)
@@ -229,7 +230,7 @@ class OffloadedAdamW(AdamW):
 
 
 class EightBitAdamW(AdamW):
-    """AdamW whose moments are codes of 8 bits (`kernels/adamw_8bit.py`)."""
+    """AdamW whose moments are codes of 8 bits (kernels/adamw_8bit.py)."""
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
         """Allocate the moments, at 0.
@@ -295,7 +296,7 @@ def _coded(moment: str, codes: Tensor, scales: Tensor) -> CodedMoment:
 
 
 def _converted(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state with its moments in 8 bits where `own` has them so, else in float32."""
+    """Return a state whose moments have the form that they have in `own`, 8 bits or float32."""
     found = {}
     for key, value in tensors.items():
         plain = key.removesuffix(CODES).removesuffix(SCALES)

@@ -1,23 +1,23 @@
 """The policy being trained: a causal language model that scores completion tokens.
 
-Any model that AutoModelForCausalLM knows will do, and the text model of one that reads images, as
-long as its logits are exactly hidden states times LM head: the log-probabilities are computed from
-these two, so that [tokens, vocabulary] never exists (kernels/logprob.py). Models that scale, cap or
-shift their logits are refused; besides a look at the configuration, a few tokens are put through
-both ways and compared.
+It may be any model of AutoModelForCausalLM, or the text model of one that reads images, if its
+logits are exactly hidden states times LM head. Log-probabilities are computed from these two, so
+that no [tokens, vocabulary] matrix is stored (kernels/logprob.py). Models that scale, cap or shift
+their logits are refused: the configuration is checked, and the logits of a few tokens are compared
+with the product.
 
-Rollouts go through it in packed rows where it keeps them apart, in padded ones otherwise
-(packing.py); the numbers are the same. Where prompts are long beside their completions, rollouts of
-a prompt share it in a packed row: it is computed once.
+Rollouts go through the model in packed rows if it keeps them apart, in padded rows otherwise
+(packing.py); the numbers are the same. If prompts are long compared with their completions, the
+rollouts of a prompt share it in a packed row, and it is computed once.
 
-Trained weights are float32. With a compute type of bfloat16 the model itself has these masters
-rounded (masters.py), and hidden states and LM head are multiplied in that type with float32 sums.
-Only then a GPU's tensor cores work, and the fused kernels with them.
+Trained weights are float32. With a compute type of bfloat16 the model itself holds them rounded
+(masters.py), and hidden states and LM head are multiplied in bfloat16 with float32 sums. A GPU's
+tensor cores and the fused kernels need that type.
 
-Several processes hold a shard of it each (ranks/sharding.py); each of them makes the same calls.
+Of several processes each holds a shard (ranks/sharding.py), and all make the same calls.
 
-Dropout is switched off, because the ratio of learner to sampler probability must be 1 when both
-have the same weights.
+Dropout is switched off: the ratio of learner to sampler probability must be 1 if both have the same
+weights.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ FLASH = "flash_attention_2"
 
 
 NO_ROW = TrainingRow(
-    # The last token is not put in; of a single one compiled layers would make another graph.
+    # Its last token is not an input. A row of one input would make compiled layers compile again.
     prompt_ids=np.zeros(2, np.int32),
     rollout=Rollout(
         token_ids=np.zeros(1, np.int32),
@@ -118,13 +118,15 @@ class ModelSource:
     model_dir: Path
     """Hugging Face directory; config.json is enough if `tensors` is given."""
     tensors: Mapping[str, Tensor] | None = None
-    """Weights by name instead of the directory's, each tied one once; with `lora` those of the
-    adapter, which otherwise changes nothing yet."""
+    """Weights by name in place of the directory's, tied ones once. With `lora`, the weights of the
+    adapter; None begins with an adapter that changes nothing.
+    """
     weights_dir: Path | None = None
-    """Directory whose weights take the place of those of `model_dir`."""
+    """Directory with the weights to load in place of those of `model_dir`."""
     lora: Lora | None = None
-    """The adapter that is trained, and the base in place of `model_dir`; None to train all weights.
-    `tensors`, `parameters` and `load` of the policy are then about the adapter alone."""
+    """The adapter to train, with the base in place of `model_dir`; None to train all weights. With
+    an adapter, `tensors`, `parameters` and `load` of the policy refer to the adapter alone.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,32 +135,37 @@ class Compute:
 
     device: torch.device
     dtype: torch.dtype = torch.float32
-    """Of matrix products and activations, float32 or bfloat16."""
+    """Type of matrix products and activations, float32 or bfloat16."""
     attn_implementation: str = "auto"
-    """transformers' name of the attention code; "auto" is sdpa where the model can have it."""
+    """transformers' name of the attention code; "auto" is sdpa if the model supports it."""
     backend: BackendName = "auto"
-    """Of the log-probabilities (kernels/logprob.py)."""
+    """Backend of the log-probabilities (kernels/logprob.py)."""
     micro_batch_tokens: int = 16384
-    """Tokens that go through the model at once, padding counted."""
+    """Largest number of tokens that go through the model at once, with padding."""
     packs: bool = True
-    """Whether rollouts share a row, where the model keeps them apart."""
+    """Whether rollouts share a row, if the model keeps them apart."""
     share_prompts: bool = True
-    """Whether rollouts of one prompt share it in a row, where that saves enough."""
+    """Whether rollouts of one prompt share it in a packed row, if that saves enough tokens."""
     vocab_chunk: int = 8192
-    """Columns of logits held at a time."""
+    """Columns of logits that are computed at a time."""
     gradient_checkpointing: bool | str = False
-    """Recompute the layers' activations in the backward, for less memory; "offload": and keep their
-    inputs in the host's memory until then."""
+    """Whether to recompute the activations of layers in the backward pass, which saves memory;
+    "offload" also keeps the inputs of layers in the host's memory until then.
+    """
     recompute_above: int = 0
-    """Tokens of the largest micro-batch whose activations are kept all the same."""
+    """Largest micro-batch, in tokens, whose activations are kept even so."""
     compile_layers: CompileLayers = False
-    """Have torch compile each decoder layer (compiling.py); "auto": where it can."""
+    """Whether torch compiles each decoder layer (compiling.py); "auto" compiles those that it
+    can.
+    """
     optimizer_state: OptimizerState = "float32"
-    """Where the trainer's optimizer has its moments (optimizer.py)."""
+    """Type and place of the optimizer's moments (optimizer.py)."""
     seed: int = 0
-    """Of torch's global generator when training begins, for models that draw random numbers."""
+    """Seed of torch's global generator when training begins, for models that draw random
+    numbers.
+    """
     ranks: Ranks = ALONE
-    """Ranks that the model is cut up over, if there are several."""
+    """Ranks that the model is sharded over, if there are several."""
 
 
 def learner_compute(
@@ -169,9 +176,10 @@ def learner_compute(
     seed: int,
     num_steps: int,
 ) -> Compute:
-    """Return where and how the learner's models compute, without checkpointing where it is "auto".
+    """Return where and how the learner's models compute.
 
-    The memory estimate decides about checkpointing before.
+    `gradient_checkpointing = "auto"` becomes False here: a caller that estimates memory replaces it
+    before.
     """
     device = pick_device(section.device)
     checkpointing = section.gradient_checkpointing
@@ -198,7 +206,7 @@ def learner_compute(
 
 
 class Policy:
-    """A causal language model, seen as a scorer of tokens."""
+    """A causal language model that scores tokens."""
 
     def __init__(self, source: ModelSource, compute: Compute, *, is_frozen: bool = False) -> None:
         """Build the model.
@@ -206,7 +214,7 @@ class Policy:
         Args:
             source: what to load.
             compute: where and how it computes.
-            is_frozen: never trained: it scores only.
+            is_frozen: whether it only scores and is never trained.
 
         Raises:
             DataError: if the directory or the tensors do not make up a model.
@@ -214,7 +222,7 @@ class Policy:
         """
         _check_types(compute)
         lora = source.lora
-        # Its bars would be drawn across the live view.
+        # transformers' progress bars would be drawn across the live view.
         transformers_logging.disable_progress_bar()
         self.compute = compute
         self.device = compute.device
@@ -251,7 +259,7 @@ class Policy:
             compile_layers(layers, must=compute.compile_layers is True)
 
     def _fill(self, source: ModelSource, model_dir: Path) -> None:
-        """Give the model those weights that it was not built with."""
+        """Load the weights that the model was not built with."""
         if self._root is not None and (source.tensors is None or self._adapter is not None):
             sharded_model.read(source.weights_dir or model_dir, model_dir, self.model)
         elif source.weights_dir is not None:
@@ -260,9 +268,10 @@ class Policy:
             self.load(source.tensors)
 
     def _settle_weights(self) -> None:
-        """Check the model's logits, and round its weights if it is to compute with fewer bits.
+        """Check the model's logits, and round its weights if it computes in 16 bits.
 
-        In float32 if that can be, where a difference shows; in 16 bits both ways round alike.
+        The check is made before rounding if the model can compute in float32: in 16 bits a
+        difference may be lost in the rounding.
         """
         compute = self.compute
         has_one_type = compute.attn_implementation == FLASH or self._root is not None
@@ -274,7 +283,7 @@ class Policy:
             self._check_logits(compute.dtype)
 
     def _shard(self, ranks: Ranks) -> ShardedModel:
-        """Cut the model up; its parameters are other objects afterwards."""
+        """Shard the model; its parameters are other objects afterwards."""
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
         root = sharding.shard(self.model, ranks, self.compute.dtype)
         if self._adapter is not None:
@@ -284,7 +293,7 @@ class Policy:
 
     @property
     def _head(self) -> Tensor:
-        """The LM head's weight; whole only within `_compute` where the model is cut up."""
+        """The LM head's weight; if the model is sharded, it is whole only within `_compute`."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -307,7 +316,7 @@ class Policy:
         return f"{eager}{name} is trained on {rows}{again}"
 
     def pad_rows(self, why: str) -> None:
-        """Go over to padded rows."""
+        """Change to padded rows, for the reason `why`, which `describe_rows` says."""
         if self.is_packed:
             self.model.set_attn_implementation(self._attention)
             self.padded_because = why
@@ -322,13 +331,14 @@ class Policy:
     ) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield indices of `rows` and their micro-batch, on the CPU.
 
-        Of several ranks each gets others, and equally many: where there are not enough rows, one
-        without an index and of a single token, which must go through the model and count nothing.
+        Of several ranks each gets other micro-batches, and each gets the same number. If there are
+        not enough rows, a rank gets a micro-batch of `NO_ROW` without an index; it must go
+        through the model and counts for nothing.
 
         Args:
             rows: any number, in any order.
             whole_groups: keep the rows of a group in one micro-batch.
-            score_all: let the mask through for every completion token.
+            score_all: whether every completion token is scored, not the trained ones alone.
         """
         bins, units = self._bins(rows, whole_groups=whole_groups)
         window = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -345,15 +355,15 @@ class Policy:
 
     @property
     def _fills_rows(self) -> bool:
-        """Whether rows are filled to a few sizes: only where each size takes memory."""
+        """Whether rows are filled to a few sizes: only if each size takes memory of its own."""
         return self.device.type == "cpu" and self.compute.dtype != torch.float32
 
     def _bins(
         self, rows: Sequence[TrainingRow], *, whole_groups: bool
     ) -> tuple[list[list[int]], Sequence[int]]:
-        """Return the rows of each of this rank's micro-batches, and which rows share prompts.
+        """Return the rows of each of this rank's micro-batches, and the unit of each row.
 
-        Samples beside each other with the same number do.
+        Neighbours of the same unit in a micro-batch share their prompt.
         """
         ranks = self.compute.ranks
         lengths = [row.num_inputs for row in rows]
@@ -391,9 +401,9 @@ class Policy:
         return {name: self._masters.of(tensor) for name, tensor in named.items()}
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return what is trained by name, in float32, tied tensors once, not copied.
+        """Return the trained tensors by name, in float32, tied ones once, not copied.
 
-        `round` follows whatever changes them.
+        After a change of them `round` must be called.
         """
         return {name: tensor for name, tensor in self.tensors().items() if tensor.requires_grad}
 
@@ -410,7 +420,7 @@ class Policy:
         self.round()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise where `load` would.
+        """Check that `load` can take these tensors.
 
         Raises:
             DataError: if a name or a shape differs from the model's.
@@ -429,23 +439,23 @@ class Policy:
                 )
 
     def round(self) -> None:
-        """Compute with the weights as they now are."""
+        """Round changed weights into the model, if it computes in 16 bits."""
         if self._masters is not None:
             self._masters.round()
 
     def logprobs(
         self, batch: MicroBatch, *, inv_temperature: float, entropy: EntropyMode = "value"
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of the tokens that the batch's mask lets through.
+        """Return the log-probabilities of the scored tokens of a micro-batch.
 
         Args:
             batch: on this policy's device.
             inv_temperature: 1 / sampling temperature.
-            entropy: whether entropies are computed, and whether they carry a gradient.
+            entropy: whether entropies are computed, and whether they have a gradient.
 
         Returns:
-            [B, T] log-probabilities, 0 where masked, with gradient; and the [N] entropies of the N
-            scored tokens' distributions, [0] where none were asked for. Nats.
+            [B, T] log-probabilities, 0 where masked, with gradient; and [N] entropies of the
+            distributions at the N scored tokens, [0] if entropy is "none". Nats.
         """
         logprobs, entropies = self._compute(self._scores, batch, inv_temperature, entropy)
         logprobs = batch.spread(logprobs)
@@ -454,7 +464,7 @@ class Policy:
     def _scores(
         self, batch: MicroBatch, inv_temperature: float, entropy: EntropyMode
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [N] log-probabilities and, if they are asked for, entropies."""
+        """Return [N] log-probabilities, and [N] entropies unless `entropy` is "none"."""
         states, head = self.predictors(batch)
         return linear_logprob(
             states,
@@ -469,7 +479,7 @@ class Policy:
     def token_losses(
         self, batch: MicroBatch, *, clip: RatioClip, inv_temperature: float
     ) -> TokenLosses:
-        """Return what `logprobs` does, and each token's clipped loss, in one fused operation.
+        """Return the clipped loss of each token with its log-probability, in one fused operation.
 
         Args:
             batch: on this policy's device.
@@ -509,9 +519,9 @@ class Policy:
         return tokens.losses, tokens.logprobs, tokens.ratios, tokens.entropies
 
     def _compute(self, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that computes with the model and returns tensors in a tuple.
+        """Call a function that computes with the model and returns a tuple of tensors.
 
-        All ranks call it together; inside it the model can be computed with.
+        All ranks call this together. Only within it can a sharded model compute.
         """
         if self._root is None:
             return compute(*arguments)
@@ -520,7 +530,7 @@ class Policy:
     def from_predictors(
         self, batch: MicroBatch, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return what a function makes of `predictors`, which has the LM head only meanwhile."""
+        """Return a function's result for `predictors`; the LM head is whole during the call."""
         found: tuple[Tensor] = self._compute(lambda: (compute(*self.predictors(batch)),))
         return found[0]
 
@@ -532,8 +542,8 @@ class Policy:
         return states.to(dtype), self._head.to(dtype)
 
     def _states(self, input_ids: Tensor, segments: Segments | None, dtype: torch.dtype) -> Tensor:
-        # Padded on the right, so plain causal attention is right and a mask would only slow it
-        # down; packed rows bring with them what keeps their segments apart.
+        # Rows are padded on the right, so causal attention is right without a mask, which would
+        # slow it down. Packed rows have arguments that keep their segments apart.
         if self.compute.gradient_checkpointing:
             recomputes = input_ids.numel() > self.compute.recompute_above
             if recomputes != self.model.training:  # layers recompute only in training mode
@@ -551,7 +561,7 @@ class Policy:
         return packing.arguments(segments, uses_kernel=uses_kernel)
 
     def _choose_rows(self) -> str | None:
-        """Make ready for packed rows if they are wanted; return why they are padded, else None."""
+        """Switch to packed rows if the model can have them; return why not, or None."""
         if not self.compute.packs:
             return "it was asked for"
         attention = self.compute.attn_implementation
@@ -574,21 +584,21 @@ class Policy:
         if not gradient_checkpointing:
             self.model.eval()  # dropout off; gradients flow all the same
             return
-        # Renamed during transformers 5.
+        # transformers 5 renamed it between releases.
         enable = getattr(self.model, "activation_checkpointing_enable", None)
         (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self.model.train()
         if gradient_checkpointing == "offload":
             for layer in _layers(self.model):
-                # As transformers itself has just done.
+                # transformers itself has just set this attribute.
                 layer._gradient_checkpointing_func = _checkpoint_offloaded  # noqa: SLF001
 
     def _check_logits(self, dtype: torch.dtype) -> None:
-        """Compare a few tokens' logits with hidden states times LM head."""
+        """Raise if the logits of a few tokens differ from hidden states times LM head."""
         try:
             with torch.no_grad():
                 expected, logits = self._compute(self._logits_in_two_ways, dtype)
-        except AttributeError as error:  # of a part that `drop_towers` has taken away
+        except AttributeError as error:  # a part that `drop_towers` has removed is missing
             raise EngineError(
                 f"{type(self.model).__name__} cannot be trained on text alone ({error}); "
                 "docs/models.md lists families that can"
@@ -623,10 +633,10 @@ class Policy:
 def _in_a_line(
     indices: Sequence[int], rows: Sequence[TrainingRow], units: Sequence[int]
 ) -> list[int]:
-    """Return the rows of a micro-batch with those that share a prompt beside each other.
+    """Return the rows of a micro-batch in an order that puts rows of one prompt side by side.
 
-    Both these and all that share none are in the order of their length: attention without the
-    kernel takes equal lengths beside each other at once.
+    Within a unit, and among rows that share no prompt, the longest comes first: without the varlen
+    kernel, attention computes neighbours of equal length at once.
     """
     sizes = Counter(units[index] for index in indices)
 
@@ -638,16 +648,15 @@ def _in_a_line(
 
 
 def float32_attention(attn_implementation: str) -> str:
-    """Return transformers' name of the attention that computes in float32 in place of one."""
+    """Return transformers' name of an attention that computes the same function in float32."""
     return "auto" if attn_implementation == FLASH else attn_implementation
 
 
 def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
-    """Return a model that only scores, in float32, for weights that are loaded into it.
+    """Return a frozen model that scores in float32, for weights that are loaded into it later.
 
-    It is cut up as `compute` says.
-
-    Flash attention knows no float32; another that is the same function takes its place.
+    It is sharded if `compute` has several ranks. Flash attention has no float32; another attention
+    that computes the same function replaces it.
 
     Raises:
         DataError: if the source does not make up a model.
@@ -663,18 +672,19 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
 
 
 def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute a layer, and again in the backward pass: from inputs that the host has kept.
+    """Compute a layer with checkpointing, with its inputs in the host's memory meanwhile.
 
-    The tensors that the layer itself saves do not matter here: the checkpoint drops it.
+    `save_on_cpu` moves the inputs alone: the checkpoint drops the tensors that the layer saves.
     """
     with save_on_cpu(pin_memory=True):
         return checkpoint(layer, *inputs, use_reentrant=False)
 
 
 def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
-    """Return the float32 model on its device, with the directory's weights or arbitrary ones.
+    """Return the float32 model on its device, with the directory's weights or random ones.
 
-    A model to be cut up is on the CPU without weights: pages that are never written take no memory.
+    A model that will be sharded is built on the CPU without weights: pages that are never written
+    take no memory.
     """
     device = compute.device
     options: dict[str, Any] = {
@@ -713,15 +723,15 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
 
 
 def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | None = None) -> int:
-    """Check, without reading weights, that a model can be trained so; return its rows of logits.
+    """Check, without reading weights, that a model can be trained; return its number of token ids.
 
     Args:
         source: of the model.
         compute: of its passes.
-        weights: the directory that the model's weights are read from, if that is here.
+        weights: directory of the model's weights, whose files are checked; None if it is elsewhere.
 
     Raises:
-        EchoError: what `Policy` would raise, unless a number in the weights is at fault.
+        EchoError: the error that `Policy` would raise, unless the values of the weights cause it.
     """
     _check_types(compute)
     alone = replace(compute, device=torch.device("meta"), ranks=ALONE)
@@ -746,7 +756,7 @@ def _check_types(compute: Compute) -> None:
 
 
 def _check_layers(model: Any, compute: Compute) -> None:
-    """Check that layers can be computed again and compiled, as far as that is asked for."""
+    """Raise if layers should be recomputed, offloaded or compiled, and cannot be."""
     name, checkpointing = type(model).__name__, compute.gradient_checkpointing
     if checkpointing and not model.supports_gradient_checkpointing:
         raise EngineError(
@@ -767,9 +777,9 @@ def _layers(model: Any) -> list[Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _give_back_beside(trim: Callable[[], None], layer: Any, inputs: Any, output: Any) -> None:
-    """Return freed memory after a layer's forward, and before its backward.
+    """Return freed memory to the system after a layer's forward, and before its backward.
 
-    Without a gradient nothing is kept among what is freed.
+    Without a gradient no activation is kept, so there is nothing to return.
     """
     states = output[0] if isinstance(output, tuple) else output
     if states.requires_grad:

@@ -1,8 +1,8 @@
-"""Scores of rollouts under published weights, by a frozen model beside the one that is trained.
+"""Scores of rollouts under published weights, by a frozen model beside the trained one.
 
-It computes in float32, and is cut up over the ranks as the other one is. Its weights are those of
-the trainer as they would be published, or a version's from a file, where each rank reads its own
-rows: no rank has the model whole.
+It computes in float32, and is sharded over the ranks as the trained model is. It takes the
+trainer's weights rounded as for publication, or the weights of a version from a file, of which each
+rank reads its own rows. So no rank holds a whole model.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from echo.train.policy import Compute, ModelSource, frozen_policy
 from echo.train.ranks import sharding
 
 ROWS_AT_ONCE = 256
-"""Tokens whose full logits exist at once, where truncation has to be looked at."""
+"""Tokens whose full logits are computed at a time to find the mass that truncation leaves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescoring:
-    """The distribution that scores are relative to."""
+    """The sampling distribution and the rounding that scores are computed for."""
 
     sampling: Sampling
-    """How workers sample."""
+    """Sampling settings of the workers."""
     published_dtype: torch.dtype
-    """That versions are rounded to."""
+    """Type that versions are rounded to."""
 
 
 class Rescorer:
-    """A frozen model that takes one version's weights after the other's."""
+    """A frozen model that scores by the weights of one version at a time."""
 
     def __init__(self, source: ModelSource, compute: Compute, rescoring: Rescoring) -> None:
-        """Build it; whose weights it has at first does not matter.
+        """Build the model; `take` or `load` gives it its first weights.
 
         Args:
-            source: of the model that is trained.
-            compute: likewise.
-            rescoring: what scores are relative to.
+            source: of the trained model.
+            compute: of the trained model.
+            rescoring: the sampling distribution and the rounding.
         """
         source = ModelSource(model_dir=source.model_dir, lora=source.lora)
         self.policy = frozen_policy(source, compute)
@@ -54,7 +54,7 @@ class Rescorer:
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the trainer's weights, cut up as this model is, and round them like a version."""
+        """Take the trainer's weights, sharded alike, and round them as a publication does."""
         self.policy.load(weights)
         for name, tensor in self.policy.tensors().items():
             if tensor.is_floating_point() and name not in self.policy.unrounded:
@@ -70,10 +70,10 @@ class Rescorer:
         self.policy.load(read_version(version, self.policy.compute.ranks))
 
     def score(self, micro: MicroBatch) -> Tensor:
-        """Return [B, T, 2]: a token's log-probability, and the log of what truncation leaves.
+        """Return [B, T, 2]: log-probabilities, and the log of the mass that truncation leaves.
 
         Args:
-            micro: on this model's device; it goes through the model, in step with the other ranks.
+            micro: on this model's device; all ranks call this together.
         """
         sampling = self._rescoring.sampling
         inv_temperature = 1.0 / sampling.temperature
@@ -89,7 +89,7 @@ class Rescorer:
 
 
 def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
-    """Return a version's weights from a file, whose bytes are read when they are used.
+    """Return the weights of a version from a file, whose bytes are read when they are used.
 
     Args:
         path: of a safetensors file.
@@ -112,7 +112,7 @@ def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
 def log_kept_mass(states: Tensor, head: Tensor, token_ids: Tensor, sampling: Sampling) -> Tensor:
     """Return [N] the log of the probability that top_k and top_p leave, at most 0.
 
-    The token itself counts as kept: it was drawn, whatever rounding says about it here.
+    The token itself always counts as kept: it was drawn, even if rounding here would exclude it.
     """
     masses = []
     whole = replace(sampling, top_k=0, top_p=1.0)

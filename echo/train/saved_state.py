@@ -4,13 +4,15 @@
     optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/step", ... (optimizer.py)
     trainer.json            counters, and the state of torch's random generators as hex
 
-Several ranks write the tensors of the first two, under the same names, into files of their own
-(ranks/sharded_state.py), and rank 0 the third. Any number of ranks continues from either.
+Several ranks write the tensors of the first two under the same names into other files
+(ranks/sharded_state.py), and rank 0 writes the third. Any number of ranks can continue from either
+form.
 
-Of several adapters each has a directory of its own with these files, by its name: a trainer of one
-adapter continues from it, too.
+If there are several adapters, each has a directory of its name with these files, from which a
+trainer of one adapter can continue as well.
 
-The caller makes the directory and renames it into place: half a state is never a checkpoint.
+The caller makes the directory and renames it into place, so an incomplete state is never taken for
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ def save(
     device: torch.device,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Write a trainer's state, with that of torch's random generators.
+    """Write the state of a trainer and of torch's random generators.
 
     Args:
         directory: exists.
-        weights: by name, cut up where there are several ranks.
-        moments: likewise.
+        weights: by name, sharded if there are several ranks.
+        moments: as `AdamW.tensors` names them, sharded if there are several ranks.
         counters: by name.
         device: that the trainer computes on.
         ranks: those that call this together.
@@ -87,13 +89,14 @@ def load(
     """Return the weights, moments and counters that `save` wrote; set torch's random generators.
 
     Args:
-        directory: that it was written into, by however many ranks.
+        directory: written by any number of ranks.
         device: that the trainer computes on.
-        own: weights of this rank, cut up, for a state that is cut up likewise; None for whole ones.
+        own: this rank's sharded weights, to get a state sharded in the same way; None for a whole
+            state.
 
     Raises:
         StorageError: if a file is missing or damaged.
-        DataError: if it belongs to another model; only where `own` are given is that seen here.
+        DataError: if it belongs to another model, which is checked only if `own` is given.
     """
     try:
         record = json.loads((directory / TRAINER_FILE).read_text())
@@ -118,7 +121,7 @@ def load(
 
 
 def find_adapters(directory: Path) -> tuple[str, ...]:
-    """Return the adapters that a state names, sorted; none where it is that of a single model."""
+    """Return the sorted names of a state's adapters; empty for the state of one model."""
     if (directory / TRAINER_FILE).exists():
         return ()
     return tuple(sorted(path.parent.name for path in directory.glob(f"*/{TRAINER_FILE}")))

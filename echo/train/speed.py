@@ -1,8 +1,8 @@
-"""Speed of a step: what went through the model, how long its parts took, and the memory it needed.
+"""Speed of a step: tokens, operations, seconds of its parts, and peak memory.
 
-Seconds are the host's. On a GPU the host runs ahead, so each part ends where its last result is
-read; that costs one wait more per update than the step needs by itself. Of several ranks, work and
-tokens are those of all, the memory is that of the fullest, and seconds are this one's.
+Seconds are measured on the host. On a GPU the host runs ahead, so each part ends when its last
+result is read, which costs one more wait per update. Of several ranks, work and tokens are added
+up, the memory is the largest, and seconds are those of this rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echo.train.policy import Compute
 T = TypeVar("T")
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes in what the system counts memory in."""
+"""Bytes per unit of `ru_maxrss`."""
 
 
 @dataclass(slots=True)
@@ -41,15 +41,15 @@ class _Totals:
 
 
 class Speedometer:
-    """Measures one step at a time."""
+    """Measures the speed of a step."""
 
     def __init__(self, model: ModelFlops, compute: Compute) -> None:
-        """Take what the numbers are relative to: the model's arithmetic, and where it computes."""
+        """Take the model's numbers of operations, and the device and ranks that compute it."""
         self._ranks = compute.ranks
         self._model = model
         self._device = compute.device
         self.micro_batch_tokens = compute.micro_batch_tokens
-        """Limit of a micro-batch."""
+        """Limit of a micro-batch in tokens."""
         self._peak_flops = peak_flops(compute.device)
         self._totals = _Totals(time.perf_counter())
 
@@ -61,10 +61,10 @@ class Speedometer:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the seconds of what happens inside to a part of the step.
+        """Add the seconds within the `with` block to a part of the step.
 
         Args:
-            name: forward_backward, optimizer, or pack, whose seconds lie within the first.
+            name: forward_backward, optimizer, or pack, which lies within forward_backward.
         """
         began_at = time.perf_counter()
         try:
@@ -74,7 +74,7 @@ class Speedometer:
             self._totals.part_s[name] = self._totals.part_s.get(name, 0.0) + spent_s
 
     def packing(self, packed: Iterator[T]) -> Iterator[T]:
-        """Yield what comes, and count the seconds that it takes to come as those of packing."""
+        """Yield the items of an iterator, and count the time of making them as packing."""
         while True:
             with self.part("pack"):
                 found = next(packed, None)
@@ -86,8 +86,8 @@ class Speedometer:
         """Count a micro-batch that went forward and backward.
 
         Args:
-            spans: tokens of each segment, and of the prompt before it that it shares with others.
-            num_scored: tokens that the loss saw.
+            spans: for each segment, its tokens and the tokens of the prompt that it shares.
+            num_scored: tokens that went through the loss.
             is_packed: whether all of them were one row.
         """
         totals, row = self._totals, self._model.row
@@ -102,9 +102,9 @@ class Speedometer:
         totals.micro_batch_flops.append(flops)
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of the step that ends now; none where nothing was passed.
+        """Return the metrics of the step that ends now; empty if no micro-batch was counted.
 
-        All ranks call it together.
+        All ranks call this together.
         """
         peak_bytes, totals = self._add_up()
         works = totals.micro_batch_flops
@@ -129,7 +129,7 @@ class Speedometer:
         return metrics
 
     def _add_up(self) -> tuple[int, _Totals]:
-        """Return the memory of the fullest rank, and what went through the model on all."""
+        """Return the largest peak memory of any rank in bytes, and the counts of all ranks."""
         own = json.dumps({"peak_bytes": self._peak_bytes(), **asdict(self._totals)}).encode()
         told = [json.loads(each) for each in self._ranks.gather(own)]
         added = {
