@@ -2,16 +2,17 @@
 
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
 
-BLOCK numbers of a moment share a scale, their largest magnitude. Each is the code of a value in
-[-1, 1] ([0, 1] for the mean of squares) from a table of 256: seven decades, the higher ones with
-more values. Table, rounding and the order of operations are those of torchao's AdamW8bit: its
-states can be continued, and give the same numbers.
+BLOCK numbers of a moment share a scale, their largest magnitude. Each number divided by its scale
+is stored as a code of 8 bits, the index of the nearest of 256 values in [-1, 1], or [0, 1] for the
+mean of squares. The values span seven decades; higher decades have more values. Values, rounding
+and the order of operations equal those of torchao's AdamW8bit, so its states can be continued and
+give the same numbers.
 
     m' = lerp(m, g, 1 - beta1)          v' = lerp(v, g^2, 1 - beta2)
     w' = w (1 - lr decay) - lr (m' / (1 - beta1^t)) / (sqrt(v') / sqrt(1 - beta2^t) + eps)
 
-The weights get the moments before they are rounded to codes. Two backends compute this: Triton on a
-GPU, one launch per tensor, and torch anywhere.
+The update uses the moments before they are rounded to codes. There are two backends: Triton on a
+GPU, with one launch per tensor, and torch on any device.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Numbers that share a scale. The widths of models are multiples of it; many are none of 256."""
+"""Numbers that share a scale. The widths of models are multiples of 64, and often not of 256."""
 DECADES = 7
 MIN_SCALE = 1e-12
-"""Scale of a block of zeros, by which its numbers can be divided."""
+"""Smallest scale, so that a block of zeros can be divided by its scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodedMoment:
-    """A moment of 8 bits; an update changes its tensors in place."""
+    """A moment in 8 bits, whose tensors an update changes in place."""
 
     codes: Tensor
     """uint8, any shape of n * BLOCK numbers, contiguous."""
@@ -41,13 +42,13 @@ class CodedMoment:
     is_signed: bool
 
     def decoded(self) -> Tensor:
-        """Return its values, float32, of the codes' shape."""
+        """Return the values, float32, in the shape of the codes."""
         values = code_values(is_signed=self.is_signed, device=self.codes.device)
         found = values[self.codes.view(-1, BLOCK).int()] * self.scales.view(-1, 1)
         return found.view(self.codes.shape)
 
     def encode(self, values: Tensor) -> None:
-        """Take over values, float32, of the codes' shape."""
+        """Set codes and scales from values, float32, in the shape of the codes."""
         table = code_values(is_signed=self.is_signed, device=values.device)
         blocks = values.reshape(-1, BLOCK)
         scales = blocks.abs().amax(1).clamp(min=MIN_SCALE)
@@ -61,18 +62,18 @@ class CodedMoment:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The numbers of one update, all float32 values."""
+    """The numbers of one update, rounded to float32."""
 
     learning_rate: float
     beta1: float
     beta2: float
     decay: float
-    """Of the weights: the learning rate times the weight decay."""
+    """Decay of the weights: the learning rate times the weight decay."""
     epsilon: float
     correction1: float
     """1 - beta1^t."""
     root_correction2: float
-    """The root of 1 - beta2^t."""
+    """Square root of 1 - beta2^t."""
 
     @classmethod
     def of(
@@ -84,7 +85,7 @@ class Update:
         weight_decay: float,
         epsilon: float,
     ) -> Update:
-        """Return those of the `step`-th update, from 1."""
+        """Return the numbers of the `step`-th update, from 1."""
         number, rate = torch.tensor(float(step)), torch.tensor(learning_rate)
         return cls(
             learning_rate=float(rate),
@@ -124,8 +125,8 @@ def update_weights(
         weights: float32, any shape of n * BLOCK numbers, contiguous.
         gradients: of the same shape.
         mean: of the gradients.
-        mean_square: of their squares.
-        update: its numbers.
+        mean_square: of the squares of the gradients.
+        update: the numbers of this update.
         backend: "triton", "torch", or "auto" for Triton on a GPU where it is installed.
     """
     has_triton = weights.is_cuda and importlib.util.find_spec("triton") is not None

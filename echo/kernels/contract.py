@@ -1,8 +1,8 @@
 """Contract of kernel backends: functions and records.
 
-A backend is a module with the functions of `Kernels`: torch_kernels.py, for any device and the
-reference of the other, and triton_kernels.py. The operations in front of them (kernels/logprob.py)
-check the input, so that a backend sees only sound, scored rows.
+A backend is a module with the functions of `Kernels`: torch_kernels.py for any device, which is
+also the reference, and triton_kernels.py. The operations in kernels/logprob.py check the input, so
+a backend gets only valid rows.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 BackendName = Literal["auto", "triton", "torch"]
-"""Which backend computes; "auto" takes the fastest that is right for the input."""
+"""Name of a backend; "auto" takes the fastest that can compute the input."""
 
 MAX_LOG_RATIO = 20.0
-"""Bound on |log ratio| before exp, as in verl: finite in float32 and far past every clip."""
+"""Bound on |log ratio| before exp, as in verl: finite in float32, and far beyond every clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioClip:
-    """The range of a token's ratio in which it has a gradient; its loss has checked the bounds."""
+    """Range of a token's ratio in which it has a gradient; the loss has checked the bounds."""
 
     clip_low: float = 0.2
     """Range below 1, 0..1."""
@@ -39,7 +39,7 @@ class PolicyTerms:
     """Results of the policy loss for each token; [N] each, without gradient."""
 
     losses: Tensor
-    """The token's clipped surrogate, before any normaliser."""
+    """The token's clipped surrogate, not normalised."""
     coefficients: Tensor
     """d loss / d logprob; exactly 0 where a clip is active."""
     ratios: Tensor
@@ -62,23 +62,23 @@ class Scores:
     """Statistics of each row that the forward pass computes; [N] each."""
 
     logprobs: Tensor
-    """Nats, of the row's id."""
+    """Log-probability of the row's id, nats."""
     entropies: Tensor | None
-    """Nats; None unless asked for."""
+    """Entropy of the row's distribution, nats; None unless `with_entropy`."""
     peak: Tensor
-    """Largest logit over temperature, in whatever unit the backend likes best."""
+    """Largest logit over temperature, in a unit of the backend's choice."""
     total: Tensor
     """Sum over the vocabulary of exp(logit over temperature - peak)."""
     terms: PolicyTerms | None
-    """None unless policy rows were given."""
+    """Terms of the policy loss; None unless policy rows were given."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveRows:
-    """The rows that have a gradient, with what the forward found out about them; n <= N rows."""
+    """The n <= N rows that have a gradient, with their statistics from the forward."""
 
     states: Tensor
-    """[n, D] the rows of the hidden states."""
+    """[n, D] hidden states."""
     ids: Tensor
     """[n] in 0..V-1."""
     scale: Tensor
@@ -90,9 +90,9 @@ class LiveRows:
     grad: Tensor
     """[n] gradient of the log-probabilities."""
     grad_entropy: Tensor | None
-    """[n] gradient of the entropies; None where they have none."""
+    """[n] gradient of the entropies; None if they have none."""
     entropies: Tensor | None
-    """[n] of Scores; not None where `grad_entropy` is not."""
+    """[n] of Scores; None only if `grad_entropy` is None."""
 
 
 class Kernels(Protocol):
@@ -126,11 +126,11 @@ class Kernels(Protocol):
 
 
 def is_describable(matrix: Tensor) -> bool:
-    """Return whether a tensor descriptor, and so TMA, can read the matrix as it lies there."""
+    """Return whether a tensor descriptor, and so TMA, can read the matrix without a copy."""
     row_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def aligned(matrix: Tensor) -> Tensor:
-    """Return the matrix such that a descriptor can read it, copied only if it must be."""
+    """Return the matrix, copied only if a descriptor could not read it."""
     return matrix if is_describable(matrix) else matrix.clone(memory_format=torch.contiguous_format)

@@ -1,10 +1,9 @@
 """Log-probabilities from hidden states and LM head, without [N, V] logits.
 
-The obvious path (logits, log_softmax, gather) holds several [N, V] float32 matrices; at 16,384
-tokens and a vocabulary of 151,936 each takes 10 GB. Here logits live for the moment in which they
-are used, and the backward computes them again: one matrix product more than the obvious path, a
-fraction of its memory. Two backends compute it under this one signature: torch_kernels.py anywhere,
-triton_kernels.py on GPUs.
+The plain way (logits, log_softmax, gather) holds several [N, V] float32 matrices; at 16,384 tokens
+and a vocabulary of 151,936 each takes 10 GB. Here logits are not stored, and the backward computes
+them again. That takes one more matrix product and a fraction of the memory. Two backends have the
+same signature: torch_kernels.py for any device, triton_kernels.py for GPUs.
 
 Numerics, against the defects found elsewhere:
 - Products are summed in float32 and statistics are float32, whatever the input. The rounding of
@@ -37,17 +36,16 @@ from echo.kernels.contract import (
 )
 
 # --- backends -------------------------------------------------------------------------------------
-#
-# Triton is never imported before it is needed, and not needed without a GPU: PyTorch for CPUs does
-# not bring it, PyTorch for CUDA does.
+# Triton is imported only when it is needed, on a GPU: PyTorch for CUDA installs it, PyTorch for
+# CPUs does not.
 
 
 def load_kernels(backend: BackendName, hidden: Tensor, weight: Tensor) -> Kernels:
     """Return the backend that computes with hidden states [N, D] and the LM head [V, D].
 
-    "auto" is Triton on an NVIDIA GPU in bfloat16, PyTorch elsewhere. No tensor core multiplies
-    float32 exactly, so cuBLAS is best there; gradients of logits in float16 would need their loss
-    scaled up.
+    "auto" is Triton on an NVIDIA GPU in bfloat16, PyTorch elsewhere. Tensor cores do not multiply
+    float32 exactly, so cuBLAS is faster for float32. In float16, gradients of logits underflow
+    unless the loss is scaled.
 
     Raises:
         ValueError: if the name is unknown, or Triton is demanded and cannot compute this input.
@@ -107,14 +105,12 @@ def _obstacle_of_head(hidden: Tensor, weight: Tensor) -> str | None:
 #     coefficient = dl / d logprob = -r A, or 0 where a clip is active: where A < 0 and r < 1 - low,
 #     A > 0 and r > 1 + high, A < 0 and r > c, or |log r| > MAX_LOG_RATIO. On a bound itself, as in
 #     PyTorch's clamp, the gradient flows.
-#
-# Contract: this is the loss of echo.algo.losses.GrpoLoss before its mask and its normaliser. The
-# caller leaves masked tokens out and weighs the sum with 1 / (tokens of the whole batch). A NaN
-# comes out as a NaN, never as a clipped token.
-#
-# The derivative needs nothing but the token's own log-probability, so a kernel that has just
-# computed this can give both at once (linear_policy_loss). Losses on whole rollouts or groups
-# (GSPO, GEPO) need their sums first and stay with autograd.
+# Contract: this is the loss of echo.algo.losses.GrpoLoss before mask and normaliser. The caller
+# leaves masked tokens out and divides the sum by the tokens of the whole batch. A NaN gives a NaN,
+# and never a clipped token.
+# The derivative depends on the token's own log-probability alone, so the kernel that computes this
+# returns both (linear_policy_loss). Losses of whole rollouts or groups (GSPO, GEPO) need sums over
+# tokens first, and use autograd.
 #
 # Source: GRPO, arXiv:2402.03300; DAPO, arXiv:2503.14476; dual clip, arXiv:1912.09729.
 
@@ -141,10 +137,10 @@ def linear_logprob(
         ids: [N] integer in 0..V-1.
         inv_temperature: 1 / temperature, > 0; one number or [N], a constant for autograd.
         entropy: "value" returns the entropy as a constant, "grad" as a differentiable output.
-        vocab_chunk: columns of logits or of their gradient held at a time; N * vocab_chunk numbers,
-            in the torch backend twice with entropy.
-        backend: "triton", "torch", or "auto" for Triton where it is both possible and faster:
-            bfloat16 on an NVIDIA GPU.
+        vocab_chunk: columns of logits or of their gradient in memory at a time: N * vocab_chunk
+            numbers, and twice that in the torch backend with entropy.
+        backend: "triton", "torch", or "auto" for Triton with bfloat16 on an NVIDIA GPU and torch
+            elsewhere.
 
     Returns:
         Log-probabilities and entropy (None unless asked for), both [N] in nats; float32, or float64
@@ -167,13 +163,13 @@ class TokenLosses:
     """Result of `linear_policy_loss`; [N] each."""
 
     losses: Tensor
-    """Clipped surrogate of each token, before any normaliser; carries the gradient."""
+    """Clipped surrogate of each token, not normalised, with gradient."""
     logprobs: Tensor
-    """Nats; differentiable too."""
+    """Log-probabilities in nats, with gradient."""
     ratios: Tensor
-    """Learner over sampler; a constant."""
+    """Learner over sampler, without gradient."""
     entropies: Tensor
-    """Nats; constants."""
+    """Entropies in nats, without gradient."""
 
 
 def linear_policy_loss(
@@ -188,18 +184,18 @@ def linear_policy_loss(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> TokenLosses:
-    """Return each token's clipped policy loss along with what `linear_logprob` returns.
+    """Return each token's clipped policy loss, with its log-probability, ratio and entropy.
 
-    The same numbers as the loss above on top of `linear_logprob`, with ratio, clip and coefficient
-    computed where the log-probability is. The loss of a batch is the sum of `losses` over its
-    trained tokens divided by their number.
+    The numbers equal those of the loss above applied to `linear_logprob`; the kernel computes
+    ratio, clip and coefficient with the log-probability. The loss of a batch is the sum of `losses`
+    over its trained tokens, divided by their number.
 
     Args:
-        hidden: as for `linear_logprob`, like all that is not named here.
+        hidden: as for `linear_logprob`.
         weight: same.
         ids: same.
         sampler_logprobs: [N] nats under the policy that sampled; a constant.
-        advantages: [N], that of the token's rollout; a constant.
+        advantages: [N] the advantage of the token's rollout; a constant.
         inv_temperature: same.
         clip: the bounds of the ratio.
         vocab_chunk: same.

@@ -1,8 +1,8 @@
-"""PyTorch kernels: for any device, and the reference of fused ones.
+"""PyTorch kernels for any device, which are the reference of the fused kernels.
 
-The vocabulary is walked in chunks. The forward keeps three numbers per row: the running maximum,
-the sum of exponentials and, for the entropy, their weighted sum. The backward computes each chunk
-of logits again and turns it into gradients at once. `Scores.peak` is in nats.
+Logits are computed in chunks of the vocabulary. The forward keeps three numbers per row: the
+running maximum, the sum of exponentials and, for the entropy, their weighted sum. The backward
+computes each chunk of logits again and turns it into gradients. `Scores.peak` is in nats.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -25,7 +25,7 @@ def forward(
     policy: PolicyRows | None,
     vocab_chunk: int,
 ) -> Scores:
-    """Score the ids; statistics in the dtype of `scale`, N * vocab_chunk of them at a time."""
+    """Score the ids with N * vocab_chunk logits at a time; statistics have the dtype of `scale`."""
     dtype = scale.dtype
     # A finite start value: -inf would give inf - inf in the first rescaling.
     peak = torch.full_like(scale, torch.finfo(dtype).min)
@@ -37,7 +37,7 @@ def forward(
         logits = _scaled_logits(states, weight[start : start + vocab_chunk], scale)
         target += _pick(logits, ids - start)
         new_peak = torch.maximum(peak, logits.amax(1))
-        # Everything is kept relative to the peak: a shift common to all logits cancels exactly.
+        # All values are relative to the peak, so a shift common to all logits cancels exactly.
         drop = peak - new_peak
         keep = drop.exp()
         logits -= new_peak[:, None]
@@ -58,7 +58,7 @@ def forward(
 def backward(
     rows: LiveRows, weight: Tensor, *, needs_states: bool, needs_weight: bool, vocab_chunk: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return both gradients; every row of the weight's is written once, from one product."""
+    """Return both gradients; each row of the weight's gradient is written once, by one product."""
     scale = rows.scale
     states = rows.states.to(scale.dtype)
     grad_states = torch.zeros_like(states) if needs_states else None

@@ -1,7 +1,7 @@
 """The update of `adamw_8bit` as one Triton kernel.
 
-A program reads some blocks of weights, gradients, codes and scales, and writes all but the
-gradients: each byte crosses the memory bus once per direction.
+A program reads BLOCKS_PER_PROGRAM blocks of weights, gradients, codes and scales, and writes them
+again except for the gradients. So each byte is read and written at most once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCKS_PER_PROGRAM = 16
 
 @triton.jit
 def _lerp(start: Any, end: Any, weight: Any) -> Any:
-    """As torch: from the nearer end."""
+    """Interpolate from the nearer end, as torch.lerp does."""
     near_start = start + weight * (end - start)
     near_end = end - (end - start) * (1.0 - weight)
     return tl.where(weight < 0.5, near_start, near_end)
@@ -106,7 +106,7 @@ def launch_update(
         mean: codes and scales.
         mean_square: codes and scales.
         tables: values of the codes of the two, float32 [256].
-        numbers: what the kernel takes after the number of blocks, in its order.
+        numbers: the kernel's arguments from `learning_rate` to `min_scale`, in order.
         block: numbers that share a scale, a power of two.
     """
     num_blocks = weights.numel() // block

@@ -1,16 +1,16 @@
-"""Triton kernels: logits are used where they are made, never stored.
+"""Triton kernels, which use logits where they are computed and do not store them.
 
 Forward: one program scores a tile of rows against one part (split) of the vocabulary, in the
 accumulator of the product: running maximum, sum of exponentials, weighted sum for the entropy, and
-the target's own logit. A second kernel combines the splits; there the log-probability of a token
-is known for the first time, so its ratio, clip and policy coefficient are computed at once.
-Backward: per chunk of the vocabulary one kernel makes the gradient of the logits again, in the
-dtype of the states, and cuBLAS turns it into the two gradients. No atomics, and every sum in a
-fixed order: the same input gives the same bits.
+the target's own logit. A second kernel combines the splits, which gives the log-probability of a
+token, and computes its ratio, clip and policy coefficient from it. Backward: for each chunk of the
+vocabulary, one kernel computes the gradient of the logits in the dtype of the states, and cuBLAS
+turns it into the two gradients. There are no atomics, and every sum has a fixed order, so the same
+input gives the same bits.
 
 Exponentials are powers of 2, which the hardware computes: `Scores.peak` is in units of log 2.
-Operands come through tensor descriptors (TMA on Hopper). Loads outside of the matrix read zeros,
-and a zero is a logit like any other: columns past the vocabulary are masked in the accumulator.
+Operands are loaded through tensor descriptors (TMA on Hopper). Loads outside of the matrix read
+zeros, which would count as logits, so columns beyond the vocabulary are masked in the accumulator.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -39,26 +39,27 @@ from echo.kernels.contract import (
 )
 
 # --- launch configurations ------------------------------------------------------------------------
-#
-# A search at run time costs a start of minutes, may choose differently in every process, and with
-# it changes bits. The compiler decides: the same tile spills registers under one version of Triton
-# and not under the next. The entries are those that compile for sm_90a without spilling to speak of
-# (tests/kernels/test_launch_configs.py holds them to it); their speed has not been measured.
+# Configurations are fixed: a search at run time would take minutes at the start, and might choose
+# differently in every process, which changes bits. Whether a tile spills registers depends on the
+# version of Triton. These entries compile for sm_90a with hardly any spilling, which
+# tests/kernels/test_launch_configs.py checks; others have not been tried.
 
 
 KernelName = Literal["scores", "grad_logits"]
 
 MAX_SPLITS = 32
-"""Parts of the vocabulary that are scored in parallel. Never fitted to the number of rows: so the
-result of a row does not depend on the others of its batch. 32 still fill a GPU with 512 rows."""
+"""Largest number of parts of the vocabulary that are scored in parallel. It does not depend on the
+number of rows, so the result of a row does not depend on other rows. 32 parts fill a GPU even with
+512 rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """One way to launch a kernel that multiplies tiles."""
+    """Launch parameters of a kernel that multiplies tiles."""
 
     rows: int
-    """Tokens of a tile, a power of two, as are the other two sides."""
+    """Tokens of a tile, a power of two like the other two sizes."""
     columns: int
     """Vocabulary entries of a tile."""
     depth: int
@@ -67,7 +68,7 @@ class LaunchConfig:
     num_stages: int
     """Steps of the product that are loaded ahead, each (rows + columns) * depth elements."""
     group_rows: int = 8
-    """Row tiles that run next to each other on the same columns, which they share in the cache."""
+    """Row tiles that run at the same time on the same columns, which they share in the cache."""
 
 
 _WIDE = LaunchConfig(128, 256, 64, num_warps=8, num_stages=4)
@@ -75,18 +76,23 @@ _TALL = LaunchConfig(256, 128, 64, num_warps=8, num_stages=4)
 
 HOPPER: dict[tuple[int, int], dict[KernelName, LaunchConfig]] = {
     (3, 6): {"scores": _WIDE, "grad_logits": _WIDE},
-    # From this version on the wide tile's statistics spill (25 stores), the tall one's do not.
+    # From this version on the statistics of the wide tile spill (25 stores); the tall tile's do
+    # not.
     (3, 9): {"scores": _TALL, "grad_logits": _WIDE},
 }
-"""By version of Triton and kernel; a version is served by the newest entry up to it. With entropy
-and without, the same entry compiles well."""
+"""Configurations by version of Triton and kernel; a version uses the newest entry up to it. An
+entry is for scores with entropy and without.
+"""
 
 PORTABLE = LaunchConfig(128, 64, 32, num_warps=8, num_stages=3)
-"""For every other GPU. Before Hopper operands pass through registers, which must not spill either;
-36 KiB of shared memory are there on all of them."""
+"""Configuration of all other GPUs. Before Hopper, operands pass through registers, which must not
+spill either; every GPU has the 36 KiB of shared memory that it needs.
+"""
 
 FLOAT32 = LaunchConfig(64, 64, 32, num_warps=8, num_stages=2)
-"""For float32, whose exact products no tensor core takes: to compare with, not for speed."""
+"""Configuration of float32, which tensor cores cannot multiply exactly: for comparisons, not for
+speed.
+"""
 
 
 def launch_config(
@@ -96,7 +102,7 @@ def launch_config(
     capability: tuple[int, int],
     element_bytes: int,
 ) -> LaunchConfig:
-    """Return how to launch `kernel` on a GPU of this compute capability."""
+    """Return the configuration of `kernel` on a GPU of this compute capability."""
     if element_bytes > 2:
         return FLOAT32
     if capability != (9, 0):
@@ -107,7 +113,7 @@ def launch_config(
 
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether TRITON_INTERPRET=1 was set at import: tensors on the CPU, for tests."""
+"""Whether TRITON_INTERPRET=1 was set at import, for tests with tensors on the CPU."""
 
 _ROWS_PER_PROGRAM = 32
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -121,7 +127,7 @@ _MASKED = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _grouped_tile(program, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
-    """Return (row tile, column tile) of a program: GROUP row tiles walk the columns together."""
+    """Return (row tile, column tile) of a program, so that GROUP row tiles share their columns."""
     group_size = GROUP * num_column_tiles
     first = (program // group_size) * GROUP
     num_rows = tl.minimum(num_row_tiles - first, GROUP)
@@ -175,7 +181,7 @@ def scores_kernel(
         columns = column + tl.arange(0, COLUMNS)
         logits = tl.where((columns < end)[None, :], logits * scale[:, None], _MASKED)
         target += tl.sum(tl.where(columns[None, :] == ids[:, None], logits, 0.0), axis=1)
-        # Everything is kept relative to the peak: a shift common to all logits cancels exactly.
+        # All values are relative to the peak, so a shift common to all logits cancels exactly.
         new_peak = tl.maximum(peak, tl.max(logits, axis=1))
         drop = peak - new_peak
         keep = tl.exp2(drop)
@@ -191,7 +197,7 @@ def scores_kernel(
     tl.store(total_ptr + at, total, mask=is_row)
     if ENTROPY:
         tl.store(weighted_ptr + at, weighted, mask=is_row)
-    # Every id lies in exactly one split, which alone writes its logit.
+    # Every id is in exactly one split, which writes its logit.
     tl.store(target_ptr + rows, target, mask=is_row & (ids >= first) & (ids < end))
 
 
@@ -200,7 +206,7 @@ def _store_policy_terms(
     logprobs, rows, is_row, sampler_ptr, advantage_ptr, loss_ptr, coefficient_ptr, ratio_ptr,
     LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
 ):  # fmt: skip
-    """Loss, coefficient, ratio of each row; comparisons are such that a NaN comes out as a NaN."""
+    """Store loss, coefficient and ratio of each row; the comparisons keep a NaN."""
     sampler_logprobs = tl.load(sampler_ptr + rows, mask=is_row, other=0.0)
     advantages = tl.load(advantage_ptr + rows, mask=is_row, other=0.0)
     log_ratio = logprobs - sampler_logprobs
@@ -230,7 +236,7 @@ def combine_kernel(
     ROWS: tl.constexpr, SPLITS: tl.constexpr, ENTROPY: tl.constexpr, POLICY: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
 ):  # fmt: skip
-    """Combine the statistics of all splits, and derive what a token's loss needs at once."""
+    """Combine the statistics of all splits into log-probability, entropy and terms of the loss."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     splits = tl.arange(0, SPLITS)
@@ -269,7 +275,7 @@ def grad_logits_kernel(
     """Gradient of one tile of a chunk's logits; `_row_factors` gives the equation.
 
     Ids count from the chunk's first column. Columns outside of the chunk are computed and not
-    stored: the descriptor of the output ends where the chunk does.
+    stored: the descriptor of the output ends with the chunk.
     """
     row_tile, column_tile = _grouped_tile(
         tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS), GROUP
@@ -303,12 +309,12 @@ _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
 
 def _on_its_device(launch: _Launcher) -> _Launcher:
-    """Launch on the GPU that holds the first argument: Triton takes the current one, GPU 0."""
+    """Make a launcher use the GPU of its first argument: Triton uses the current GPU."""
 
     @wraps(launch)
     def launch_there(first: Tensor | LiveRows, *rest: Any, **options: Any) -> Any:
         tensor = first if isinstance(first, Tensor) else first.states
-        # Nothing for a tensor on the CPU.
+        # No effect for a tensor on the CPU.
         with torch.cuda.device_of(tensor):
             return launch(first, *rest, **options)
 
@@ -326,14 +332,14 @@ def forward(
     policy: PolicyRows | None,
     vocab_chunk: int,
 ) -> Scores:
-    """Score the ids; 12 bytes of statistics per row and split are all that is stored."""
+    """Score the ids, with memory of 12 bytes per row and split."""
     num_rows, num_columns = len(hidden), len(weight)
     config = _config("scores", hidden)
     num_tiles = triton.cdiv(num_columns, config.columns)
     columns_per_split = triton.cdiv(num_tiles, MAX_SPLITS) * config.columns
     num_splits = triton.cdiv(num_columns, columns_per_split)
     peaks, totals, weighted = scale.new_empty(3, num_splits, num_rows)
-    # Each with memory of its own: as views of one tensor no output could be changed in place.
+    # Each has its own memory: as views of one tensor, outputs could not be changed in place.
     logprobs, peak, total, target, entropies = (torch.empty_like(scale) for _ in range(5))
     losses, coefficients, ratios = (scale.new_empty(num_rows if policy else 0) for _ in range(3))
     if num_rows:
@@ -362,10 +368,10 @@ def forward(
 def backward(
     rows: LiveRows, weight: Tensor, *, needs_states: bool, needs_weight: bool, vocab_chunk: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return both gradients; every row of the weight's is written once, from one product.
+    """Return both gradients; each row of the weight's gradient is written once, by one product.
 
-    Products are summed in float32 by way of float32 outputs: with an output of 16 bits cuBLAS may
-    split a sum and add its parts in that precision.
+    Outputs are float32, so that products are summed in float32: with outputs of 16 bits cuBLAS may
+    split a sum and add its parts in 16 bits.
     """
     num_rows, width = rows.states.shape
     states = aligned(rows.states)
@@ -377,7 +383,7 @@ def backward(
     factors = _row_factors(rows)
     with_entropy = rows.grad_entropy is not None
     config = _config("grad_logits", states)
-    # Rows of the buffer begin at multiples of 16 bytes, as a descriptor demands.
+    # Rows of the buffer begin at multiples of 16 bytes, as a descriptor requires.
     buffer = states.new_empty(num_rows, triton.cdiv(vocab_chunk, 8) * 8)
     product = states.new_empty(vocab_chunk, width, dtype=torch.float32) if needs_weight else None
     for start in range(0, len(weight), vocab_chunk):
@@ -446,7 +452,7 @@ def _tile_options(config: LaunchConfig, states: Tensor, *, with_entropy: bool) -
         "DEPTH": config.depth,
         "GROUP": config.group_rows,
         "ENTROPY": with_entropy,
-        # The interpreter keeps bfloat16 as its bits, and would multiply those.
+        # The interpreter holds bfloat16 as integers of its bits, and would multiply these.
         "UPCAST": IS_INTERPRETED and states.dtype == torch.bfloat16,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -455,7 +461,7 @@ def _tile_options(config: LaunchConfig, states: Tensor, *, with_entropy: bool) -
 
 
 def _policy_options(policy: PolicyRows | None) -> dict[str, Any]:
-    """Return the compile-time arguments of a kernel that knows the policy loss."""
+    """Return the compile-time arguments of the kernel that computes the policy loss."""
     clip = policy.clip if policy else RatioClip()
     return {
         "ROWS": _ROWS_PER_PROGRAM,

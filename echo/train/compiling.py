@@ -1,9 +1,9 @@
 """Decoder layers compiled by torch: fewer kernels and less memory traffic between products.
 
-Layers and not the model: those of a kind share their graphs, whatever their number, and rows of any
-length share them, too. Each rounding stands where the uncompiled layer has it, so log-probabilities
-and gradients are nearly always those of the uncompiled model bit by bit on a CPU; on a GPU a norm
-sums in another order.
+Layers are compiled, not the model: all layers of a kind share their graphs, and so do rows of all
+lengths. A compiled layer rounds wherever the uncompiled layer does. So on a CPU log-probabilities
+and gradients nearly always equal those of the uncompiled model bit by bit; on a GPU a norm sums in
+another order.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from typing import Any
 from echo.core.extras import models_directory
 
 RECOMPILE_LIMIT = 64
-"""Graphs of one layer's code. torch's own limit of 8 counts those of all models of the process, and
-behind it layers run uncompiled: a reference policy or an adapter reach it."""
+"""Largest number of graphs of one layer's code. torch's own limit is 8 and counts the graphs of all
+models in the process; beyond it layers run uncompiled. A reference policy or an adapter reach
+it.
+"""
 MIN_STEPS = 20
-"""Steps of a run from which compiling by default pays for the wait before the first one."""
+"""Steps of a run from which compiling saves more time than it takes before the first step."""
 
 _log = logging.getLogger(__name__)
 
 
 def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
-    """Have layers compiled when they first run; attention stays as it is.
+    """Have torch compile layers when they first run; attention is not compiled.
 
     Args:
         layers: decoder layers of one model.
-        must: whether a layer that cannot be compiled ends the step; else it runs as it is, with one
-            notice.
+        must: whether a layer that cannot be compiled is an error; otherwise it runs uncompiled,
+            with one notice.
     """
-    # Beside the made models, where it outlives the machine's temporary files.
+    # Beside the warmed-up models, where the cache outlives temporary files.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(models_directory().with_name("compiled")))
     import torch._dynamo
 
@@ -49,7 +51,7 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
 
 
 class _OneNotice(logging.Filter):
-    """Says in one line, once, that layers cannot be compiled, in place of torch's traces."""
+    """Replaces torch's traces by one line, once, that says that layers cannot be compiled."""
 
     _is_told = False
 

@@ -1,12 +1,12 @@
-"""Policy loss by its name or import path.
+"""Policy losses by name or import path.
 
-A loss of one's own is a function of `LossInputs` and keyword options that returns a `LossOutput`:
+A custom loss is a function of `LossInputs` and keyword options that returns a `LossOutput`:
 
     def my_loss(inputs: LossInputs, *, strength: float = 1.0) -> LossOutput: ...
 
-It gets whole rollouts. If it needs more, it says so: `my_loss.needs =
-LossNeeds(whole_groups=True)` (algo/loss.py). It divides by the counts of the whole batch in
-`inputs`, or its gradient depends on how the batch was cut.
+It gets whole rollouts. It declares further needs as an attribute: `my_loss.needs =
+LossNeeds(whole_groups=True)` (algo/loss.py). It has to divide by the counts of the whole batch in
+`inputs`, or its gradient depends on how the batch is divided into micro-batches.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from echo.core.errors import ConfigError
 
 
 def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
-    """Return the loss that `kind` names, without masks.
+    """Return the loss called `kind`, without masks.
 
     Args:
-        kind: a name of `LOSSES`, or "package.module:function". Modules are looked for in the
-            current directory too.
+        kind: a name of `LOSSES`, or "package.module:function". Modules are also searched for in the
+            current directory.
         options: its fields, or the keyword arguments of the function.
 
     Raises:
@@ -51,7 +51,7 @@ def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
 def _find_function(kind: str, module_name: str, name: str) -> Callable[..., LossOutput]:
     directory = str(Path.cwd())
     if directory not in sys.path:
-        # Stays: the user's module may import its neighbours later.
+        # It stays in sys.path, since the user's module may import its neighbours later.
         sys.path.insert(0, directory)
         importlib.invalidate_caches()
     try:
@@ -72,7 +72,7 @@ def _check_options(
 ) -> None:
     try:
         inspect.signature(function).bind(None, **options)
-    except (TypeError, ValueError) as error:  # the second: of one that is not Python's
+    except (TypeError, ValueError) as error:  # ValueError: the callable is not written in Python
         raise ConfigError(
             f"loss.kind = {kind!r} is called as function(inputs, **options) with the options "
             f"{sorted(options)} of [loss.options]: {error}"

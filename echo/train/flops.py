@@ -1,18 +1,18 @@
-"""Arithmetic of a step: floating-point operations that the model itself needs.
+"""Arithmetic of a step: the floating-point operations that the model needs.
 
 Of T tokens in segments of s_1, s_2, ... tokens, S of them scored:
 
     6 N T  +  6 V h S  +  6 sum over layers of H D (s_1^2 + s_2^2 + ...)
 
-N weights in products but the head's V x h, of experts those that a token meets; H heads of width D.
-Two operations per weight and token forward, two for the gradient of what goes in, two for that of
-the weight, which frozen weights do not have. Of the score matrix the causal half counts, under a
-sliding window the band. Recomputation, padding and the optimizer do not count: time spent on them
-lowers the utilization, as it should.
+N is the number of weights in products, without the head's V x h, and of experts those that one
+token uses; there are H heads of width D. Each weight takes two operations per token forward, two
+for the gradient of its input, and two for its own gradient, unless it is frozen. The causal half of
+the score matrix counts, and under a sliding window its band. Recomputation, padding and the
+optimizer do not count, so they lower the utilization.
 
-The other convention, of PaLM (arXiv:2204.02311, appendix B) and of most published figures, sends
-every token through the head and counts the whole score matrix of a row, across its segments, too:
-(6 N + 6 V h + 12 sum over layers of H D x row) per token. It says more for the same speed.
+The convention of PaLM (arXiv:2204.02311, appendix B), which most published figures use, counts the
+head for every token, and the whole score matrix of a row, also across its segments: (6 N + 6 V h +
+12 sum over layers of H D x row) per token. It gives a higher utilization at the same speed.
 """
 
 from __future__ import annotations
@@ -32,41 +32,43 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """One layer's attention."""
+    """Sizes of the attention of one layer."""
 
     width: int
-    """Heads times the mean of their query's and their value's width."""
+    """Number of heads times the mean of the widths of a query and a value."""
     window: int | None = None
-    """Tokens that one attends to at most, itself included; None for all before it."""
+    """Largest number of tokens that a token attends to, with itself; None for all before it."""
 
     def flops(self, length: int) -> int:
         """Return the operations of one segment, forward and backward."""
         window = length if self.window is None else min(length, self.window)
-        # Pairs of tokens, half the square: the diagonal's other half is left out as is usual.
+        # Half of the square of pairs; by convention half of its diagonal is not counted.
         return 6 * self.width * (window * window + 2 * (length - window) * window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
-    """Sizes that a model's operations follow from."""
+    """Sizes of a model that determine its number of operations."""
 
     body: int
-    """Weights in products, without the head's; of experts those that a token meets."""
+    """Weights in products, without the head's; of experts, those that one token uses."""
     body_trained: int
-    """The part of them with a gradient."""
+    """Those of them with a gradient."""
     head: int
     """Weights of the head, V x h."""
     head_trained: int
     attention: tuple[AttentionShape, ...]
     is_exact: bool = True
-    """False where the configuration cannot be read: weights count alone, and no utilization."""
+    """Whether attention is counted; if the configuration cannot be read, only weights are, and no
+    utilization is reported.
+    """
 
     def row(self, length: int, num_scored: int) -> int:
         """Return the operations of one segment, forward and backward.
 
         Args:
             length: its tokens.
-            num_scored: those whose prediction is scored.
+            num_scored: the number of scored tokens.
         """
         head = (4 * self.head + 2 * self.head_trained) * num_scored
         return self.weights(length) + head + sum(layer.flops(length) for layer in self.attention)
@@ -76,16 +78,16 @@ class ModelFlops:
         return (4 * self.body + 2 * self.body_trained) * num_tokens
 
     def palm(self, row_lengths: Iterable[int]) -> int:
-        """Return the operations of rows by PaLM's convention, without padding."""
+        """Return the operations of rows by PaLM's convention; `row_lengths` are without padding."""
         weights = 4 * (self.body + self.head) + 2 * (self.body_trained + self.head_trained)
         width = sum(layer.width for layer in self.attention)
         return sum((weights + 12 * width * tokens) * tokens for tokens in row_lengths)
 
 
 def model_flops(model: Any, head: Tensor) -> ModelFlops:
-    """Return the numbers of a causal language model of transformers.
+    """Return the sizes of a causal language model of transformers.
 
-    Where they cannot be told from its configuration, training goes on without them.
+    If its configuration cannot be read, training goes on without the utilization.
 
     Args:
         model: with its adapter, if it has one.
@@ -103,7 +105,7 @@ def model_flops(model: Any, head: Tensor) -> ModelFlops:
 
 
 def _count(model: Any, head: Tensor, config: Any | None) -> ModelFlops:
-    """Return the numbers of a model; without a configuration, those of its weights alone."""
+    """Return the sizes of a model; without a configuration, of its weights alone."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     left_out = {id(tensor) for tensor in (*tables, head)}
     body = body_trained = 0
@@ -124,7 +126,7 @@ def _count(model: Any, head: Tensor, config: Any | None) -> ModelFlops:
 
 
 def _share_of_experts(name: str, config: Any) -> float:
-    """Return the share of a weight that one token is multiplied by."""
+    """Return the share of a weight that one token uses: less than 1 for a tensor of experts."""
     if ".experts." not in name:
         return 1.0
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -152,11 +154,11 @@ def _attention(config: Any) -> Iterator[AttentionShape]:
 
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bfloat16 operations per second of a GPU, by a part of its name; the first that fits."""
+"""Dense bfloat16 operations per second of a GPU, by a part of its name; the first match counts."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the operations per second that a device is sold with; None where it is not known."""
+    """Return a device's operations per second by its data sheet; None if it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,23 +1,23 @@
-"""Packed rows: rollouts one after the other in one row, kept apart by the attention.
+"""Packed rows: rollouts one after the other in one row, separated by the attention.
 
-A row [1, L] has no padding, so nothing is computed for nothing, its size is nearly the budget's in
-every micro-batch, and whole groups fit where a padded rectangle would not. The attention alone
-keeps rollouts apart, registered with transformers as `packed`: torch's varlen kernel for 16 bits on
-CUDA, scaled dot products for each run of equally long segments elsewhere, on a CPU in float32. No
-mask function is registered beside it, so transformers makes no mask (nothing of size L x L exists),
-and hands what `arguments` returns through to every layer.
+A row [1, L] has no padding, so no computation is wasted, each micro-batch nearly reaches the limit
+of tokens, and whole groups fit that a padded rectangle could not hold. An attention registered with
+transformers as `packed` keeps rollouts apart: torch's varlen kernel for 16 bits on CUDA, and
+elsewhere scaled dot products for each run of segments of equal length, on a CPU in float32. No mask
+function is registered with it, so transformers makes no mask of size L x L, and passes the
+arguments that `arguments` returns to every layer.
 
-Completions of one prompt may share it: it is a segment of its own, and each of them attends to its
-keys before its own. The kernel gets those keys once for each completion; nothing else of a layer is
-computed more than once.
+Completions of one prompt may share it: the prompt is a segment of its own, and each completion
+attends to the prompt's keys and then to its own. The kernel gets the prompt's keys once for each
+completion; all else in a layer is computed once for the prompt.
 
-All a mask would have said comes from here: causal, inside the segment, within the layer's window.
-Other settings of a model's attention (caps, sinks, biases, windows in the mask only) are refused.
-Layers that mix tokens without attention know nothing of segments at all, and some architectures
-leak in silence. So `find_obstacle` tries each model before it is trusted: two short segments in one
-row must give what each gives alone. It cannot see a window or a chunk longer than its rows; only
-layers of full and sliding attention pass, and the sliding ones are tested by family.
-`can_share_prompts` tries two completions of one prompt in the same way.
+This attention does what a mask would do: it is causal, within the segment, and within the layer's
+window. Other settings of a model's attention (caps, sinks, biases, windows in the mask only) are
+refused. Layers that mix tokens without attention cannot see segments, and some architectures would
+mix rollouts silently. So `find_obstacle` tries each model: two short segments in one row must give
+the states that each gives alone. The probe is too short to show a window or a chunk, so it passes
+only layers of full and sliding attention; sliding ones are tested by family. `can_share_prompts`
+tries two completions of one prompt in the same way.
 
 Shapes: L tokens of a row, H heads of width D, n segments.
 """
@@ -37,13 +37,13 @@ from transformers import AttentionInterface
 from echo.algo.batching import Segments
 
 NAME = "packed"
-"""Of the attention, for transformers."""
+"""transformers' name of the attention."""
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Kinds of layers that keep segments apart with this attention."""
+"""Types of layers that keep segments apart with this attention."""
 
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Arguments of attention functions that this one has not."""
+"""Arguments of attention functions that this attention does not support."""
 
 PROBE_LENGTHS = (9, 6)
 """Tokens of the two segments that a model is tried on."""
@@ -52,8 +52,9 @@ PROMPT_PROBE = (9, 3, 6)
 """Tokens of a prompt and of its completions that a model is tried on."""
 
 MAX_LEAK = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Largest difference of a token's state, relative to its norm, that is rounding; by type. In 16
-bits it shows no more than that the kernel works, as deep models round by several percent."""
+"""By type, the largest relative difference of a token's state that counts as rounding. In 16 bits
+deep models round by several percent, so the bound only shows that the kernel works.
+"""
 
 PROBE_ERRORS = (
     ValueError,
@@ -65,15 +66,15 @@ PROBE_ERRORS = (
     RuntimeError,
     AssertionError,
 )
-"""Errors of a model's code that cannot work with packed rows."""
+"""Errors that a model's code may raise if it cannot work with packed rows."""
 
 
 def arguments(segments: Segments, *, uses_kernel: bool) -> dict[str, Any]:
-    """Return what a model's forward takes besides `input_ids` for a packed row.
+    """Return the arguments of a model's forward for a packed row, besides `input_ids`.
 
     Args:
         segments: of the row, on the model's device.
-        uses_kernel: for the varlen kernel, which reads tensors; else for runs of segments.
+        uses_kernel: whether the attention is the varlen kernel, which reads tensors.
     """
     given: dict[str, Any] = {"position_ids": segments.position_ids}
     spans = list(zip(segments.lengths, segments.prefixes, strict=True))
@@ -90,7 +91,7 @@ def arguments(segments: Segments, *, uses_kernel: bool) -> dict[str, Any]:
 
 
 Run = tuple[int, int, tuple[int, int]]
-"""Segments beside each other that have the same length and prefix: how many, and these."""
+"""The number of neighbouring segments of the same length and prefix, that length, and prefix."""
 
 
 def packed_attention(
@@ -112,32 +113,32 @@ def packed_attention(
     segment_runs: tuple[Run, ...] | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Attend within each segment of a row, to what stands before; transformers' own signature.
+    """Attend causally within each segment of a row; the signature is transformers'.
 
     Args:
         module: the layer's attention.
-        query: [1, H, L, D]; several rows have no segments but themselves.
+        query: [1, H, L, D]; of several rows each is one segment.
         key: [1, Hkv, L, D]; each of its heads serves H / Hkv of the query's.
         value: [1, Hkv, L, Dv].
         attention_mask: none.
         scaling: of the scores; None for 1 / sqrt(D).
         dropout: none.
-        sliding_window: tokens that one sees, itself included; None for all before it.
+        sliding_window: tokens that a token attends to, with itself; None for all before it.
         is_causal: not False.
-        cu_seq_lens_q: [n + 1] int32, where segments begin and end, for the kernel.
-        cu_seq_lens_k: [n + 1] int32, the same of their keys.
-        max_length_q: tokens of the longest, for the kernel.
-        max_length_k: the same of its keys.
-        segment_keys: [K] int64, where the keys of all segments lie in the row, for the kernel; None
-            where each has those of its own tokens.
+        cu_seq_lens_q: [n + 1] int32, starts of the segments, then L; for the kernel.
+        cu_seq_lens_k: [n + 1] int32, starts of the segments' keys, then their number.
+        max_length_q: tokens of the longest segment, for the kernel.
+        max_length_k: largest number of keys of a segment.
+        segment_keys: [K] int64, places of the segments' keys in the row, for the kernel; None if
+            each segment has the keys of its own tokens alone.
         segment_runs: runs of equal segments, without the kernel.
-        others: what this model's attention says beyond that.
+        others: further arguments of this model's attention.
 
     Returns:
         [1, L, H, Dv], and no weights.
 
     Raises:
-        NotImplementedError: if the model asks for what this attention has not.
+        NotImplementedError: if the model needs an attention that this one does not support.
     """
     is_masked = attention_mask is not None or bool(dropout) or is_causal is False
     _refuse_unsupported(
@@ -146,7 +147,7 @@ def packed_attention(
     if segment_runs is not None:
         return _attend_runs(query, key, value, segment_runs, scaling, sliding_window), None
     if cu_seq_lens_q is None:
-        # Rows of their own, such as padded ones.
+        # No segments, as in padded rows.
         return _attend(query, key, value, scaling, sliding_window), None
     segments = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     return _attend_varlen(query, key, value, segments, segment_keys, scaling, sliding_window), None
@@ -164,7 +165,7 @@ def _refuse_unsupported(
     window: int | None,
     others: Mapping[str, object],
 ) -> None:
-    """Raise a NotImplementedError where a model asks for what this attention has not."""
+    """Raise a NotImplementedError for arguments that this attention does not support."""
     for name in UNSUPPORTED:
         if others.get(name) is not None:
             raise NotImplementedError(f"packed attention has no {name}")
@@ -182,7 +183,7 @@ def _attend(
 ) -> Tensor:
     """Return [n, length, H, Dv] for n segments of the same length, [n, H, length, D].
 
-    Where there are more keys than that, the queries are those of the last ones.
+    If there are more keys, the queries belong to the last keys.
     """
     length, num_keys, mask = query.shape[2], key.shape[2], None
     if num_keys > length or (window is not None and length > window):
@@ -191,7 +192,7 @@ def _attend(
         mask = (age >= 0) & (age < (num_keys if window is None else window))
     dtype = query.dtype
     if query.device.type == "cpu" and dtype.itemsize < 4:
-        # In 16 bits a CPU makes code for each new length, keeps it, and is slower than in float32.
+        # In 16 bits a CPU compiles code for each new length and keeps it, and is slower.
         query, key, value = query.float(), key.float(), value.float()
     attended = scaled_dot_product_attention(
         query,
@@ -214,20 +215,20 @@ def _attend_varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return [1, L, H, Dv] by the kernel, which is given where segments and their keys end."""
-    # Under autocast norms and rotation leave these two in float32; the kernel takes one type.
+    """Return [1, L, H, Dv] by the kernel, for the starts and lengths of segments and their keys."""
+    # Under autocast, norms and rotation return these two in float32; the kernel takes one type.
     query, key = query.to(value.dtype), key.to(value.dtype)
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if segment_keys is not None:
         keys, values = keys.index_select(0, segment_keys), values.index_select(0, segment_keys)
-    # Where there are more keys than queries, the kernel takes these for the last ones.
+    # If there are more keys than queries, the kernel aligns the queries with the last keys.
     attended = varlen_attn(
         query[0].transpose(0, 1),
         keys,
         values,
         *segments,
         scale=scaling,
-        # Tokens before and after; the window of transformers counts the token itself.
+        # Numbers of tokens before and after; transformers' window counts the token itself as well.
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -244,9 +245,9 @@ def _attend_runs(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return [1, L, H, Dv], one run of segments of the same length after the other.
+    """Return [1, L, H, Dv], computed run by run.
 
-    Nothing here is for a compiler: each row has other runs, and would be another graph.
+    It is not compiled: each row has other runs and would need another graph.
     """
     sizes = [number * length for number, length, _ in runs]
     queries, keys, values = (torch.split(x[0], sizes, 1) for x in (query, key, value))
@@ -266,18 +267,18 @@ def _attend_runs(
 def find_obstacle(model: Any, own_dtype: torch.dtype, dtype: torch.dtype) -> str | None:
     """Switch a model to packed rows; return why it cannot have them, None if it can.
 
-    A model that cannot is left as it was.
+    A model that cannot have them is left unchanged.
 
     Args:
         model: of transformers, with the attention "sdpa" or "eager", in evaluation mode.
-        own_dtype: that it computes in by itself.
-        dtype: that its products are computed in when it is trained.
+        own_dtype: the type that it computes in by itself.
+        dtype: the type of its products when it is trained.
     """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if strange := sorted(kinds - LAYER_TYPES):
         return f"its layers of {', '.join(strange)} carry one rollout into the next"
     device = next(model.parameters()).device
-    # Any two that differ where they begin.
+    # Any two segments that differ in their first token.
     ids = torch.cat([torch.arange(3, 3 + PROBE_LENGTHS[0]), torch.arange(5, 5 + PROBE_LENGTHS[1])])
     ids = (ids % model.config.get_text_config().vocab_size)[None].to(device)
     row = Segments.of(PROBE_LENGTHS).to(device)
@@ -299,10 +300,10 @@ def find_obstacle(model: Any, own_dtype: torch.dtype, dtype: torch.dtype) -> str
 
 
 def can_share_prompts(model: Any, dtype: torch.dtype) -> bool:
-    """Return whether completions of one prompt give what each gives after its own.
+    """Return whether completions that share a prompt get the states that each gets alone.
 
     Args:
-        model: with packed rows.
+        model: already switched to packed rows.
         dtype: that its products are computed in.
     """
     device = next(model.parameters()).device
@@ -330,7 +331,7 @@ def can_share_prompts(model: Any, dtype: torch.dtype) -> bool:
 def _find_leak(
     model: Any, ids: Tensor, row: Segments, alone: Tensor, dtype: torch.dtype
 ) -> str | None:
-    """Return what is wrong if the second segment's states depend on the first."""
+    """Return the reason if the second segment's states depend on the first, else None."""
     uses_kernel = ids.is_cuda and dtype != torch.float32
     with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
         packed = _states(model, ids, **arguments(row, uses_kernel=uses_kernel))

@@ -1,12 +1,12 @@
-"""Warm-up of the tiny model by imitation of demonstrations.
+"""Warm-up of the tiny model by supervised training on demonstrations.
 
-A few hundred supervised steps on a task's own demonstrations, then a measurement on held-out
-prompts. The result depends on the machine's arithmetic, so it is accepted only if its pass rate
-lies in the recipe's range; otherwise another attempt is made with more or fewer steps and the
-next seed. An accepted model is kept under the hash of everything that it was made from.
+The model is trained for a few hundred steps on a task's own demonstrations and then measured on
+held-out prompts. The result depends on the machine's arithmetic, so it is accepted only if its pass
+rate is in the recipe's range; otherwise another attempt has more or fewer steps and the next seed.
+An accepted model is kept under the hash of all that it was made from.
 
-The task is handed in, as the layers allow no import of tasks here; `Demonstrator` is what of it
-is used, and `echo.tasks.task.GeneratedTask` fits it.
+The caller passes the task, since this layer may not import tasks. `Demonstrator` is the part of a
+task that is used; `echo.tasks.task.GeneratedTask` has it.
 """
 
 from __future__ import annotations
@@ -42,17 +42,16 @@ from echo.engine.model import (
 )
 
 FORMAT = 1
-"""Version of what the code below makes from a recipe: raise it with a change that changes the
-model.
+"""Version of the code below: raise it with a change that makes another model of the same recipe.
 """
 
 IGNORED = -100
-"""The label that cross_entropy leaves out."""
+"""The label of tokens that cross_entropy ignores."""
 
 MAX_ATTEMPTS = 3
 
 STEPS_FACTOR = 1.2
-"""How many more steps an attempt gets after one that learned too little."""
+"""Factor of the number of steps after an attempt whose pass rate was too low."""
 
 NUM_PROGRESS_PROMPTS = 128
 NUM_FINAL_PROMPTS = 512
@@ -61,11 +60,11 @@ PROGRESS_PERIOD = 50
 """Steps between two measurements of the pass rate."""
 
 NUM_HASHED = 256
-"""Demonstrations and held-out examples that stand for the task in a model's hash."""
+"""Number of demonstrations and of held-out examples that a model's hash covers."""
 
 
 class WarmupView(Protocol):
-    """A view of a warm-up under way."""
+    """A view of a warm-up in progress."""
 
     def show(self, step: int, num_steps: int, loss: float, pass_rate: float | None) -> None:
         """Show a step; the pass rate is None before its first measurement."""
@@ -88,7 +87,7 @@ class Demonstrator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupRecipe:
-    """Everything that decides what a warm-up produces, but the seed."""
+    """All settings of a warm-up, except the seed."""
 
     num_steps: int
     min_pass_rate: float
@@ -111,19 +110,19 @@ class WarmupRecipe:
 
 @dataclass(frozen=True, slots=True)
 class WarmModel:
-    """A model that has seen demonstrations, and what it can do."""
+    """A warmed-up model, and its pass rates."""
 
     path: Path
     """A Hugging Face model directory."""
     pass_rate_sampled: float
     """Share of held-out prompts answered right at temperature 1."""
     pass_rate_greedy: float
-    """The same with the most likely token each time."""
+    """Share of held-out prompts answered right by greedy sampling."""
 
 
 RECIPES = {
-    # Imitation cannot pass .47 here (see echo.tasks.builtin); below .28 it has not learned the
-    # format, above .45 there is little left to show.
+    # Demonstrations allow at most .47 (see echo.tasks.builtin). Below .28 the model has not learned
+    # the format, and above .45 reinforcement learning has little to improve.
     "addition": WarmupRecipe(num_steps=450, min_pass_rate=0.28, max_pass_rate=0.45),
     "countdown": WarmupRecipe(num_steps=400, min_pass_rate=0.15, max_pass_rate=0.45),
 }
@@ -138,15 +137,15 @@ def make_warm_model(
     head_dim: int = HEAD_DIM,
     view: WarmupView | None = None,
 ) -> WarmModel:
-    """Return a warmed-up tiny model, from `directory` if it was made before.
+    """Return a warmed-up tiny model, from `directory` if it is there already.
 
     Args:
         task_name: "addition" or "countdown".
-        directory: where models are kept, one sub-directory for each recipe and seed.
+        directory: of warmed-up models, with one sub-directory for each recipe and seed.
         task: the task of that name, as `load_task` builds it.
         seed: of the weights, the demonstrations and the measurement.
         head_dim: of the model's attention.
-        view: shows every step; none if the model is there already.
+        view: shows every step, unless the model is there already.
 
     Raises:
         ConfigError: if the task has no recipe.
@@ -248,7 +247,7 @@ def _train(
 def _demonstrations(
     task: Demonstrator, tokenizer: PreTrainedTokenizerFast, rng: random.Random, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and labels [batch_size, longest]; prompts and padding carry no label."""
+    """Return ids and labels [batch_size, longest]; prompts and padding have the label IGNORED."""
     pairs = [task.demonstration(rng) for _ in range(batch_size)]
     texts = tokenizer([prompt + completion for prompt, completion in pairs])["input_ids"]
     rows = [[*ids, EOS_ID] for ids in texts]
@@ -268,9 +267,9 @@ def _text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
 
 
 def _recipe_hash(task_name: str, task: Demonstrator, seed: int, head_dim: int) -> str:
-    """Hash what a model is made from: no version of a package, no text of a source file.
+    """Return the hash of all that a model is made from, except packages and source code.
 
-    The task counts by what it shows and asks.
+    Of the task, its demonstrations and prompts are hashed.
     """
     rng = random.Random(seed)
     made_from = {
@@ -288,7 +287,7 @@ def _recipe_hash(task_name: str, task: Demonstrator, seed: int, head_dim: int) -
 def _read_result(path: Path) -> WarmModel | None:
     try:
         rates = json.loads((path / "warmup.json").read_bytes())
-    except OSError:  # not there; what else may be wrong with the place shows when writing
+    except OSError:  # not there; any other problem shows when the model is written
         return None
     return WarmModel(path, rates["pass_rate_sampled"], rates["pass_rate_greedy"])
 
@@ -320,9 +319,9 @@ def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> War
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread: two of so small a model wait for each other.
+    """Let torch use one thread, since two threads of so small a model mostly wait for each other.
 
-    On a machine with other work they take many times as long as one.
+    On a busy machine two threads take many times as long as one.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,24 +1,24 @@
-"""Ranks: the processes of one learner; the first leads and the others follow.
+"""Ranks of one learner: rank 0 leads, and the others follow its commands.
 
     rank 0       event loop, network, ledger, and in its trainer's thread a LeadTrainer
                      |  a command: (name, arguments), over the control group
     rank 1, 2..  follow(): a Trainer of its own, which does what the command says
 
-Whatever touches the weights is a command, and all ranks carry it out together: the leader tells the
-others what it is about to do, then does it too. Two process groups keep apart what may take long
-and what may not. In the control group ranks wait for the next command, for hours if no rollouts
-come. Everything else is the default group's, where no rank waits for longer than COLLECTIVE_S.
+Each use of the weights is a command, which all ranks carry out together: the leader sends the
+command to the others and then carries it out as well. There are two process groups, for two kinds
+of waits. In the control group ranks wait for the next command, for hours if no rollouts arrive. All
+else uses the default group, in which no rank waits longer than COLLECTIVE_S.
 
-A rank that fails ends the job, and the leader says which one and why: each rank leaves its crash
-reason in the store through which they found each other.
+A rank that fails ends the job, and the leader reports which rank it was and why. Each rank writes
+its crash reason into the store through which the ranks found each other.
 
     it raised                 a reason; its peers notice at once (gloo) or by torchrun's SIGTERM
     it was killed             no reason; noticed likewise
     it hangs, or its          no reason; a collective of the others runs out of time: COLLECTIVE_S
     machine is gone
 
-Nothing is saved then, since no rank could: the run continues from its last checkpoint, in a new
-life that torchrun begins (`--max-restarts`) or the user does.
+No state is saved then, since no rank alone has it all. The run continues from its last checkpoint
+after a restart by torchrun (`--max-restarts`) or by the user.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ from echo.train.trainer import Trainer
 from echo.wire.codec import decode_group, encode_group
 
 SETTLE_S = 3.0
-"""Time for a crash reason, once something has failed."""
+"""Seconds to wait for the crash reasons of other ranks after a failure."""
 IDLE = timedelta(days=365)
-"""How long ranks wait for a command: there is no limit, and gloo wants one."""
+"""Longest wait for a command: gloo requires a limit, and commands have none."""
 
 # --- how the processes find each other ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Facts that torchrun gives a process."""
+    """The environment that torchrun gives to a process."""
 
     rank: int
     size: int
     local_rank: int
-    """Among those of its machine."""
+    """Number of this process on its machine."""
     prefix: str
-    """Of this life's keys in a store that outlives it; empty for a store of its own."""
+    """Prefix of keys in a store that outlives this start; empty for a store of its own."""
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Launch:
         """Read the environment.
 
         Raises:
-            ConfigError: if torchrun has not made it, or a restart could not work.
+            ConfigError: if torchrun did not set it, or a restart could not work.
         """
         needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
         if missing := [name for name in needed if name not in environment]:
@@ -85,11 +85,12 @@ class Launch:
             )
         prefix = ""
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # The launcher's store still has the addresses of the life before, by the same names.
+            # The launcher's store still has the addresses of an earlier start under the same names.
             prefix = f"life {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
             has_restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
             if has_restarts and environment.get("GROUP_WORLD_SIZE", "1") != "1":
-                # Each machine counts its own restarts, so there is no name that all would know.
+                # Each machine counts its own restarts, so the machines would use different
+                # prefixes.
                 raise ConfigError(
                     "torchrun would restart several machines over a store with the addresses of "
                     "processes that are gone: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where "
@@ -104,15 +105,15 @@ class Launch:
 
 
 def join(launch: Launch, device_type: str) -> Crew:
-    """Meet the other ranks; return when all are there.
+    """Wait for the other ranks; return when all have joined.
 
     Args:
-        launch: the facts from torchrun.
+        launch: the environment from torchrun.
         device_type: "cpu" or "cuda".
 
     Raises:
         ConfigError: if there is no GPU for this rank.
-        RankError: if they do not come.
+        RankError: if they do not join.
     """
     device = torch.device(device_type)
     if device_type == "cuda":
@@ -143,7 +144,7 @@ def form(
     *,
     collective_s: float = COLLECTIVE_S,
 ) -> Crew:
-    """Return the ranks that meet in a store, with their process groups."""
+    """Return the ranks that use the same store, with their process groups."""
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,
@@ -163,21 +164,21 @@ def form(
 
 
 class CrashReasons:
-    """Why each rank has ended, in the ranks' store."""
+    """The reasons why ranks have ended, in the store of the ranks."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Look at a store of these reasons alone, as one rank of several."""
+        """Take a store with a prefix of its own, and the number of this rank."""
         self._store, self._rank = store, rank
         self._others = [other for other in range(size) if other != rank]
 
     def leave(self, reason: str) -> None:
-        """Say why this rank ends; "" if it is another one's failure, or none."""
+        """Write why this rank ends; "" if another rank failed, or none."""
         with suppress(RuntimeError):  # the store may be gone with the rank that held it
             self._store.set(f"reason of {self._rank}", reason)
             self._store.add(f"has ended: {self._rank}", 1)
 
     def wait_for_others(self, seconds: float) -> bool:
-        """Wait until all others have left a reason, for so long at most; return whether they have.
+        """Wait until all others have written a reason, at most `seconds`; return whether they have.
 
         Raises:
             RuntimeError: if the store is gone.
@@ -190,7 +191,7 @@ class CrashReasons:
         return True
 
     def explain(self) -> str:
-        """Say which of the other ranks have failed, and how; it takes up to SETTLE_S."""
+        """Return a text of which other ranks have failed and why; it takes up to SETTLE_S."""
         try:
             self.wait_for_others(SETTLE_S)
             found, missing = [], []
@@ -220,15 +221,15 @@ class RankCommand(msgspec.Struct, frozen=True):
     name: str
     """build, write_rows (of an image), stop, or a method of the trainer."""
     path: str | None = None
-    """Of a checkpoint, a version, or a directory."""
+    """Path of a checkpoint, a version, or a directory."""
     groups: tuple[tuple[bytes, bytes], ...] = ()
-    """As on the wire."""
+    """Groups as they are sent on the wire."""
     dtype: str = ""
-    """That the trainer which is built publishes its weights in."""
+    """Type in which the trainer that is built publishes its weights."""
 
     @property
     def batch(self) -> list[Group]:
-        """The groups."""
+        """The groups, decoded."""
         return [decode_group(header, arrays) for header, arrays in self.groups]
 
 
@@ -241,32 +242,31 @@ AGREED: dict[str, tuple[type[EchoError], ...]] = {
     "rescore": (StepError, StorageError),
     "save_state": (NonfiniteWeightsError, StorageError),
 }
-"""Errors that a command may raise on all ranks alike; whatever else one raises is its own
-failure.
+"""Errors that a command may raise on all ranks alike; any other error is a failure of one rank.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Crew:
-    """The ranks of a learner, seen from one of them."""
+    """The ranks of a learner, from the view of one of them."""
 
     ranks: Ranks
-    """In the default process group."""
+    """The ranks in the default process group."""
     device: torch.device
-    """This rank's."""
+    """Device of this rank."""
     reasons: CrashReasons
     control: dist.ProcessGroup | None
-    """The group in which commands are told."""
+    """The process group for commands."""
     _is_broken: bool = False
 
     def tell(self, command: RankCommand) -> None:
-        """Tell the others what comes; the leader calls this."""
+        """Send the next command to the others; the leader calls this."""
         data = np.frombuffer(msgspec.msgpack.encode(command), dtype=np.uint8)
         dist.broadcast(torch.tensor([len(data)]), src=0, group=self.control)
         dist.broadcast(torch.from_numpy(data.copy()), src=0, group=self.control)
 
     def hear(self) -> RankCommand:
-        """Wait for what the leader tells; the others call this."""
+        """Wait for the next command of the leader; the others call this."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, src=0, group=self.control)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -274,23 +274,23 @@ class Crew:
         return _decoder.decode(data.numpy().data)
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks call this, however long one of them takes to get there."""
+        """Wait, without a limit of time, until all ranks have called this."""
         dist.barrier(group=self.control)
 
     @contextmanager
     def together(self, command: RankCommand) -> Iterator[None]:
-        """Carry out a command on all ranks; this one leads.
+        """Send a command to the others; within the `with` block the leader carries it out.
 
         Raises:
-            RankError: if one of the others has failed; none can go on.
+            RankError: if another rank has failed; none can go on.
         """
         if self._is_broken:
             raise RankError(f"the learner's processes cannot go on with {command.name}")
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # the current one belongs to a thread
+            torch.cuda.set_device(self.device)  # the current device is a setting of the thread
         try:
             self.tell(command)
-            self.ranks.add_up(0.0)  # a missing rank shows before anything has begun
+            self.ranks.add_up(0.0)  # finds a missing rank before the command begins
             yield
         except AGREED.get(command.name, ()):
             raise
@@ -303,7 +303,7 @@ class Crew:
             raise self.lost(command, error) from error
 
     def lost(self, command: RankCommand, error: BaseException) -> RankError:
-        """Return what is to be said of a command that others have not carried out."""
+        """Return the error for a command that other ranks did not carry out."""
         self._is_broken = True
         return RankError(
             f"the learner's processes cannot go on with {command.name}: {self.reasons.explain()} "
@@ -311,28 +311,28 @@ class Crew:
         )
 
     def dismiss(self) -> None:
-        """Tell the others that it is over, if they can hear it; the leader calls this last."""
+        """Send "stop" to the others if they still run; the leader calls this last."""
         if not self._is_broken:
             with suppress(RuntimeError):
                 self.tell(RankCommand("stop"))
-                self.reasons.wait_for_others(10.0)  # the store may end with this process
+                self.reasons.wait_for_others(10.0)  # their store may end with this process
         self.leave()
 
     def leave(self) -> None:
-        """Part with the others."""
+        """Leave the process groups."""
         self.reasons.leave("")
         if not self._is_broken:
             dist.destroy_process_group()
 
 
 def _first_line(error: BaseException) -> str:
-    # gloo goes on with advice to its developers.
+    # gloo appends advice for its developers.
     line = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
     return line[:300] or type(error).__name__
 
 
 def _words(command: RankCommand, error: BaseException) -> str:
-    """Say what a rank has failed with, and what helps if that is known."""
+    """Return the text of a rank's failure, with a remedy if one is known."""
     words = f"{command.name}: {type(error).__name__}: {_first_line(error)}"
     if isinstance(error, torch.OutOfMemoryError):
         words += "; lower learner.micro_batch_tokens, or set learner.gradient_checkpointing = true"
@@ -343,11 +343,11 @@ def _words(command: RankCommand, error: BaseException) -> str:
 
 
 Build = Callable[[Path | None], Trainer]
-"""Makes a rank's trainer, which continues from a checkpoint if there is one."""
+"""Makes a rank's trainer, which continues from the checkpoint if one is given."""
 
 
 class LeadTrainer:
-    """The trainer of rank 0 as the learner sees it: each of its calls is one of all ranks."""
+    """The trainer of rank 0 for the learner, each of whose calls all ranks carry out."""
 
     def __init__(
         self, crew: Crew, build: Build, checkpoint: Path | None, *, published_dtype: str
@@ -357,18 +357,18 @@ class LeadTrainer:
         Args:
             crew: the ranks.
             build: makes this one's trainer.
-            checkpoint: that they continue from; None to begin.
-            published_dtype: that weights are rounded to when they are published.
+            checkpoint: to continue from; None to begin.
+            published_dtype: type that published weights are rounded to.
 
         Raises:
-            RankError: if one of the others cannot.
-            EchoError: whatever `build` raises here.
+            RankError: if another rank cannot build its trainer.
+            EchoError: the error that `build` raises on this rank.
         """
         self._crew = crew
         path = None if checkpoint is None else str(checkpoint.absolute())
         with crew.together(RankCommand("build", path, dtype=published_dtype)):
             self._trainer = build(checkpoint)
-            crew.ranks.add_up(0.0)  # until all of them stand
+            crew.ranks.add_up(0.0)  # waits for all trainers
             places = find_places(self.tensors(), published_dtype, self.unrounded)
             write_rows = RankCommand("write_rows")
             self.images = LeadImages(
@@ -378,7 +378,7 @@ class LeadTrainer:
                 together=lambda: crew.together(write_rows),
                 lost=lambda error: crew.lost(write_rows, error),
             )
-            """The maker of versions."""
+            """Makes the images of versions."""
 
     @property
     def compute(self) -> Compute:
@@ -391,11 +391,11 @@ class LeadTrainer:
         return self._trainer.step_count
 
     def refusal(self, group: Group) -> str | None:
-        """See `Trainer`; it is asked here alone."""
+        """See `Trainer`; no other rank is needed."""
         return self._trainer.refusal(group)
 
     def describe_rows(self) -> str:
-        """Say how rollouts go through the model, and on how many processes."""
+        """Return a sentence of how rollouts go through the model, and on how many processes."""
         return f"{self._trainer.describe_rows()}, by {self._crew.ranks.size} processes"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
@@ -448,10 +448,10 @@ def _with_groups(name: str, groups: Sequence[Group], path: str | None = None) ->
 
 
 def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
-    """Do what the leader says until it says stop.
+    """Carry out the leader's commands until "stop".
 
     Raises:
-        RankError: if this rank fails, or has lost the others.
+        RankError: if this rank fails, or the others are gone.
     """
     command = RankCommand("start")
     try:
@@ -472,7 +472,7 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
         if not is_loss(error):
             crew.reasons.leave(_words(command, error))
             raise
-        crew.reasons.leave("")  # it is another one's failure
+        crew.reasons.leave("")  # another rank has failed
         raise RankError(
             f"rank {crew.ranks.rank} has lost the others at {command.name}: {_first_line(error)}"
         ) from error
@@ -482,7 +482,7 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
 def _obey(
     trainer: Trainer, images: FollowImages, command: RankCommand, log: logging.Logger
 ) -> None:
-    """Carry out a command; what all ranks fail with alike is the leader's to decide on."""
+    """Carry out a command; the leader handles an error that all ranks raise alike."""
     path = None if command.path is None else Path(command.path)
     calls: dict[str, Callable[[], object]] = {
         "step": lambda: trainer.step(command.batch),

@@ -1,4 +1,4 @@
-"""Images of versions that all ranks write, code and hash, each a part.
+"""Images of versions, of which each rank writes, codes and hashes a part.
 
     every rank of rank 0's machine    rounds its rows into the image, in memory that all of them map
     a rank of another machine         rounds them beside, and sends rank 0 what changed since the
@@ -7,25 +7,25 @@
                                       machine; each codes its own, and rank 0 signs and sends
     behind that, for the seal         each of them hashes and encrypts its part of the chunks
 
-All of it is beside the next step. A step waits until its rank's rows are rounded, on a CPU; on a
-GPU they cross to pinned memory on a stream of their own, and what changes the weights waits for
-that stream. Rows from another machine come in a process group of their own, since the next step
-needs the others.
+All of this happens during the next step. On a CPU a step waits until its rank's rows are rounded.
+On a GPU the rows are copied to pinned memory on another stream, and the optimizer waits for that
+stream. Rows from another machine use a process group of their own, since the next step uses the
+others.
 
-Nothing is put together on one rank. Where a row lies in an image depends on the model alone, and a
-block codes alike wherever it is coded: versions are those of one process, byte for byte, and deltas
-go on after a resume on another number of ranks.
+No rank gathers the model. The place of a row in an image depends on the model alone, and every rank
+codes a block to the same bytes. So versions equal those of one process, byte for byte, and deltas
+continue after a resume on another number of ranks.
 
-Ranks of a machine meet at a Unix socket that rank 0 listens on: a rank that cannot reach it is on
-another one. Two connections stay until a process ends. In the first rank 0 hands over the memory of
-images, which has no name and goes with the last process that maps it, and hears that rows are
-written; in the second it asks for coded blocks and for hashes. Rank 0 does the work of a rank that
-is gone: that the job ends is said elsewhere (crew.py).
+Ranks of a machine connect to a Unix socket of rank 0; a rank that cannot connect is on another
+machine. Each has two connections until its process ends. On the first, rank 0 sends the memory of
+images, which has no name and is freed with the last process that maps it, and receives a message
+when rows are written. On the second, it asks for coded blocks and for hashes. Rank 0 does the work
+of a rank that is gone; crew.py ends the job.
 
-Memory: two images on rank 0's machine, one more while an older one is still read
-(`RecycledMemory`), and the coded blocks of a segment or two. On another machine two copies of each
-rank's own rows, and one piece. In each rank a piece of 64 MiB, rounded, where the weights are on a
-GPU. All that rows are written to is pinned there.
+Memory: two images on rank 0's machine, a third while an older one is still read (`RecycledMemory`),
+and the coded blocks of one or two segments. On another machine, two copies of each rank's own rows,
+and one piece. If the weights are on a GPU, each rank has a rounded piece of 64 MiB as well, and all
+memory that rows are copied to is pinned.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from echo.weights.manifest import ChunkHashes, TensorSpec, hash_chunks
 from echo.weights.memory import RecycledMemory
 
 PIECE_BYTES = 4 << 20
-"""Image bytes that a rank of another machine sends at a time."""
+"""Bytes of an image that a rank of another machine sends at a time."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -86,14 +86,14 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Where in an image the rows of a tensor lie that one rank has."""
+    """The place in an image of one rank's rows of a tensor, in bytes."""
 
     spec: TensorSpec
     start: int
     stop: int
 
     def pieces(self) -> Iterator[tuple[int, int, WordBytes]]:
-        """Yield where each piece begins and ends, and the size of its words."""
+        """Yield start and end of each piece, and the size of its words."""
         for first in range(self.start, self.stop, PIECE_BYTES):
             last = min(first + PIECE_BYTES, self.stop)
             yield first, last, word_bytes_of([self.spec], first, last)
@@ -102,13 +102,12 @@ class RowSpan:
 def begin_to_write(
     places: Iterable[tuple[RowSpan, Tensor]], tensors: Weights, stream: CopyStream | None
 ) -> Callable[[], None]:
-    """Round this rank's rows into their places; return what waits until they are there.
+    """Round this rank's rows into their places; return a function that waits for the copies.
 
     Args:
-        places: of each span, uint8 [stop - start], on the host.
-        tensors: this rank's, by name.
-        stream: on which they cross from a GPU: what changes them has to wait for it; None to wait
-            here.
+        places: each span with its memory, uint8 [stop - start] on the host.
+        tensors: this rank's weights by name.
+        stream: for copies from a GPU, which the optimizer has to wait for; None to copy at once.
     """
 
     def write() -> None:
@@ -127,13 +126,13 @@ def begin_to_write(
 
 
 def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int) -> list[RowSpan]:
-    """Return what a rank writes: its rows, and of tensors that are not cut all, if it is the first.
+    """Return the spans that a rank writes: its rows, and on rank 0 all whole tensors.
 
     Args:
-        specs: where each tensor lies in the image.
-        tensors: by name, as any of the ranks has them.
-        rank: whose.
-        size: how many ranks there are.
+        specs: the place of each tensor in the image.
+        tensors: by name, from any rank.
+        rank: the rank that writes the spans.
+        size: number of ranks.
     """
     spans = []
     for spec in specs:
@@ -150,7 +149,7 @@ def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int
 
 
 class FarRows:
-    """Rows of a rank of another machine: the newest version's, and those of the one before."""
+    """Sends the rows of a rank that is on another machine than rank 0."""
 
     def __init__(
         self, spans: Sequence[RowSpan], stream: CopyStream | None, group: dist.ProcessGroup | None
@@ -158,9 +157,9 @@ class FarRows:
         """Begin without a version.
 
         Args:
-            spans: the rows.
+            spans: this rank's rows.
             stream: see `begin_to_write`.
-            group: in which they are sent.
+            group: the process group to send rows in.
         """
         self._spans, self._stream, self._group = spans, stream, group
         self._ends = list(accumulate((span.stop - span.start for span in spans), initial=0))
@@ -168,7 +167,7 @@ class FarRows:
         self._last: memoryview | None = None
 
     def begin(self, tensors: Weights) -> Callable[[], None]:
-        """Round the rows; return what waits for them and sends rank 0 what has changed."""
+        """Round the rows; return a function that waits for them and sends the changes to rank 0."""
         new = self._memory.take(self._ends[-1])
         places = [host_bytes(new[first:last]) for first, last in pairwise(self._ends)]
         wait = begin_to_write(zip(self._spans, places, strict=True), tensors, self._stream)
@@ -194,14 +193,14 @@ def receive_rows(
     last: memoryview | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write what a rank of another machine sends to its places in the image.
+    """Receive the rows of a rank on another machine, and write them into the image.
 
     Args:
-        rank: which.
-        spans: its own.
+        rank: the sender.
+        spans: the sender's.
         image: of this version.
-        last: that of the version before; None for the first.
-        group: in which they come.
+        last: image of the version before; None for the first.
+        group: the process group of these rows.
     """
     size = torch.zeros(1, dtype=torch.int64)
     for span in spans:
@@ -213,11 +212,11 @@ def receive_rows(
             decode_block(coded.numpy().data, base, image[start:stop])
 
 
-# --- memory in common -----------------------------------------------------------------------------
+# --- shared memory --------------------------------------------------------------------------------
 
 
 def new_memory(num_bytes: int) -> tuple[int, Bytes]:
-    """Return zeros that other processes can map, with the descriptor to hand to them."""
+    """Return zeroed memory that other processes can map, and its descriptor."""
     if sys.platform == "linux":
         descriptor = os.memfd_create("echo-image")
     else:
@@ -228,28 +227,28 @@ def new_memory(num_bytes: int) -> tuple[int, Bytes]:
 
 
 def map_shared(descriptor: int, num_bytes: int) -> Bytes:
-    """Return memory that another process has made, too."""
+    """Return the memory of a descriptor, which another process may have made."""
     return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
 
 
 def address_of(image: memoryview) -> int:
-    """Return where an image lies in this process."""
+    """Return the address of an image in this process."""
     return np.frombuffer(image, np.uint8).ctypes.data
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's message about its memory before an image is written; descriptors follow."""
+    """Rank 0's message before an image is written, about its memory; descriptors follow."""
 
     image: int
-    """Number of that which the image is written into."""
+    """Number of the memory that the image is written into."""
     made: tuple[tuple[int, int], ...]
-    """Numbers and bytes of what is new, and handed over after this."""
+    """Number and bytes of each new memory, whose descriptor follows this message."""
     live: frozenset[int]
-    """Numbers of all that is in use."""
+    """Numbers of all memory in use."""
 
 
 class AskedBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Blocks that a rank is asked to code; it answers with a list of `CodedBlock`."""
+    """Request to code blocks; the answer is a list of `CodedBlock`."""
 
     image: int
     """Number of its memory."""
@@ -258,7 +257,7 @@ class AskedBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AskedHashes(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Chunks that a rank is asked to hash; it answers with `ChunkHashes`."""
+    """Request to hash chunks; the answer is a `ChunkHashes`."""
 
     image: int
     """Number of its memory."""
@@ -278,10 +277,10 @@ _Socket: TypeAlias = "Connection[bytes, bytes]"
 
 
 def answer(connection: _Socket) -> bytes:
-    """Return what a rank says next.
+    """Return the next message of a rank.
 
     Raises:
-        OSError: if it is gone, or hangs.
+        OSError: if it is gone, or sends nothing for COLLECTIVE_S.
         EOFError: if it is gone.
     """
     if not connection.poll(COLLECTIVE_S):
@@ -291,7 +290,7 @@ def answer(connection: _Socket) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """The connection of rank 0 and another rank of its machine."""
+    """The connections between rank 0 and another rank of its machine."""
 
     memory: _Socket
     coding: _Socket
@@ -299,12 +298,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
-    """Which ranks are on rank 0's machine, and how the others send their rows."""
+    """The ranks on rank 0's machine, and the process group of all others."""
 
     links: dict[int, Link]
-    """With the others of this machine, by rank; in these with rank 0 alone."""
+    """On rank 0, the links to the other ranks of its machine; on these, the link to rank 0."""
     far: dist.ProcessGroup | None
-    """None where there are no others."""
+    """Process group for the rows of ranks on other machines; None without such ranks."""
 
 
 def _group_of_far(ranks: Ranks, num_near: int) -> dist.ProcessGroup | None:
@@ -317,9 +316,9 @@ def _group_of_far(ranks: Ranks, num_near: int) -> dist.ProcessGroup | None:
 
 
 def accept(ranks: Ranks) -> Meeting:
-    """Meet the others; rank 0 calls this, the others `reach`."""
+    """Connect the ranks of this machine; rank 0 calls this, the others call `reach`."""
     found: dict[int, dict[str, _Socket]] = {}
-    # The system takes names of some 100 bytes, and schedulers of clusters make longer ones.
+    # A socket's path has at most some 100 bytes, and schedulers of clusters set longer TMPDIRs.
     place = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
     with tempfile.TemporaryDirectory(prefix="echo-", dir=place) as directory:
         address = str(Path(directory) / "ranks")
@@ -335,7 +334,7 @@ def accept(ranks: Ranks) -> Meeting:
 
 
 def reach(ranks: Ranks) -> Meeting:
-    """Meet rank 0, which calls `accept`."""
+    """Connect to rank 0, which calls `accept`."""
     address = ranks.gather(b"")[0].decode()
     links = {}
     with suppress(OSError):
@@ -351,14 +350,14 @@ def reach(ranks: Ranks) -> Meeting:
 
 
 class NearRank:
-    """Another rank of this machine, which codes and hashes parts of images."""
+    """Another rank of this machine, which codes and hashes parts of images for rank 0."""
 
     def __init__(self, coding: _Socket, numbers: Mapping[int, int]) -> None:
-        """Take what connects them.
+        """Take the connection and the table of memory.
 
         Args:
-            coding: where it is asked.
-            numbers: of memory that both map, by address.
+            coding: the connection for requests.
+            numbers: number of each memory that both processes map, by its address here.
         """
         self._coding, self._numbers = coding, numbers
 
@@ -368,17 +367,17 @@ class NearRank:
         base: memoryview | None,
         blocks: Sequence[tuple[int, int, WordBytes]],
     ) -> list[CodedBlock]:
-        """Return blocks coded, as `code_block` does."""
+        """Return coded blocks, as `code_block` makes them."""
         number = None if base is None else self._number(base)
         told = None
-        if number != 0:  # of memory that is this process's alone the other could make nothing
+        if number != 0:  # the other process does not map memory 0
             told = self._ask(AskedBlocks(self._number(image), number, tuple(blocks)))
         if told is None:
             return [code_block(base, image, block) for block in blocks]
         return _coded_decoder.decode(told)
 
     def hash(self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes) -> ChunkHashes:
-        """Return hashes of chunks, as `hash_chunks` does."""
+        """Return hashes of chunks, as `hash_chunks` makes them."""
         asked = AskedHashes(self._number(image), chunk_bytes, chunks.start, chunks.stop, key)
         told = self._ask(asked)
         if told is None:
@@ -386,23 +385,23 @@ class NearRank:
         return _hashes_decoder.decode(told)
 
     def _number(self, image: memoryview) -> int:
-        """Return the number of the memory that an image lies in; 0 for any other memory."""
+        """Return the number of an image's memory; 0 for memory that the other rank does not map."""
         return self._numbers.get(address_of(image), 0)
 
     def _ask(self, asked: AskedBlocks | AskedHashes) -> bytes | None:
-        """Return the answer; None if the rank cannot give one."""
+        """Return the answer to a request; None if the rank cannot answer."""
         if not asked.image or self._coding.closed:
             return None
         try:
             self._coding.send_bytes(_encode(asked))
             return answer(self._coding)
         except (OSError, EOFError):
-            self._coding.close()  # or a late answer would be taken for the next one
+            self._coding.close()  # otherwise a late answer would be taken for the next one
             return None
 
 
 class LeadImages:
-    """Makes one image after the other, with the other ranks, which have `FollowImages`."""
+    """Makes images on rank 0, together with the `FollowImages` of the other ranks."""
 
     def __init__(
         self,
@@ -413,23 +412,25 @@ class LeadImages:
         together: Callable[[], AbstractContextManager[None]],
         lost: Callable[[BaseException], RankError],
     ) -> None:
-        """Meet the others.
+        """Connect to the other ranks.
 
         Args:
             ranks: all of them.
             specs: where each tensor lies in an image.
             stream: see `begin_to_write`.
-            together: within it all of them begin to write an image.
-            lost: says what has become of those whose rows do not come.
+            together: context manager that has all ranks begin to write an image.
+            lost: returns the error for ranks whose rows do not arrive.
         """
         self._ranks, self._specs, self._stream = ranks, specs, stream
         self._together, self._lost = together, lost
         self._meeting = accept(ranks)
         self._numbers: dict[int, int] = {}
-        """Of memory that all ranks of this machine map, by address, as long as it is in use."""
+        """Number of each memory that all ranks of this machine map and that is in use, by
+        address.
+        """
         self._num_made = 0
         self._made: dict[int, tuple[int, int]] = {}
-        """Descriptor and bytes of memory that the others do not have yet, by number."""
+        """Descriptor and bytes of memory that was not sent to the others yet, by number."""
         links = self._meeting.links
         self._memory = RecycledMemory(2, self._make_piece if links else image_memory)
         self._last: memoryview | None = None
@@ -438,10 +439,10 @@ class LeadImages:
         self.helpers = tuple(NearRank(link.coding, self._numbers) for link in links.values())
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version, which is still on its way.
+        """Return the image of a version, which is filled during the next step.
 
         Args:
-            weights: of this rank, cut up.
+            weights: of this rank, sharded.
             version: its name.
 
         Raises:
@@ -472,7 +473,7 @@ class LeadImages:
         image: memoryview,
         last: memoryview | None,
     ) -> CodedDelta | None:
-        """Wait until all rows are in an image; its delta is made when it is asked for."""
+        """Wait until all rows are in the image; the delta is coded later, on request."""
         try:
             wait()
             for link in self._meeting.links.values():
@@ -490,12 +491,12 @@ class LeadImages:
         self._made[self._num_made] = descriptor, num_bytes
         address = piece.ctypes.data
         self._numbers[address] = self._num_made
-        # Before the memory goes, or another's at its address would be taken for it.
+        # Forget the address before the memory is freed: other memory may get the same address.
         weakref.finalize(piece, self._numbers.pop, address).atexit = False
         return piece
 
     def _tell(self, image: memoryview) -> None:
-        """Tell the ranks of this machine where an image is to be written."""
+        """Send the ranks of this machine the memory that an image is written into."""
         made = tuple((number, num_bytes) for number, (_, num_bytes) in self._made.items())
         number = self._numbers.get(address_of(image), 0)
         told = _encode(Memory(number, made, frozenset(self._numbers.values())))
@@ -512,7 +513,7 @@ class LeadImages:
 
 
 class FollowImages:
-    """Writes, codes and hashes this rank's part of each image; rank 0 has `LeadImages`."""
+    """Writes, codes and hashes this rank's part of each image for rank 0's `LeadImages`."""
 
     def __init__(
         self,
@@ -521,18 +522,18 @@ class FollowImages:
         tensors: Weights,
         stream: CopyStream | None,
     ) -> None:
-        """Meet rank 0.
+        """Connect to rank 0.
 
         Args:
             ranks: all of them.
             specs: where each tensor lies in an image.
-            tensors: this rank's.
+            tensors: this rank's weights by name.
             stream: see `begin_to_write`.
         """
         self._stream = stream
         self._spans = spans_of(specs, tensors, ranks.rank, ranks.size)
         self._memory: dict[int, Bytes] = {}
-        """By number."""
+        """Memory of images by its number."""
         meeting = reach(ranks)
         self._link = meeting.links.get(0)
         self._far = None if self._link else FarRows(self._spans, stream, meeting.far)
@@ -540,7 +541,7 @@ class FollowImages:
         self._sending: Future[None] | None = None
         if self._link is not None:
             num_threads = max(1, min(16, (os.cpu_count() or 1) // ranks.size))
-            # It ends with the process, or with rank 0.
+            # The thread ends with the process, or when rank 0 is gone.
             answering = threading.Thread(
                 target=self._answer, args=(self._link.coding, num_threads), daemon=True
             )
@@ -563,17 +564,17 @@ class FollowImages:
         self._sending = self._thread.submit(send)
 
     def check(self) -> None:
-        """Look what has come of the rows.
+        """Check that the rows of the last image were written or sent.
 
         Raises:
-            RankError: if they could not be written, or sent.
+            RankError: if they were not.
         """
         sent = self._sending
         if sent and sent.done() and (error := sent.exception()) is not None:
             raise RankError(f"rows of a version: {error}") from error
 
     def _hear(self, connection: _Socket) -> Bytes:
-        """Return the memory that rank 0 wants the next image in."""
+        """Return the memory of the next image, from rank 0's message."""
         told = _memory_decoder.decode(connection.recv_bytes())
         for number, num_bytes in told.made:
             descriptor = recv_handle(connection)
@@ -584,7 +585,7 @@ class FollowImages:
         return self._memory[told.image]
 
     def _answer(self, coding: _Socket, num_threads: int) -> None:
-        """Code and hash what rank 0 asks for until it is gone."""
+        """Answer rank 0's requests to code and hash until it is gone."""
         pool = ThreadPoolExecutor(num_threads, "coder")
         with coding, pool, suppress(OSError, EOFError):
             while True:
@@ -601,6 +602,6 @@ class FollowImages:
 
 
 def _say_written(wait: Callable[[], None], memory: _Socket) -> None:
-    """Tell rank 0 that this rank's rows are in the image."""
+    """Wait for this rank's rows, and send rank 0 the message that they are in the image."""
     wait()
     memory.send_bytes(b"")

@@ -1,12 +1,12 @@
-"""Weights of a model directory, read into a model that is cut up: each rank its own rows.
+"""Weights of a model directory, of which each rank reads its own rows into its shards.
 
-No rank has the model whole. transformers finds which tensor of the files becomes which of the
-model, joins what it joins (experts, a layer's at a time), and reads of each what this rank has:
-nothing, if it has no rows of it, as where ranks outnumber experts. The read tensors are copied into
-the shards, one decoder layer after the other.
+No rank reads the whole model. transformers matches the tensors of the files to the tensors of the
+model, joins some (the experts of a layer), and reads this rank's rows of each. If there are more
+ranks than experts, a rank may have no rows of a tensor and reads nothing. The tensors are copied
+into the shards, one decoder layer after the other.
 
-transformers joins and divides what each rank has cut out, so that is right only where a row of the
-result comes from the same row of each source. Other tensors every rank reads whole.
+transformers joins and divides the rows of one rank. That is right only if a row of the result comes
+from the same row of each source; every rank reads other tensors whole.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from echo.train.ranks import sharding
 
 
 def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
-    """Read weights; an adapter's tensors stay as they are.
+    """Read the weights of a model; an adapter's tensors are not changed.
 
     Args:
-        weights_dir: with the files.
-        model_dir: of the model, which may have an adapter here.
-        model: cut up over the ranks.
+        weights_dir: directory of the files.
+        model_dir: directory of the model's configuration.
+        model: sharded over the ranks, perhaps with an adapter.
 
     Raises:
-        DataError: if a file cannot be read, or the files do not make the model up.
+        DataError: if a file cannot be read, or the files are not those of the model.
     """
     own = {name.replace(".base_layer", ""): tensor for name, tensor in _named(model).items()}
     shapes = build_shapes(model_dir)
@@ -83,7 +83,7 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
 
 
 def _layer(key: str) -> int:
-    """Return the number of the layer that a tensor of a file belongs to; -1 for none."""
+    """Return the layer number in the name of a file's tensor; -1 without one."""
     number = re.search(r"\.(\d+)\.", key)
     return -1 if number is None else int(number[1])
 
@@ -98,7 +98,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
     """Return the names of tensors whose rows come from other rows of the files."""
-    mapping = get_model_conversion_mapping(shapes)  # of its own: some remember what they have seen
+    mapping = get_model_conversion_mapping(shapes)  # a new one, since some conversions keep a state
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -112,10 +112,10 @@ def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
 
 
 def _keeps_rows(operation: ConversionOps) -> bool:
-    """Return whether a row of what an operation makes comes from the same row of what it takes."""
+    """Return whether an operation makes each row from the same row of its inputs."""
     match operation:
         case MergeModulelist(dim=dim):
-            return dim == 0  # each tensor is a row
+            return dim == 0  # each input is a row
         case Concatenate(dim=dim) | Chunk(dim=dim):
             return dim > 0
         case Transpose(dim0=one, dim1=other):
@@ -124,7 +124,7 @@ def _keeps_rows(operation: ConversionOps) -> bool:
 
 
 def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) -> None:
-    """Let a model without memory have what this rank reads of each tensor."""
+    """Give a model without memory the shapes that this rank reads of each tensor."""
     for name in _named(shapes):
         tensor = own[name]
         if name in read_whole and isinstance(tensor, nn.Parameter):  # buffers are whole anyway
@@ -138,7 +138,7 @@ def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) 
 
 
 def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
-    """Move what has been read into the shards; return its names."""
+    """Copy the tensors that were read into the shards; return their names."""
     found = {name: t for name, t in _named(shapes).items() if not t.is_meta and name in own}
     for name, tensor in found.items():
         sharding.copy_local(own[name], tensor)
@@ -147,7 +147,7 @@ def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
 
 
 def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
-    """Free a tensor's memory; it keeps the form of another one."""
+    """Replace a tensor by one without memory, with the shape of this rank's part of `own`."""
     part = sharding.like(torch.empty_like(sharding.local(own), device="meta"), own)
     module, last = _place(shapes, name)
     is_parameter = isinstance(own, nn.Parameter)
@@ -155,6 +155,6 @@ def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
 
 
 def _place(shapes: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that has a tensor, and what it calls it."""
+    """Return the module that has a tensor, and the tensor's name in that module."""
     path, _, last = name.rpartition(".")
     return shapes.get_submodule(path), last

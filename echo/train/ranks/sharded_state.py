@@ -3,9 +3,9 @@
     shard-00001-model-00001-of-00001.safetensors    of rank 0: whole tensors that none has cut, and
     shard-00002-...                                 of rank 1: its rows of all others
 
-They are safetensors of torch.distributed.checkpoint, with where each piece belongs in their heads.
-Its reader takes files of whole tensors just as well: a state that one process has saved is read by
-several, and the other way round. A rank reads the rows that it holds, and nothing else.
+They are safetensors of torch.distributed.checkpoint, whose heads have the place of each piece. Its
+reader also takes files of whole tensors, so several processes can read the state of one process,
+and one the state of several. A rank reads only the rows that it holds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
 
     Args:
         directory: exists, on a disk that all ranks share.
-        tensors: this rank's, cut or whole; whole ones are equal on all ranks that have them.
+        tensors: this rank's, sharded or whole; whole ones are equal on all ranks that have them.
         ranks: all of them.
 
     Raises:
@@ -61,11 +61,11 @@ def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
 
 
 def _check_shared(directory: Path, ranks: Ranks) -> None:
-    """Raise on all ranks if one does not see the directory of rank 0: its shards would be lost."""
+    """Raise on all ranks if a rank cannot see rank 0's directory: its shards would be lost."""
     mark = directory / f"of-rank-0-{secrets.token_hex(8)}"
     told = json.dumps([mark.name, socket.gethostname()]).encode()
     if not ranks.rank:
-        with suppress(OSError):  # of a full disk, which the writer tells of
+        with suppress(OSError):  # a full disk; the writer raises for it later
             mark.touch()
     others = [json.loads(each) for each in ranks.gather(told)]
     sees = (directory / others[0][0]).exists()
@@ -80,13 +80,13 @@ def _check_shared(directory: Path, ranks: Ranks) -> None:
 
 
 def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
-    """Return weights, cut up as the given ones are, and moments of this rank's parts.
+    """Return this rank's weights, sharded as the given ones, and its parts of the moments.
 
     All ranks call this together.
 
     Args:
-        directory: that any number of ranks has written.
-        own: this rank's weights, which stay as they are.
+        directory: written by any number of ranks.
+        own: this rank's weights, which are not changed.
 
     Raises:
         StorageError: if a file is missing or damaged.
@@ -121,7 +121,7 @@ def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tenso
 
 
 def read_whole(directory: Path) -> tuple[Tensors, Tensors]:
-    """Return weights and moments, whole, on the CPU; for one process alone.
+    """Return whole weights and moments on the CPU; for a process alone.
 
     Raises:
         StorageError: if a file is missing or damaged.
@@ -135,14 +135,14 @@ def read_whole(directory: Path) -> tuple[Tensors, Tensors]:
 
 
 def _divided(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Return which of them are weights, and which are moments."""
+    """Return the weights among tensors of a state, and the moments among them."""
     is_moment = {name: name.rpartition("/")[2] in PARTS for name in tensors}
     weights = {name: tensor for name, tensor in tensors.items() if not is_moment[name]}
     return weights, {name: tensor for name, tensor in tensors.items() if is_moment[name]}
 
 
 def _find_tensors(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and type of each tensor, whole, in a directory's files."""
+    """Return shape and type of each whole tensor in a directory's files."""
     with _named(f"{directory}: cannot read the trainer's state"):
         found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
     return {
@@ -153,7 +153,7 @@ def _find_tensors(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read tensors into those given, which are cut or whole."""
+    """Read tensors from the files into the given ones, which are sharded or whole."""
     with _named(f"{directory}: cannot read the trainer's state"):
         load(
             {name: tensor.detach() for name, tensor in tensors.items()},
@@ -164,15 +164,15 @@ def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turn what the library raises into a `StorageError`."""
+    """Turn the library's errors into a `StorageError`."""
     try:
         with warnings.catch_warnings():
-            # It says that there is one process, where there is.
+            # It warns that there is one process, which is right here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except (CheckpointException, OSError, SafetensorError, ValueError, RuntimeError) as error:
         if sharding.is_loss(error):
             raise
-        # The first is no Exception, and its text has a trace of each rank: the last line says it.
+        # A CheckpointException's text has a trace of each rank; its last line is the error.
         cause = str(error).strip().rpartition("\n")[2] or type(error).__name__
         raise StorageError(f"{what}: {cause}") from error

@@ -1,26 +1,26 @@
-"""Shards of a model over several processes, the ranks, by FSDP2.
+"""Shards of a model over several processes (ranks), by FSDP2.
 
 Every rank holds a part of each parameter, of its gradient and of its moments. A decoder layer is a
-unit: it is whole on every rank while it computes, and its gradient is summed where it is cut up
-again. Everything else (embedding, last norm, head; tied or not) belongs to the root, whose forward
-is all that is computed with the model, log-probabilities included: outside of it the head is a
-shard.
+unit: it is gathered on every rank before it computes, and its gradient is summed when it is divided
+again. All other parameters (embedding, last norm, head; tied or not) belong to the root. Every
+computation with the model, also of log-probabilities, is made within the root's forward; outside of
+it the head is a shard.
 
     root (ShardedModel)
       embedding --> layer --> layer --> ... --> norm --> head --> log-probabilities
                     (unit)    (unit)
 
-Ranks meet in every layer, forward and backward. So all of them make the same passes in the same
-order, and a rank that has nothing to compute in one passes a token through that counts for nothing.
-A rank that runs out of memory within a pass ends the job (crew.py): the others wait for it in the
-next layer.
+Ranks wait for each other in every layer, forward and backward. So all of them make the same passes
+in the same order, and a rank without a micro-batch puts a row through the model that counts for
+nothing. A rank that runs out of memory within a pass ends the job (crew.py), since the others wait
+for it in the next layer.
 
-Gradients are summed over the ranks and divided by nothing: losses are divided by counts of the
-whole batch already. Parameters and sums are float32; with a compute type of bfloat16 each unit is
-cast as a whole when it is put together, and autocast has nothing to do.
+Gradients are summed over the ranks and not averaged: losses are divided by counts of the whole
+batch already. Parameters and sums are float32. With a compute type of bfloat16 each unit is cast
+when it is gathered, so autocast is not needed.
 
-Every rank reads the same data and decides the same: what only one of them knows (its loss, the norm
-of its shards, an error of its own) is told to all before anything is decided by it.
+Every rank reads the same data and makes the same decisions. A value that one rank alone knows (its
+loss, the norm of its shards, an error) is gathered on all ranks before a decision uses it.
 """
 
 from __future__ import annotations
@@ -45,26 +45,27 @@ from echo.core.errors import EngineError
 from echo.train.step import StepError
 
 COLLECTIVE_S = 600.0
-"""How long a rank waits for another one within a command: far longer than a micro-batch takes."""
+"""Seconds that a rank waits for another within a command; far longer than a micro-batch takes."""
 
-# --- what ranks tell each other -------------------------------------------------------------------
+# --- exchange between ranks -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranks:
-    """The processes that train one model together, seen from one of them.
+    """The processes that train one model together, from the view of one of them.
 
-    Its methods are called by all ranks, in the same order; each waits for the others. `ALONE` is a
-    process by itself, which waits for no other.
+    All ranks call its methods in the same order, and each waits for the others. `ALONE` is a
+    process without others, which does not wait.
     """
 
     rank: int
-    """This one's, from 0."""
+    """Number of this rank, from 0."""
     size: int
-    """How many there are."""
+    """Number of ranks."""
     mesh: DeviceMesh | None
-    """All of them, in the default process group, which takes tensors on the CPU, too; None for a
-    process by itself."""
+    """All ranks in the default process group, which takes tensors on the CPU as well; None for a
+    process alone.
+    """
 
     @staticmethod
     def of_process_group(device_type: str) -> Ranks:
@@ -74,11 +75,11 @@ class Ranks:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this is a process by itself, whose model is whole."""
+        """Whether this process trains alone, with a whole model."""
         return self.mesh is None
 
     def gather(self, own: bytes) -> list[bytes]:
-        """Return what each rank has given, in their order."""
+        """Return the bytes of each rank, in the order of ranks."""
         if self.is_alone:
             return [own]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -94,9 +95,9 @@ class Ranks:
         ]
 
     def gather_tensors(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return the tensors that each rank has given, by name, in their order.
+        """Return the tensors of each rank by name, in the order of ranks.
 
-        They are on the CPU; those of a process by itself stay where they are.
+        They are on the CPU; a process alone gets its own tensors back, on their device.
         """
         if self.is_alone:
             return [{name: tensor.detach() for name, tensor in own.items()}]
@@ -106,10 +107,10 @@ class Ranks:
         return [safetensors.torch.load(data) for data in self.gather(packed)]
 
     def raise_together(self, failure: StepError | None) -> None:
-        """Raise on all ranks what the first of them that has failed has failed with.
+        """Raise the error of the first rank that has one, on all ranks.
 
         Raises:
-            StepError: of several ranks it names the rank.
+            StepError: if any rank has an error; of several ranks the text names the rank.
         """
         if self.is_alone and failure is not None:
             raise failure
@@ -129,11 +130,11 @@ class Ranks:
 
 
 ALONE = Ranks(rank=0, size=1, mesh=None)
-"""A process that trains its model by itself."""
+"""A process that trains its model alone."""
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an error says that others are gone, and not that this rank has failed."""
+    """Return whether an error means that other ranks are gone, and not that this rank failed."""
     text = str(error)
     return isinstance(error, dist.DistError | ConnectionError | EOFError) or (
         isinstance(error, RuntimeError) and ("gloo" in text or "Connection" in text)
@@ -144,7 +145,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 class ShardedModel(nn.Module):
-    """Root of a sharded model; in its forward the embedding and the head are whole."""
+    """Root of a sharded model, within whose forward the embedding and the head are whole."""
 
     def __init__(self, model: nn.Module) -> None:
         """Take a model that is not sharded yet."""
@@ -152,23 +153,23 @@ class ShardedModel(nn.Module):
         self.model = model
 
     def forward(self, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that computes with the model, and returns a tuple of tensors."""
+        """Call a function that computes with the model and returns a tuple of tensors."""
         return compute(*arguments)
 
 
 def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
-    """Cut a model into shards, in place, and return the root that it is called through.
+    """Divide a model into shards, in place; return the root through which it computes.
 
     Each parameter is another object afterwards, with the same name; tied ones stay tied.
 
     Args:
-        model: a causal language model of transformers, the same on all ranks, on any device; what
-            is to be trained already requires a gradient.
-        ranks: over which, several; the shards lie on their kind of device.
-        dtype: that it computes in.
+        model: a causal language model of transformers, equal on all ranks, on any device; its
+            trained parameters require a gradient already.
+        ranks: several; the shards are on their type of device.
+        dtype: the type that it computes in.
 
     Raises:
-        EngineError: if its layers cannot be told.
+        EngineError: if the model does not say which modules are its layers.
     """
     assert ranks.mesh is not None, "a process by itself has its model whole"
     layers = [
@@ -187,20 +188,20 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
     root = ShardedModel(model)
     for module in (*layers, root):
         unit = fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
-        # Neither reaches the units inside.
+        # These two settings do not reach the units inside.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(enable=True)  # gloo has no scaled sum
-        # Or ranks whose tokens meet other experts would sum other gradients.
+        # Otherwise ranks whose tokens use other experts would sum other gradients.
         unit.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True, recurse=False)
     return root
 
 
 def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> Any:
-    """Compute with a sharded model; without gradients it is cut up again at once."""
+    """Compute with a sharded model; without gradients it is divided again at once."""
     found = root(compute, *arguments)
     if not torch.is_grad_enabled():
         assert isinstance(root, FSDPModule), "shard() has made it one"
-        root.reshard()  # which nothing but a backward does by itself
+        root.reshard()  # otherwise only a backward pass does this
     return found
 
 
@@ -208,13 +209,13 @@ def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> An
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, sharing its memory; a tensor that is not cut, whole."""
+    """Return this rank's part of a sharded tensor, in the same memory; another tensor as it is."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def copy_local(tensor: Tensor, given: Tensor) -> None:
-    """Copy values into a tensor; of a whole one this rank's rows, if only the first is cut."""
+    """Copy `given` into `tensor`; if only `tensor` is sharded, copy this rank's rows."""
     if isinstance(given, DTensor):
         given = local(given)
     elif isinstance(tensor, DTensor):
@@ -224,20 +225,20 @@ def copy_local(tensor: Tensor, given: Tensor) -> None:
 
 
 def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the half-open range of a tensor's rows that a rank has: FSDP2 cuts like `chunk`."""
+    """Return the half-open range of a rank's rows: FSDP2 divides a tensor as `torch.chunk` does."""
     most = -(-num_rows // size)
     return min(num_rows, rank * most), min(num_rows, (rank + 1) * most)
 
 
 def local_parameter(tensor: Tensor) -> Tensor:
-    """Return what `local` does, for an optimizer: with a gradient of its own."""
+    """Return a rank's part as `local` does, as a parameter that can have a gradient."""
     return nn.Parameter(local(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """Return a part of this rank as a tensor that is cut as another one is, if that is cut.
+    """Return this rank's part of a tensor as a sharded tensor, if `tensor` is sharded.
 
-    Its part has the number of rows of the other one's part, and the whole that of the other one.
+    `part` has as many rows as this rank's part of `tensor`, and the whole as many as `tensor`.
     """
     if not isinstance(tensor, DTensor):
         return part
@@ -253,6 +254,6 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def norm_over(ranks: Ranks, parts: list[Tensor]) -> float:
-    """Return the norm of tensors that are divided among the ranks."""
+    """Return the norm of all parts of tensors on all ranks."""
     norm = float(torch.nn.utils.get_total_norm(parts))
-    return math.sqrt(ranks.add_up(norm * norm))  # the same number again, where one is alone
+    return math.sqrt(ranks.add_up(norm * norm))  # a process alone gets the same number
