@@ -155,7 +155,7 @@ class ClippedTokenLoss:
 
     @property
     def fused_clip(self) -> RatioClip | None:
-        """The range for a fused kernel, None if it has no such form."""
+        """The range for a fused kernel; None if the loss cannot be fused."""
         if self.clip_low is None or self.clip_high is None:
             return None
         return RatioClip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)

@@ -1,11 +1,11 @@
-"""Adapters by name, on the one base in memory, of which one is in use at a time.
+"""Adapters by name on one base in memory; the model holds one adapter at a time.
 
-The model has place for one adapter. The others lie aside: weights, a gradient that waits for its
-update, moments, settings, counts. `use` exchanges them, so no other part of a trainer knows that
-there are several. They have one shape, and share the trainer's loss, temperature, advantages and
-reference.
+The model has place for one adapter. Of each other adapter, weights, moments, settings, counts, and
+a gradient that waits for its update are set aside. `use` exchanges them, so no other part of a
+trainer needs to know that there are several. All adapters have one shape, and share the trainer's
+loss, temperature, advantages and reference.
 
-A trainer of all weights has no adapters; `progress` is then that of all weights.
+A trainer of all weights has no adapters, and one `progress`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from echo.train.weights import SetAside, TrainedWeights
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainingProgress:
-    """What belongs to an adapter, or to all weights, beside the weights themselves."""
+    """Optimizer, settings and counts of an adapter, or of all weights."""
 
     optimizer: AdamW
-    """Its moments; it updates whatever weights the model holds."""
+    """The optimizer with its moments; it updates the weights that the model holds."""
     settings: OptimizerSettings
-    """Of the updates in a step."""
+    """Settings of the updates in a step."""
     step_count: int = 0
     """Batches consumed."""
     num_skipped_nonfinite: int = 0
@@ -40,7 +40,7 @@ class TrainingProgress:
 
 
 class Adapters:
-    """The adapters of a trainer, of which one is in use."""
+    """The adapters of a trainer, by name; one is in use."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Adapters:
         name: str | None,
         settings: OptimizerSettings,
     ) -> None:
-        """Begin with what the model holds.
+        """Begin with the adapter in the model, or with all weights.
 
         Args:
             policy: the model.
             weights: its trained weights.
-            name: of the adapter in the model; None where all weights are trained.
+            name: name of the adapter in the model; None if all weights are trained.
             settings: of its updates.
 
         Raises:
@@ -64,9 +64,9 @@ class Adapters:
         self._policy = policy
         self._weights = weights
         self.in_use = name
-        """Name of the adapter in use; None where all weights are trained."""
+        """Name of the adapter in use; None if all weights are trained."""
         self.progress = TrainingProgress(optimizer=weights.new_optimizer(), settings=settings)
-        """Of the adapter in use."""
+        """Progress of the adapter in use."""
         self._others: dict[str, tuple[SetAside, TrainingProgress]] = {}
 
     @property
@@ -81,7 +81,7 @@ class Adapters:
         optimizer: OptimizerSettings,
         tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Add an adapter on the same base, of the same shape; `use` begins with it.
+        """Add an adapter of the same shape on the same base; the one in use stays in use.
 
         Args:
             name: of letters, digits, "_", "-" and "."; its state has a directory of this name.
@@ -150,7 +150,7 @@ class Adapters:
         self._weights.take_back(other)
 
     def check_gradient(self) -> None:
-        """Refuse to update an adapter that has no gradient while another one's waits.
+        """Refuse to update an adapter without a gradient while another adapter has one.
 
         Raises:
             ConfigError: naming the adapters that have one.
@@ -175,7 +175,7 @@ class Adapters:
 
 
 def _no_adapters(name: str) -> ConfigError:
-    """Return the error for an adapter that a trainer of all weights is asked for."""
+    """Return the error for an adapter of a trainer that trains all weights."""
     return ConfigError(
         f"adapter {name!r}: this trainer trains all weights; one whose ModelSource has a lora "
         "trains adapters"

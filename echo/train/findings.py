@@ -30,8 +30,8 @@ def gather_passes(parts: Sequence[Mapping[str, Tensor]], ranks: Ranks) -> Sums:
     names = [name for part in parts for name in part]
     values = [value.double() for part in parts for value in part.values()]
     numbers = torch.stack(values).tolist() if values else []  # one wait for all values
-    told = ranks.gather(json.dumps(list(zip(names, numbers, strict=True))).encode())
-    return _joined(pair for each in told for pair in json.loads(each))
+    gathered = ranks.gather(json.dumps(list(zip(names, numbers, strict=True))).encode())
+    return _joined(pair for each in gathered for pair in json.loads(each))
 
 
 def gather_groups(parts: Sequence[Tensor], ranks: Ranks) -> list[list[float]]:
@@ -42,8 +42,8 @@ def gather_groups(parts: Sequence[Tensor], ranks: Ranks) -> list[list[float]]:
         ranks: which call this together.
     """
     own = torch.stack(list(parts)).sum(0).tolist() if parts else []
-    told = [json.loads(each) for each in ranks.gather(json.dumps(own).encode())]
-    tables = [table for table in told if table]
+    gathered = [json.loads(each) for each in ranks.gather(json.dumps(own).encode())]
+    tables = [table for table in gathered if table]
     return [
         [sum(column) for column in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)
     ]

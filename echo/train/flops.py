@@ -53,7 +53,7 @@ class ModelFlops:
     body: int
     """Weights in products, without the head's; of experts, those that one token uses."""
     body_trained: int
-    """Those of them with a gradient."""
+    """The part of `body` that has a gradient."""
     head: int
     """Weights of the head, V x h."""
     head_trained: int

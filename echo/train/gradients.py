@@ -28,7 +28,7 @@ from echo.kernels.logprob import TokenLosses
 from echo.train.batch import StepBatch
 from echo.train.findings import ENTROPY, LOSS, NUM_TOKENS, Sums, gather_groups, gather_passes
 from echo.train.models import Models
-from echo.train.passes import blaming_the_batch, make_rounds
+from echo.train.passes import as_step_errors, make_rounds
 from echo.train.ranks.sharding import Ranks
 from echo.train.scores import TokenScores
 from echo.train.speed import Speedometer
@@ -64,14 +64,14 @@ class _Scored:
 
 @dataclass(slots=True, eq=False)
 class _RankFindings:
-    """What this rank has found in the micro-batches of one batch so far."""
+    """Findings of this rank in the micro-batches of a batch so far."""
 
     sums: list[dict[str, Tensor]] = field(default_factory=list)
-    """Of each micro-batch, scalars on the device by metric."""
+    """For each micro-batch, scalars on the device by metric."""
     by_group: list[Tensor] = field(default_factory=list)
-    """Of each micro-batch, [G, 6] sums for the G groups of the batch."""
+    """For each micro-batch, [G, 6] sums for the G groups of the batch."""
     passed: list[tuple[list[tuple[int, int]], int]] = field(default_factory=list)
-    """Of each micro-batch, its spans and its trained tokens, as `Speedometer.passed` takes them."""
+    """For each micro-batch, its spans and trained tokens, as `Speedometer.passed` takes them."""
     has_failed: bool = False
     """Whether the loss has raised."""
 
@@ -144,7 +144,8 @@ class Gradients:
     ) -> StepError | None:
         """Put a micro-batch forward and backward through the policy; see `MakeRound`.
 
-        After the loss has failed on a micro-batch of this rank, its others only take part.
+        After the loss has failed on a micro-batch of this rank, its later ones go through the model
+        without a loss, since the other ranks wait for them.
         """
         failure: StepError | None = None
         objective: Tensor | None = None
@@ -152,7 +153,7 @@ class Gradients:
         reference = self._scores.of_reference(micro)
         if indices and not found.has_failed:
             try:
-                with blaming_the_batch():
+                with as_step_errors():
                     objective, sums = inputs.apply(scored, micro, reference)
                 found.sums.append(sums)
                 found.by_group.append(
@@ -187,7 +188,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _BatchInputs:
-    """A loss, and the inputs of it that a whole batch has in common."""
+    """A loss, and those of its inputs that are equal for all micro-batches of a batch."""
 
     batch: StepBatch
     loss: Loss

@@ -161,7 +161,7 @@ class AdamW:
         }
 
     def _is_empty(self, key: str) -> bool:
-        """Return whether a part belongs to a parameter of which this rank has no rows."""
+        """Return whether a part belongs to a parameter without rows on this rank."""
         shard = self._shards.get(key.rpartition("/")[0])
         return shard is not None and not shard.numel()
 

@@ -34,11 +34,11 @@ the rank only takes part in the round, and their micro-batch on the device. It r
 this rank alone, if there is one."""
 
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors of the settings, the machine or the device, which another batch would meet as well."""
+"""Errors of the settings, the machine or the device, which no other batch would avoid."""
 
 
 @contextmanager
-def blaming_the_batch() -> Iterator[None]:
+def as_step_errors() -> Iterator[None]:
     """Turn what a computation on a batch raises into a `StepError`, unless it is fatal."""
     try:
         yield
@@ -114,16 +114,16 @@ class Passes:
             can_begin_again: whether nothing is lost if the pass is made again.
 
         Returns:
-            What `make_pass` returned.
+            The result of `make_pass`.
 
         Raises:
             StepError: if the pass cannot be made, or not again.
         """
         # An error on one of several ranks is not the batch's fault, and ends the job.
-        blaming = blaming_the_batch if self._models.compute.ranks.is_alone else nullcontext
+        guard = as_step_errors if self._models.compute.ranks.is_alone else nullcontext
         while True:
             try:
-                with blaming():
+                with guard():
                     return make_pass()
             except MemoryShortageError as error:
                 shortage = error

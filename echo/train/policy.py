@@ -153,7 +153,7 @@ class Compute:
     "offload" also keeps the inputs of layers in the host's memory until then.
     """
     recompute_above: int = 0
-    """Largest micro-batch, in tokens, whose activations are kept even so."""
+    """Micro-batches of up to this number of tokens keep their activations."""
     compile_layers: CompileLayers = False
     """Whether torch compiles each decoder layer (compiling.py); "auto" compiles those that it
     can.
@@ -672,7 +672,7 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
 
 
 def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute a layer with checkpointing, with its inputs in the host's memory meanwhile.
+    """Compute a layer with checkpointing; the host keeps its inputs until the backward pass.
 
     `save_on_cpu` moves the inputs alone: the checkpoint drops the tensors that the layer saves.
     """

@@ -1,8 +1,8 @@
 """Scores of rollouts under published weights, by a frozen model beside the trained one.
 
 It computes in float32, and is sharded over the ranks as the trained model is. It takes the
-trainer's weights rounded as for publication, or the weights of a version from a file, of which each
-rank reads its own rows. So no rank holds a whole model.
+trainer's weights rounded as for publication, or the weights of a version from a file. Each rank
+reads its own rows of that file, so no rank holds a whole model.
 """
 
 from __future__ import annotations

@@ -131,15 +131,15 @@ class Speedometer:
     def _add_up(self) -> tuple[int, _Totals]:
         """Return the largest peak memory of any rank in bytes, and the counts of all ranks."""
         own = json.dumps({"peak_bytes": self._peak_bytes(), **asdict(self._totals)}).encode()
-        told = [json.loads(each) for each in self._ranks.gather(own)]
+        gathered = [json.loads(each) for each in self._ranks.gather(own)]
         added = {
-            name: sum(each[name] for each in told)
+            name: sum(each[name] for each in gathered)
             for name in ("num_tokens", "num_scored", "flops", "palm_flops")
         }
-        works = [work for each in told for work in each["micro_batch_flops"]]
+        works = [work for each in gathered for work in each["micro_batch_flops"]]
         totals = _Totals(self._totals.began_at, self._totals.part_s, **added)
         totals.micro_batch_flops = works
-        return max(each["peak_bytes"] for each in told), totals
+        return max(each["peak_bytes"] for each in gathered), totals
 
     def _peak_bytes(self) -> int:
         if self._device.type == "cuda":

@@ -64,7 +64,7 @@ from echo.train.findings import LOSS, Sums, pass_metrics
 from echo.train.gradients import BatchFindings, Gradients
 from echo.train.models import Models
 from echo.train.optimizer import OptimizerSettings
-from echo.train.passes import Passes, blaming_the_batch
+from echo.train.passes import Passes, as_step_errors
 from echo.train.policy import Compute, ModelSource
 from echo.train.rescoring import Rescoring
 from echo.train.scores import RowScores, TokenScores
@@ -152,7 +152,7 @@ class Trainer:
     # --- the three operations --------------------------------------------------------------------
 
     def prepare(self, groups: Sequence[Group]) -> StepBatch:
-        """Return the batch of `forward_backward` that a step makes of groups.
+        """Return the batch that a step makes of groups, for `forward_backward`.
 
         Args:
             groups: at least one, each with two or more rollouts.
@@ -160,7 +160,7 @@ class Trainer:
         Raises:
             StepError: if a group cannot be trained on; the text names it.
         """
-        with blaming_the_batch():
+        with as_step_errors():
             return prepare_batch(
                 groups,
                 settings=self._advantages,
@@ -176,7 +176,8 @@ class Trainer:
             loss: any; it gets what it declares to need, except rollouts that `batch` leaves out.
 
         Returns:
-            What the pass found (train/findings.py), the loss as "loss/policy".
+            Sums over the tokens of the pass by metric (train/findings.py), and the loss as
+            "loss/policy".
 
         Raises:
             StepError: if it cannot be computed; the gradient of earlier calls is gone too.
@@ -221,7 +222,7 @@ class Trainer:
         )
 
     def _add_gradient(self, batch: StepBatch, loss: Loss) -> BatchFindings:
-        """Do what `forward_backward` does; return the findings by group as well."""
+        """Add the gradient of a batch; return its sums, and the mismatch by group."""
 
         def add() -> BatchFindings:
             try:

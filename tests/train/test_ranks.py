@@ -16,7 +16,7 @@ from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
 from echo.train.ranks import crew, sharded_images
 from echo.train.ranks.crew import CrashReasons, Launch, LeadTrainer, RankCommand, join
-from echo.train.ranks.sharded_images import NearRank, address_of
+from echo.train.ranks.sharded_images import LocalRank, address_of
 from echo.train.ranks.sharding import ALONE
 from echo.weights.delta import WordBytes, code_block
 from echo.weights.manifest import hash_chunks
@@ -50,6 +50,8 @@ PUBLICATIONS: dict[str, dict[str, bool]] = {
 pytestmark = pytest.mark.slow
 
 Answers = dict[str, Any]
+Cases = dict[str, tuple[str, int, dict[str, Any]]]
+"""Case of rank_cases.py, number of ranks, and options, by name."""
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.matrix)])
@@ -63,7 +65,7 @@ def answers(
     size: int = request.param
     tiny, other = str(tiny_model_dir), str(make_tiny_model(seed=1))
     untied = str(make_tiny_model(seed=2, tie_word_embeddings=False))
-    asked: dict[str, tuple[str, int, dict[str, Any]]] = {
+    asked: Cases = {
         "losses": ("every_loss", size, {"model_dir": tiny, "reference_dir": other}),
         "variants": ("variants", size, {"model_dir": tiny, "untied_dir": untied}),
         "trouble": ("trouble", size, {"model_dir": tiny}),
@@ -85,7 +87,25 @@ def answers(
     asked["rows"] = ("lose_rows", size, {"model_dir": tiny})
     for how in DEATHS:
         asked[how] = ("lose_one", size, {"model_dir": tiny, "how": how})
-    answers: Answers = {"led to": led}
+    states, answers = state_cases(size, tiny, tmp_path_factory)
+    asked |= states
+    answers["led to"] = led
+    found = run_on_ranks(
+        [(f"{CASES}:{name}", ranks, options) for name, ranks, options in asked.values()],
+        tmp_path_factory.mktemp("ranks"),
+    )
+    named = dict(zip(asked, found, strict=True))
+    for name, answer in named.items():
+        answers[name] = answer if name in {*DEATHS, "rows"} else answer.value
+    return answers
+
+
+def state_cases(
+    size: int, tiny: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Cases, Answers]:
+    """Cases that save and load a state on these ranks, and on another number; where it lies."""
+    asked: Cases = {}
+    answers: Answers = {}
     kinds: dict[str, dict[str, Any]] = {
         "all": {"model_dir": tiny},
         "adapter": {"model_dir": tiny, "has_adapter": True},
@@ -107,14 +127,7 @@ def answers(
             older = {"directory": str(one / "first"), "wanted": str(one), **options}
             asked["of one"] = ("load_and_go_on", size, older)
         answers[f"directory {kind}"] = (directory, reading)
-    found = run_on_ranks(
-        [(f"{CASES}:{name}", ranks, options) for name, ranks, options in asked.values()],
-        tmp_path_factory.mktemp("ranks"),
-    )
-    named = dict(zip(asked, found, strict=True))
-    for name, answer in named.items():
-        answers[name] = answer if name in {*DEATHS, "rows"} else answer.value
-    return answers
+    return asked, answers
 
 
 def model_sources(directory: Path, tiny: Path, other: Path) -> dict[str, dict[str, str]]:
@@ -330,7 +343,7 @@ def test_a_rank_is_not_asked_for_what_it_does_not_see(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sharded_images, "COLLECTIVE_S", 0.1)  # that nobody answers shows at once
     asking, asked = Pipe()
     image, base = memoryview(bytearray(b"new words")), memoryview(bytearray(b"old words"))
-    rank = NearRank(asking, {address_of(image): 1})
+    rank = LocalRank(asking, {address_of(image): 1})
     block: tuple[int, int, WordBytes] = (0, len(image), 1)
     assert rank.code(image, base, [block]) == [code_block(base, image, block)]
     assert rank.hash(base, 4, range(3), b"") == hash_chunks(base, 4, range(3))

@@ -191,7 +191,7 @@ class CrashReasons:
         return True
 
     def explain(self) -> str:
-        """Return a text of which other ranks have failed and why; it takes up to SETTLE_S."""
+        """Return a text that names the ranks that failed, with reasons; wait up to SETTLE_S."""
         try:
             self.wait_for_others(SETTLE_S)
             found, missing = [], []
@@ -259,13 +259,13 @@ class Crew:
     """The process group for commands."""
     _is_broken: bool = False
 
-    def tell(self, command: RankCommand) -> None:
+    def send(self, command: RankCommand) -> None:
         """Send the next command to the others; the leader calls this."""
         data = np.frombuffer(msgspec.msgpack.encode(command), dtype=np.uint8)
         dist.broadcast(torch.tensor([len(data)]), src=0, group=self.control)
         dist.broadcast(torch.from_numpy(data.copy()), src=0, group=self.control)
 
-    def hear(self) -> RankCommand:
+    def receive(self) -> RankCommand:
         """Wait for the next command of the leader; the others call this."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, src=0, group=self.control)
@@ -289,7 +289,7 @@ class Crew:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # the current device is a setting of the thread
         try:
-            self.tell(command)
+            self.send(command)
             self.ranks.add_up(0.0)  # finds a missing rank before the command begins
             yield
         except AGREED.get(command.name, ()):
@@ -297,7 +297,7 @@ class Crew:
         except BaseException as error:
             self._is_broken = True
             if isinstance(error, torch.OutOfMemoryError):
-                raise RankError(f"rank 0: {_words(command, error)}") from error
+                raise RankError(f"rank 0: {_describe_failure(command, error)}") from error
             if not is_loss(error):
                 raise
             raise self.lost(command, error) from error
@@ -314,7 +314,7 @@ class Crew:
         """Send "stop" to the others if they still run; the leader calls this last."""
         if not self._is_broken:
             with suppress(RuntimeError):
-                self.tell(RankCommand("stop"))
+                self.send(RankCommand("stop"))
                 self.reasons.wait_for_others(10.0)  # their store may end with this process
         self.leave()
 
@@ -331,12 +331,12 @@ def _first_line(error: BaseException) -> str:
     return line[:300] or type(error).__name__
 
 
-def _words(command: RankCommand, error: BaseException) -> str:
+def _describe_failure(command: RankCommand, error: BaseException) -> str:
     """Return the text of a rank's failure, with a remedy if one is known."""
-    words = f"{command.name}: {type(error).__name__}: {_first_line(error)}"
+    text = f"{command.name}: {type(error).__name__}: {_first_line(error)}"
     if isinstance(error, torch.OutOfMemoryError):
-        words += "; lower learner.micro_batch_tokens, or set learner.gradient_checkpointing = true"
-    return words
+        text += "; lower learner.micro_batch_tokens, or set learner.gradient_checkpointing = true"
+    return text
 
 
 # --- the leader -----------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
     """
     command = RankCommand("start")
     try:
-        command = crew.hear()
+        command = crew.receive()
         if command.name == "build":
             crew.ranks.add_up(0.0)
             trainer = build(None if command.path is None else Path(command.path))
@@ -464,13 +464,13 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
             images = FollowImages(
                 crew.ranks, places, trainer.tensors(), trainer.weights.copy_stream
             )
-            while (command := crew.hear()).name != "stop":
+            while (command := crew.receive()).name != "stop":
                 images.check()
                 crew.ranks.add_up(0.0)
-                _obey(trainer, images, command, log)
+                _carry_out(trainer, images, command, log)
     except BaseException as error:
         if not is_loss(error):
-            crew.reasons.leave(_words(command, error))
+            crew.reasons.leave(_describe_failure(command, error))
             raise
         crew.reasons.leave("")  # another rank has failed
         raise RankError(
@@ -479,7 +479,7 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
     crew.leave()
 
 
-def _obey(
+def _carry_out(
     trainer: Trainer, images: FollowImages, command: RankCommand, log: logging.Logger
 ) -> None:
     """Carry out a command; the leader handles an error that all ranks raise alike."""

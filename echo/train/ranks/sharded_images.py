@@ -1,4 +1,4 @@
-"""Images of versions, of which each rank writes, codes and hashes a part.
+"""Images of versions, written, coded and hashed in parts by all ranks.
 
     every rank of rank 0's machine    rounds its rows into the image, in memory that all of them map
     a rank of another machine         rounds them beside, and sends rank 0 what changed since the
@@ -148,7 +148,7 @@ def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int
     return spans
 
 
-class FarRows:
+class RemoteRows:
     """Sends the rows of a rank that is on another machine than rank 0."""
 
     def __init__(
@@ -297,17 +297,17 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Meeting:
+class Rendezvous:
     """The ranks on rank 0's machine, and the process group of all others."""
 
     links: dict[int, Link]
     """On rank 0, the links to the other ranks of its machine; on these, the link to rank 0."""
-    far: dist.ProcessGroup | None
+    remote: dist.ProcessGroup | None
     """Process group for the rows of ranks on other machines; None without such ranks."""
 
 
-def _group_of_far(ranks: Ranks, num_near: int) -> dist.ProcessGroup | None:
-    if num_near == ranks.size - 1:
+def _remote_group(ranks: Ranks, num_local: int) -> dist.ProcessGroup | None:
+    if num_local == ranks.size - 1:
         return None
     group: dist.ProcessGroup = dist.new_group(
         backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S)
@@ -315,7 +315,7 @@ def _group_of_far(ranks: Ranks, num_near: int) -> dist.ProcessGroup | None:
     return group
 
 
-def accept(ranks: Ranks) -> Meeting:
+def accept(ranks: Ranks) -> Rendezvous:
     """Connect the ranks of this machine; rank 0 calls this, the others call `reach`."""
     found: dict[int, dict[str, _Socket]] = {}
     # A socket's path has at most some 100 bytes, and schedulers of clusters set longer TMPDIRs.
@@ -324,16 +324,16 @@ def accept(ranks: Ranks) -> Meeting:
         address = str(Path(directory) / "ranks")
         with Listener(address, "AF_UNIX", backlog=2 * ranks.size) as listener:
             ranks.gather(address.encode())
-            num_near = ranks.gather(b"").count(b"near")
-            for _ in range(2 * num_near):
+            num_local = ranks.gather(b"").count(b"local")
+            for _ in range(2 * num_local):
                 connection = listener.accept()
                 rank, purpose = connection.recv_bytes().decode().split()
                 found.setdefault(int(rank), {})[purpose] = connection
     links = {rank: Link(**connections) for rank, connections in sorted(found.items())}
-    return Meeting(links, _group_of_far(ranks, num_near))
+    return Rendezvous(links, _remote_group(ranks, num_local))
 
 
-def reach(ranks: Ranks) -> Meeting:
+def reach(ranks: Ranks) -> Rendezvous:
     """Connect to rank 0, which calls `accept`."""
     address = ranks.gather(b"")[0].decode()
     links = {}
@@ -342,14 +342,14 @@ def reach(ranks: Ranks) -> Meeting:
         link.memory.send_bytes(f"{ranks.rank} memory".encode())
         link.coding.send_bytes(f"{ranks.rank} coding".encode())
         links[0] = link
-    num_near = ranks.gather(b"near" if links else b"").count(b"near")
-    return Meeting(links, _group_of_far(ranks, num_near))
+    num_local = ranks.gather(b"local" if links else b"").count(b"local")
+    return Rendezvous(links, _remote_group(ranks, num_local))
 
 
 # --- rank 0 ---------------------------------------------------------------------------------------
 
 
-class NearRank:
+class LocalRank:
     """Another rank of this machine, which codes and hashes parts of images for rank 0."""
 
     def __init__(self, coding: _Socket, numbers: Mapping[int, int]) -> None:
@@ -369,20 +369,20 @@ class NearRank:
     ) -> list[CodedBlock]:
         """Return coded blocks, as `code_block` makes them."""
         number = None if base is None else self._number(base)
-        told = None
+        answered = None
         if number != 0:  # the other process does not map memory 0
-            told = self._ask(AskedBlocks(self._number(image), number, tuple(blocks)))
-        if told is None:
+            answered = self._ask(AskedBlocks(self._number(image), number, tuple(blocks)))
+        if answered is None:
             return [code_block(base, image, block) for block in blocks]
-        return _coded_decoder.decode(told)
+        return _coded_decoder.decode(answered)
 
     def hash(self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes) -> ChunkHashes:
         """Return hashes of chunks, as `hash_chunks` makes them."""
         asked = AskedHashes(self._number(image), chunk_bytes, chunks.start, chunks.stop, key)
-        told = self._ask(asked)
-        if told is None:
+        answered = self._ask(asked)
+        if answered is None:
             return hash_chunks(image, chunk_bytes, chunks, key)
-        return _hashes_decoder.decode(told)
+        return _hashes_decoder.decode(answered)
 
     def _number(self, image: memoryview) -> int:
         """Return the number of an image's memory; 0 for memory that the other rank does not map."""
@@ -423,7 +423,7 @@ class LeadImages:
         """
         self._ranks, self._specs, self._stream = ranks, specs, stream
         self._together, self._lost = together, lost
-        self._meeting = accept(ranks)
+        self._rendezvous = accept(ranks)
         self._numbers: dict[int, int] = {}
         """Number of each memory that all ranks of this machine map and that is in use, by
         address.
@@ -431,12 +431,12 @@ class LeadImages:
         self._num_made = 0
         self._made: dict[int, tuple[int, int]] = {}
         """Descriptor and bytes of memory that was not sent to the others yet, by number."""
-        links = self._meeting.links
+        links = self._rendezvous.links
         self._memory = RecycledMemory(2, self._make_piece if links else image_memory)
         self._last: memoryview | None = None
         self._thread = ThreadPoolExecutor(1, "image")
         self._ready: Future[CodedDelta | None] | None = None
-        self.helpers = tuple(NearRank(link.coding, self._numbers) for link in links.values())
+        self.helpers = tuple(LocalRank(link.coding, self._numbers) for link in links.values())
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
         """Return the image of a version, which is filled during the next step.
@@ -452,34 +452,34 @@ class LeadImages:
             self._ready.result()
         image, size = self._memory.take(image_bytes(self._specs)), self._ranks.size
         with self._together():
-            self._tell(image)
-            room = host_bytes(image)
+            self._send_memory(image)
+            memory = host_bytes(image)
             own = spans_of(self._specs, weights, 0, size)
-            places = [(span, room[span.start : span.stop]) for span in own]
+            places = [(span, memory[span.start : span.stop]) for span in own]
             wait = begin_to_write(places, weights, self._stream)
-        far = {
+        remote = {
             rank: spans_of(self._specs, weights, rank, size)
             for rank in range(1, size)
-            if rank not in self._meeting.links
+            if rank not in self._rendezvous.links
         }
-        self._ready = self._thread.submit(self._receive, wait, far, image, self._last)
+        self._ready = self._thread.submit(self._receive, wait, remote, image, self._last)
         self._last = image
         return VersionImage(self._specs, image, self._ready)
 
     def _receive(
         self,
         wait: Callable[[], None],
-        far: Mapping[int, Sequence[RowSpan]],
+        remote: Mapping[int, Sequence[RowSpan]],
         image: memoryview,
         last: memoryview | None,
     ) -> CodedDelta | None:
         """Wait until all rows are in the image; the delta is coded later, on request."""
         try:
             wait()
-            for link in self._meeting.links.values():
+            for link in self._rendezvous.links.values():
                 answer(link.memory)
-            for rank, spans in far.items():
-                receive_rows(rank, spans, image, last, self._meeting.far)
+            for rank, spans in remote.items():
+                receive_rows(rank, spans, image, last, self._rendezvous.remote)
         except (OSError, EOFError, RuntimeError) as error:
             raise self._lost(error) from error
         return None
@@ -495,13 +495,13 @@ class LeadImages:
         weakref.finalize(piece, self._numbers.pop, address).atexit = False
         return piece
 
-    def _tell(self, image: memoryview) -> None:
+    def _send_memory(self, image: memoryview) -> None:
         """Send the ranks of this machine the memory that an image is written into."""
         made = tuple((number, num_bytes) for number, (_, num_bytes) in self._made.items())
         number = self._numbers.get(address_of(image), 0)
-        told = _encode(Memory(number, made, frozenset(self._numbers.values())))
-        for link in self._meeting.links.values():
-            link.memory.send_bytes(told)
+        message = _encode(Memory(number, made, frozenset(self._numbers.values())))
+        for link in self._rendezvous.links.values():
+            link.memory.send_bytes(message)
             for descriptor, _ in self._made.values():
                 send_handle(link.memory, descriptor, 0)
         for descriptor, _ in self._made.values():
@@ -534,9 +534,11 @@ class FollowImages:
         self._spans = spans_of(specs, tensors, ranks.rank, ranks.size)
         self._memory: dict[int, Bytes] = {}
         """Memory of images by its number."""
-        meeting = reach(ranks)
-        self._link = meeting.links.get(0)
-        self._far = None if self._link else FarRows(self._spans, stream, meeting.far)
+        rendezvous = reach(ranks)
+        self._link = rendezvous.links.get(0)
+        self._remote_rows = (
+            None if self._link else RemoteRows(self._spans, stream, rendezvous.remote)
+        )
         self._thread = ThreadPoolExecutor(1, "image")
         self._sending: Future[None] | None = None
         if self._link is not None:
@@ -553,14 +555,14 @@ class FollowImages:
         Raises:
             OSError: if rank 0 is gone.
         """
-        if self._far is not None:
-            send = self._far.begin(tensors)
+        if self._remote_rows is not None:
+            send = self._remote_rows.begin(tensors)
         else:
             assert self._link is not None
-            room = host_bytes(self._hear(self._link.memory).data)
-            places = [(span, room[span.start : span.stop]) for span in self._spans]
+            memory = host_bytes(self._receive_memory(self._link.memory).data)
+            places = [(span, memory[span.start : span.stop]) for span in self._spans]
             wait = begin_to_write(places, tensors, self._stream)
-            send = partial(_say_written, wait, self._link.memory)
+            send = partial(_report_written, wait, self._link.memory)
         self._sending = self._thread.submit(send)
 
     def check(self) -> None:
@@ -573,16 +575,16 @@ class FollowImages:
         if sent and sent.done() and (error := sent.exception()) is not None:
             raise RankError(f"rows of a version: {error}") from error
 
-    def _hear(self, connection: _Socket) -> Bytes:
+    def _receive_memory(self, connection: _Socket) -> Bytes:
         """Return the memory of the next image, from rank 0's message."""
-        told = _memory_decoder.decode(connection.recv_bytes())
-        for number, num_bytes in told.made:
+        message = _memory_decoder.decode(connection.recv_bytes())
+        for number, num_bytes in message.made:
             descriptor = recv_handle(connection)
             self._memory[number] = pinned(map_shared(descriptor, num_bytes))
             os.close(descriptor)
-        for number in self._memory.keys() - told.live:
+        for number in self._memory.keys() - message.live:
             del self._memory[number]
-        return self._memory[told.image]
+        return self._memory[message.image]
 
     def _answer(self, coding: _Socket, num_threads: int) -> None:
         """Answer rank 0's requests to code and hash until it is gone."""
@@ -601,7 +603,7 @@ class FollowImages:
                 coding.send_bytes(_encode(answered))
 
 
-def _say_written(wait: Callable[[], None], memory: _Socket) -> None:
+def _report_written(wait: Callable[[], None], memory: _Socket) -> None:
     """Wait for this rank's rows, and send rank 0 the message that they are in the image."""
     wait()
     memory.send_bytes(b"")

@@ -1,4 +1,4 @@
-"""Weights of a model directory, of which each rank reads its own rows into its shards.
+"""Weights of a model directory, read into shards: each rank reads its own rows.
 
 No rank reads the whole model. transformers matches the tensors of the files to the tensors of the
 model, joins some (the experts of a layer), and reads this rank's rows of each. If there are more

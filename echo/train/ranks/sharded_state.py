@@ -1,6 +1,6 @@
 """Files of a sharded state: each rank writes its own shards, and any number of ranks reads them.
 
-    shard-00001-model-00001-of-00001.safetensors    of rank 0: whole tensors that none has cut, and
+    shard-00001-model-00001-of-00001.safetensors    of rank 0: tensors that are not sharded, and
     shard-00002-...                                 of rank 1: its rows of all others
 
 They are safetensors of torch.distributed.checkpoint, whose heads have the place of each piece. Its
@@ -63,11 +63,11 @@ def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
 def _check_shared(directory: Path, ranks: Ranks) -> None:
     """Raise on all ranks if a rank cannot see rank 0's directory: its shards would be lost."""
     mark = directory / f"of-rank-0-{secrets.token_hex(8)}"
-    told = json.dumps([mark.name, socket.gethostname()]).encode()
+    own = json.dumps([mark.name, socket.gethostname()]).encode()
     if not ranks.rank:
         with suppress(OSError):  # a full disk; the writer raises for it later
             mark.touch()
-    others = [json.loads(each) for each in ranks.gather(told)]
+    others = [json.loads(each) for each in ranks.gather(own)]
     sees = (directory / others[0][0]).exists()
     answers = ranks.gather(b"sees" if sees else b"")
     blind = [f"rank {rank} on {others[rank][1]}" for rank, each in enumerate(answers) if not each]

@@ -115,9 +115,9 @@ class Ranks:
         if self.is_alone and failure is not None:
             raise failure
         own = [] if failure is None else [str(failure), failure.reason]
-        for rank, told in enumerate(map(json.loads, self.gather(json.dumps(own).encode()))):
-            if told:
-                text, reason = told
+        for rank, failed in enumerate(map(json.loads, self.gather(json.dumps(own).encode()))):
+            if failed:
+                text, reason = failed
                 raise StepError(f"rank {rank}: {text}", reason=reason) from failure
 
     def add_up(self, value: float) -> float:
@@ -238,7 +238,8 @@ def local_parameter(tensor: Tensor) -> Tensor:
 def like(part: Tensor, tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor as a sharded tensor, if `tensor` is sharded.
 
-    `part` has as many rows as this rank's part of `tensor`, and the whole as many as `tensor`.
+    `part` has the number of rows of this rank's part of `tensor`; the result has the number of rows
+    of `tensor`.
     """
     if not isinstance(tensor, DTensor):
         return part
