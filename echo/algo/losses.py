@@ -472,8 +472,10 @@ class SapoLoss:
         """Return the loss of one micro-batch, without counts: no token is clipped."""
         advantages = inputs.advantages[:, None]
         # Tensors of the log-probs' type: torch.where on two numbers would round them to float32.
-        negative = advantages.new_tensor(self.tau_negative)
-        tau = torch.where(advantages < 0, negative, advantages.new_tensor(self.tau_positive))
+        negative, positive = (
+            advantages.new_full((), tau) for tau in (self.tau_negative, self.tau_positive)
+        )
+        tau = torch.where(advantages < 0, negative, positive)
         gate = (4.0 / tau) * torch.sigmoid(tau * (masked_log_ratio(inputs).exp() - 1.0))
         return LossOutput(
             loss=aggregate(-gate * advantages, inputs, self.aggregation), token_counts={}
@@ -488,22 +490,23 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
     move a token across. Equal values are dropped together.
 
     Args:
-        moments: [N] squared log-ratios, N >= 0.
+        moments: [N] squared log-ratios, N >= 0; infinity for one that does not count.
         max_second_moment: bound on their mean, inclusive.
 
     Returns:
         Scalar: infinity if all are kept, 0 if none is.
     """
     if not len(moments):
-        return moments.new_tensor(float("inf"))
+        return moments.new_full((), torch.inf)
     ordered = moments.double().sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=moments.device)
     # Values are sorted, so the means grow, and the number below the bound is where they cross it.
     num_kept = (means <= max_second_moment).sum()
-    padded = torch.cat([ordered, ordered.new_tensor([float("inf")])])
-    largest_kept = padded[(num_kept - 1).clamp(min=0)]
-    limit = (largest_kept + padded[num_kept]) / 2
-    return torch.where(num_kept == 0, 0.0, limit)
+    padded = torch.cat([ordered, ordered.new_full((1,), torch.inf)])
+    # `take`: an index that is a tensor of one number would be read, and the host would wait.
+    largest_kept = padded.take((num_kept - 1).clamp(min=0))
+    limit = (largest_kept + padded.take(num_kept)) / 2
+    return torch.where((num_kept == 0) & padded[0].isfinite(), 0.0, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -531,8 +534,9 @@ class M2poLoss:
         scores = required(inputs.batch_scores, "batch_scores", self)
         mask = inputs.completion_mask
         is_candidate = scores.log_ratios * scores.advantages > 0
-        log_ratios = scores.log_ratios[is_candidate].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        limit = second_moment_limit(log_ratios.square(), self.max_second_moment)
+        moments = scores.log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square()
+        moments = torch.where(is_candidate, moments, torch.inf)
+        limit = second_moment_limit(moments, self.max_second_moment)
         advantages = inputs.advantages[:, None]
         log_ratio = masked_log_ratio(inputs)
         data = log_ratio.detach()

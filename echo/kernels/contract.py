@@ -125,6 +125,11 @@ class Kernels(Protocol):
         ...
 
 
+def host_waits(tensor: Tensor) -> bool:
+    """Return whether the host has to wait for a device to read a tensor's values."""
+    return tensor.is_cuda
+
+
 def is_describable(matrix: Tensor) -> bool:
     """Return whether a tensor descriptor, and so TMA, can read the matrix without a copy."""
     row_bytes = matrix.stride(0) * matrix.element_size()

@@ -10,7 +10,11 @@ Numerics, against the defects found elsewhere:
   bfloat16 logits alone is as large as the clip range of GSPO.
 - No phantom column counts as a logit of 0 where the vocabulary is not a multiple of a tile.
 - Each row of the weight's gradient is written once, from one float32 sum.
-- Rows whose gradient is zero (clipped tokens) are dropped before the backward: exact.
+- Rows whose gradient is zero (clipped tokens) are dropped before the backward, which is exact. On a
+  GPU the host would have to wait for their number, so there they stay.
+
+The host never waits for a GPU here: an id outside of the vocabulary raises a `ValueError` on a CPU,
+and on a GPU stops the process with a device-side assertion.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -32,6 +36,7 @@ from echo.kernels.contract import (
     LiveRows,
     PolicyRows,
     RatioClip,
+    host_waits,
     is_describable,
 )
 
@@ -147,8 +152,8 @@ def linear_logprob(
         if `hidden` is float64.
 
     Raises:
-        ValueError: if shapes disagree, an id is outside the vocabulary, a setting is unusable, or
-            the backend that was named cannot compute this input.
+        ValueError: if shapes disagree, an id on the CPU is outside the vocabulary, a setting is
+            unusable, or the backend that was named cannot compute this input.
     """
     options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
     scale = _row_scale(hidden, inv_temperature)
@@ -285,14 +290,10 @@ class _LinearLogprob(torch.autograd.Function):
         grad = torch.zeros_like(scale) if grad_logprobs is None else grad_logprobs
         if grad_losses is not None:
             grad = grad + grad_losses * coefficients
-        is_live = grad != 0
-        if grad_entropy is not None:
-            is_live |= grad_entropy != 0
-        rows = is_live.nonzero().squeeze(1)
-        is_all = len(rows) == len(is_live)
+        rows = _live_rows(grad, grad_entropy)
 
         def live(values: Tensor) -> Tensor:
-            return values if is_all else values[rows]
+            return values if rows is None else values[rows]
 
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_states, grad_weight = ctx.options.kernels.backward(
@@ -314,9 +315,24 @@ class _LinearLogprob(torch.autograd.Function):
         grad_hidden = None
         if grad_states is not None:
             grad_hidden = grad_states.to(hidden.dtype)
-            if not is_all:
+            if rows is not None:
                 grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_hidden)
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def _live_rows(grad: Tensor, grad_entropy: Tensor | None) -> Tensor | None:
+    """Return the indices of the rows that have a gradient; None to compute all rows.
+
+    All rows are computed as well where the host would have to wait for a device to know them: a row
+    without a gradient adds exactly 0.
+    """
+    if host_waits(grad):
+        return None
+    is_live = grad != 0
+    if grad_entropy is not None:
+        is_live |= grad_entropy != 0
+    rows = is_live.nonzero().squeeze(1)
+    return None if len(rows) == len(is_live) else rows
 
 
 def _check(
@@ -360,7 +376,12 @@ def _check_shapes(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
         )
     if ids.shape != hidden.shape[:1]:
         raise ValueError(f"ids has shape {list(ids.shape)}, expected [{len(hidden)}]")
-    if ids.numel():
-        low, high = torch.stack(ids.aminmax()).tolist()  # one wait for a GPU
-        if low < 0 or high >= len(weight):
-            raise ValueError(f"ids span {low}..{high}, but the LM head has {len(weight)} rows")
+    if not ids.numel():
+        return
+    if host_waits(ids):
+        is_inside = ((ids >= 0) & (ids < len(weight))).all()
+        torch._assert_async(is_inside, "an id is outside the LM head's rows")  # noqa: SLF001
+        return
+    low, high = torch.stack(ids.aminmax()).tolist()
+    if low < 0 or high >= len(weight):
+        raise ValueError(f"ids span {low}..{high}, but the LM head has {len(weight)} rows")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,33 +21,39 @@ LOSS, ENTROPY, NUM_TOKENS = "loss/policy", "entropy/mean", "num_tokens"
 Sums = dict[str, float]
 
 
-def gather_passes(parts: Sequence[Mapping[str, Tensor]], ranks: Ranks) -> Sums:
-    """Return the findings of all parts of a batch on all ranks, joined.
+def gather_findings(
+    parts: Sequence[Mapping[str, Tensor]], by_group: Sequence[Tensor], ranks: Ranks
+) -> tuple[Sums, list[list[float]]]:
+    """Return the findings of all parts of a batch on all ranks, joined: sums, and sums by group.
+
+    It waits for the device once.
 
     Args:
         parts: of this rank, for each micro-batch, scalars on the device by name.
+        by_group: likewise, float64 [G, K] sums of G groups.
         ranks: which call this together.
+
+    Returns:
+        The sums by name, and G rows of K sums; [] if no rank has parts.
     """
     names = [name for part in parts for name in part]
     values = [value.double() for part in parts for value in part.values()]
-    numbers = torch.stack(values).tolist() if values else []  # one wait for all values
-    gathered = ranks.gather(json.dumps(list(zip(names, numbers, strict=True))).encode())
-    return _joined(pair for each in gathered for pair in json.loads(each))
-
-
-def gather_groups(parts: Sequence[Tensor], ranks: Ranks) -> list[list[float]]:
-    """Return the sums of each group over all parts of a batch on all ranks; [] without parts.
-
-    Args:
-        parts: of this rank, for each micro-batch, [G, K] sums of G groups.
-        ranks: which call this together.
-    """
-    own = torch.stack(list(parts)).sum(0).tolist() if parts else []
+    if not values:
+        own: dict[str, list[Any]] = {"sums": [], "table": []}
+    else:
+        table = torch.stack(list(by_group)).sum(0)
+        numbers = torch.cat([torch.stack(values), table.flatten()]).tolist()  # the only wait
+        cells = iter(numbers[len(names) :])
+        own = {
+            "sums": list(zip(names, numbers, strict=False)),
+            "table": [[next(cells) for _ in range(table.shape[1])] for _ in range(len(table))],
+        }
     gathered = [json.loads(each) for each in ranks.gather(json.dumps(own).encode())]
-    tables = [table for table in gathered if table]
-    return [
+    tables = [each["table"] for each in gathered if each["table"]]
+    added = [
         [sum(column) for column in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)
     ]
+    return _joined(pair for each in gathered for pair in each["sums"]), added
 
 
 def pass_metrics(passes: Sequence[Sums]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from echo.algo.loss import BatchScores, Loss, LossInputs, needs_of
 from echo.algo.losses import ClippedTokenLoss
 from echo.kernels.logprob import TokenLosses
 from echo.train.batch import StepBatch
-from echo.train.findings import ENTROPY, LOSS, NUM_TOKENS, Sums, gather_groups, gather_passes
+from echo.train.findings import ENTROPY, LOSS, NUM_TOKENS, Sums, gather_findings
 from echo.train.models import Models
 from echo.train.passes import as_step_errors, make_rounds
 from echo.train.ranks.sharding import Ranks
@@ -76,17 +76,12 @@ class _RankFindings:
     """Whether the loss has raised."""
 
     def gather(self, group_ids: Sequence[int], ranks: Ranks) -> BatchFindings:
-        """Return the findings of all ranks as one; each rank calls this.
-
-        It waits for the device once for the sums and once for the groups.
-        """
-        tables = gather_groups(self.by_group, ranks)
-        return BatchFindings(
-            sums=gather_passes(self.sums, ranks),
-            by_group={
-                group_id: Mismatch(*row) for group_id, row in zip(group_ids, tables, strict=False)
-            },
-        )
+        """Return the findings of all ranks as one; each rank calls this, and waits once."""
+        sums, table = gather_findings(self.sums, self.by_group, ranks)
+        by_group = {
+            group_id: Mismatch(*row) for group_id, row in zip(group_ids, table, strict=False)
+        }
+        return BatchFindings(sums=sums, by_group=by_group)
 
 
 class Gradients:

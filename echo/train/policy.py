@@ -79,6 +79,7 @@ from echo.train.masters import Masters
 from echo.train.optimizer import OptimizerState
 from echo.train.ranks import sharded_model, sharding
 from echo.train.ranks.sharding import ALONE, Ranks, ShardedModel
+from echo.train.step import StepError
 
 LOGIT_SETTINGS = {
     "final_logit_softcapping": None,
@@ -339,7 +340,11 @@ class Policy:
             rows: any number, in any order.
             whole_groups: keep the rows of a group in one micro-batch.
             score_all: whether every completion token is scored, not the trained ones alone.
+
+        Raises:
+            StepError: if a row has a token id outside the vocabulary; nothing was yielded.
         """
+        self._check_ids(rows)
         bins, units = self._bins(rows, whole_groups=whole_groups)
         window = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         for indices in bins:
@@ -352,6 +357,20 @@ class Policy:
                 window=window,
             )
             yield indices, batch
+
+    def _check_ids(self, rows: Sequence[TrainingRow]) -> None:
+        """Refuse ids outside the vocabulary, here on the host: a GPU would end the process."""
+        if not rows:
+            return
+        ids = np.concatenate(
+            [part for row in rows for part in (row.prompt_ids, row.rollout.token_ids)]
+        )
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise StepError(
+                f"token ids span {ids.min()}..{ids.max()}, outside the model's vocabulary of "
+                f"{self.vocab_size}: they are of another tokenizer",
+                reason="bad_group",
+            )
 
     @property
     def _fills_rows(self) -> bool:

@@ -121,13 +121,17 @@ def _score_rows(
         policy: the model that makes micro-batches of them.
         score: returns the [B, T, ...] scores of a micro-batch.
     """
-    own: dict[str, Tensor] = {}
+    scored: list[tuple[Sequence[int], Tensor]] = []
 
     def make_round(indices: Sequence[int], micro: MicroBatch) -> None:
-        for index, values in zip(indices, score(micro).cpu(), strict=False):
-            own[str(index)] = values[: rows[index].rollout.num_tokens].clone()
+        scored.append((indices, score(micro)))
 
     make_rounds(policy.micro_batches(rows, score_all=True), make_round, policy.compute)
+    own = {
+        str(index): values[: rows[index].rollout.num_tokens].clone()
+        for indices, scores in scored  # read behind the pass, in which no round waits for a device
+        for index, values in zip(indices, scores.cpu(), strict=False)
+    }
     parts = policy.compute.ranks.gather_tensors(own)
-    scores = {name: values.numpy() for part in parts for name, values in part.items()}
-    return [scores[str(index)] for index in range(len(rows))]
+    found = {name: values.numpy() for part in parts for name, values in part.items()}
+    return [found[str(index)] for index in range(len(rows))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,8 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from echo.algo.advantages import group_advantages
@@ -525,59 +522,6 @@ def test_a_step_tells_the_mismatch_of_each_group(make_trainer: MakeTrainer) -> N
         assert metrics["ess"] == pytest.approx(1.0, abs=1e-3), "all ratios are equal"
     total = sum(result.by_group.values(), Mismatch())
     assert result.metrics["mismatch_kl"] == pytest.approx(total.mean_kl)
-
-
-# ---------------------------------------------------------------------------------------- waits
-
-
-class Shapes(TorchDispatchMode):
-    """Counts results that depend on a tensor's numbers, also where autograd's own code asks."""
-
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch's
-        self._counts = counts
-
-    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        by_mask = name == "index" and any(
-            each is not None and each.dtype == torch.bool for each in args[1]
-        )
-        if by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select"):
-            self._counts[name] += 1
-        return function(*args, **(kwargs or {}))
-
-
-class Reads(TorchFunctionMode):
-    """Counts what takes numbers out of a tensor without an operation."""
-
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
-        self._counts = counts
-
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.__name__ in ("cpu", "numpy", "tolist"):
-            self._counts[function.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_step_waits_for_its_device_a_few_times(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make_trainer(micro_batch_tokens=24)
-    groups = make_groups(8)
-    batch = trainer.prepare(groups)  # of numbers that no device has seen
-    monkeypatch.setattr(trainer, "prepare", lambda _: batch)
-    num_micro_batches = len(list(trainer.policy.micro_batches(batch.samples)))
-    assert num_micro_batches > 2
-    counts: Counter[str] = Counter()
-    with Reads(counts), Shapes(counts):
-        trainer.step(groups)
-    assert counts == {
-        # Are the ids in the vocabulary; the loss and the metrics; the mismatch of each group.
-        "tolist": num_micro_batches + 2,
-        "nonzero": num_micro_batches,  # rows that have a gradient
-        "_local_scalar_dense": 1,  # is the norm finite
-    }
 
 
 # ---------------------------------------------------------------------------------------- state
