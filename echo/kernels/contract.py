@@ -75,7 +75,10 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveRows:
-    """The n <= N rows that have a gradient, with their statistics from the forward."""
+    """The n <= N rows of a backward pass, with their statistics from the forward.
+
+    They are the rows that have a gradient, or all rows (`logprob.py`).
+    """
 
     states: Tensor
     """[n, D] hidden states."""

@@ -1,4 +1,4 @@
-"""Batches that a loss can be tried on, in float64."""
+"""Batches in float64 for tests of losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_inputs(
     mask: Tensor | None = None,
     **fields: Any,
 ) -> LossInputs:
-    """Everything a loss may ask for, as the trainer would give it for a batch in one piece."""
+    """All inputs of a loss, as the trainer makes them for a batch of one micro-batch."""
     mask = torch.ones_like(learner, dtype=torch.bool) if mask is None else mask
     inputs = LossInputs(
         learner_logprobs=learner,
@@ -73,7 +73,7 @@ def random_inputs(seed: int = 0, *, spread: float = 0.5, **fields: Any) -> LossI
 
 
 def rows_of(inputs: LossInputs, rows: Tensor) -> LossInputs:
-    """A part of a batch, in another order if need be, with the whole batch's counts."""
+    """Some rows of a batch, in any order, with the counts of the whole batch."""
     changed = {
         name: getattr(inputs, name)[rows]
         for name in (

@@ -53,7 +53,7 @@ def num_tokens(rollouts: Sequence[SlowRollout]) -> int:
 
 
 def ppo_term(ratio: float, advantage: float, low: float, high: float, dual: float | None) -> float:
-    """What PPO maximises."""
+    """The objective that PPO maximises."""
     clipped = min(max(ratio, 1 - low), 1 + high)
     value = min(ratio * advantage, clipped * advantage)
     if dual is not None and advantage < 0:
@@ -89,7 +89,7 @@ def keep_unvetoed(least: float) -> Keep:
 
 
 def keep_opsm(most: float) -> Keep:
-    """Off-policy sequence masking: a bad rollout goes where the divergence is too large."""
+    """Off-policy sequence masking: a bad rollout is dropped if the divergence is too large."""
     return lambda rollout: (
         rollout.advantage >= 0 or mean([-math.log(ratio) for ratio in ratios(rollout)]) <= most
     )
@@ -185,7 +185,9 @@ def sapo(rollouts: Sequence[SlowRollout]) -> float:
 
 
 def m2po(rollouts: Sequence[SlowRollout], bound: float = 0.04) -> float:
-    """Algorithm 1 of the paper, literally: drop the largest until the mean is within the bound."""
+    """Algorithm 1 of the paper, step by step: drop the largest until the mean is within the
+    bound.
+    """
     tokens = [
         (p - q, rollout.advantage)
         for rollout in rollouts

@@ -1,4 +1,4 @@
-"""Balanced rounds: every row once, within the budget, and no rank that waits for long."""
+"""Balanced rounds: every row once, within the budget, and short waits of ranks."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_every_row_is_once_in_a_bin_that_holds_it(
 
 
 def use_of(rounds: list[list[float]]) -> float:
-    """The share of all ranks' time that is worked, where a round lasts as long as its heaviest."""
+    """The share of all ranks' time in which they compute; a round lasts as long as its heaviest."""
     return sum(map(sum, rounds)) / sum(len(works) * max(works) for works in rounds)
 
 
 @pytest.mark.parametrize(("num_rows", "max_tokens"), [(128, 16384), (512, 16384)])
 def test_eight_ranks_are_used(num_rows: int, max_tokens: int) -> None:
-    """Log-normal lengths: .95 of the ranks' time, where rows padded and sorted use less."""
+    """On log-normal lengths ranks compute .95 of their time; sorted padded rows reach less."""
     shares, padded_shares = [], []
     for seed in range(5):
         rng = random.Random(seed)

@@ -178,7 +178,7 @@ def test_bounds(pairs: list[tuple[float, float]]) -> None:
 
 
 def worker_metrics(*, temperature: float = 1.0, lie: float = 0.0) -> dict[str, float]:
-    """Return what is told of a worker that samples at a temperature and states what 1 gives."""
+    """Return the metrics of a worker that samples at a temperature and reports log-probs of 1."""
     generator = torch.Generator().manual_seed(0)
     logprobs = torch.randn(4000, 16, generator=generator, dtype=torch.float64).mul(2).log_softmax(1)
     sampled = torch.multinomial((logprobs / temperature).exp(), 1, generator=generator)

@@ -1,7 +1,7 @@
 """Every loss: its paper's formula, finite differences, invariances, refusals.
 
-"Every loss" is every one of the registry with the options that change its formula, behind each mask
-and with each pull towards a reference.
+"Every loss" means each loss of the registry with each option that changes its formula, behind each
+mask, and with each KL term to a reference.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ CASES |= PULLED
 
 PENALISED = {name for name in CASES if "term" in name or "kl" in name} | PULLED.keys()
 STOPPED = {"cispo", "decoupled_ppo loglinear", "grpo pulled by k2"}
-"""Their gradient stops at part of their value, which finite differences have to hold still."""
+"""Losses with a stop-gradient, whose stopped part finite differences have to hold fixed."""
 EXPECTATION = {name for name in CASES if name.startswith("gepo") and name != "gepo+"}
-"""Their ratio is not 1 on-policy, and may be clipped even there."""
+"""Losses whose ratio is not 1 on-policy, and may be clipped."""
 EACH_LOSS = pytest.mark.parametrize("name", CASES)
 
 
@@ -285,7 +285,7 @@ def test_without_staleness_gepo_weighs_by_the_group() -> None:
 
 
 def test_without_staleness_the_pull_to_the_sampler_and_to_a_reference_rest() -> None:
-    """The one has no gradient where the policies are equal; nor has that of a reference there."""
+    """Neither KL term has a gradient if the policies are equal."""
     inputs = random_inputs(spread=0.0)
     expected = gradient(loss_of("gepo"), inputs)
     assert torch.equal(gradient(loss_of("gepo with kl"), inputs), expected)

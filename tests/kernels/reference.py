@@ -1,4 +1,4 @@
-"""The reference for the kernels: the obvious way."""
+"""The plain computation, as the reference of the kernels."""
 
 from __future__ import annotations
 

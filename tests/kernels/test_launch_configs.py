@@ -1,7 +1,7 @@
 """The table of launch configurations: how it is read, and what the compiler makes of every entry.
 
-Triton compiles for a GPU that is not there. The machine code says what a launch would need and how
-it multiplies; how fast it is, only a GPU says.
+Triton compiles for a GPU that this machine does not have. The machine code shows the registers and
+memory of a launch, and its instructions; only a GPU shows its speed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_SPILLS = {"scores": 8, "grad_logits": 16}
 
 
 def more(case: Any) -> Any:
-    """Mark a case of what has another in the ordinary run: each is two seconds of compiling."""
+    """Mark cases whose kind has another case in every run: each takes two seconds of compiling."""
     return pytest.param(case, marks=pytest.mark.matrix)
 
 

@@ -37,13 +37,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not 
 DEVICE = "cpu" if triton_kernels.IS_INTERPRETED else "cuda"
 
 SMALL = LaunchConfig(32, 64, 32, num_warps=4, num_stages=2, group_rows=2)
-"""Several ragged tiles in each direction, where a case fits into one tile of the table."""
+"""Use small tiles, so that a case has several in each direction, the last ones incomplete."""
 
 TABLE = triton_kernels._config
 
 
 def more(*case: Any) -> Any:
-    """Mark a case of what has another in the ordinary run."""
+    """Mark cases whose kind has another case in every run."""
     return pytest.param(*case, marks=pytest.mark.matrix)
 
 
@@ -54,7 +54,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
-    """Fill memory that is not initialised with NaN: what is read before it is written shows."""
+    """Fill uninitialised memory with NaN, so that a read before a write is seen."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

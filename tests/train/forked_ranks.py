@@ -3,14 +3,14 @@
     python -m tests.train.forked_ranks REQUESTS.json
 
 The file has a list of [function, number of ranks, arguments]. Each function ("module:name") is
-called on all ranks as function(crew, **arguments), and what rank 0 returns (of JSON) and what any
-rank raised is printed, a line each. A function may have `times` that its ranks wait for each other,
-of `form`.
+called on all ranks as function(crew, **arguments). A line is printed for each, with the JSON value
+that rank 0 returned and the errors of all ranks. A function's attribute `times` has arguments of
+`form`, for how long its ranks wait for each other.
 
-What every rank would import or work out first takes most of the time of a small test of ranks, and
-is done once, before the first fork; nothing else happens there, so no thread is lost in it. Several
-functions run at once, since some do nothing but wait; those with the same argument `directory` one
-after the other, as one reads what another has written.
+Imports take most of the time of a small test of ranks, so they are made once, before the first
+fork. No thread is started before it, since a fork would lose the thread. Several functions run at
+once, since some only wait. Functions with the same argument `directory` run one after the other, as
+one reads the files of another.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0
-"""Of a whole function."""
+"""Limit of the time of a function."""
 NUM_AT_ONCE = 3
-"""Functions whose ranks run beside each other."""
+"""Functions that run at once."""
 IMPORTS = ("torch.distributed.checkpoint", "transformers.models.qwen3.modeling_qwen3", "peft")
-"""What ranks would import by themselves, each again."""
+"""Modules that every rank needs, imported before the fork."""
 
 Request = tuple[str, int, dict[str, Any]]
 
@@ -44,9 +44,9 @@ Request = tuple[str, int, dict[str, Any]]
 @dataclass(frozen=True)
 class Answer:
     found: Any
-    """What rank 0 returned."""
+    """Value that rank 0 returned."""
     errors: list[str]
-    """What ranks raised, or the signals that killed them."""
+    """Errors of ranks, or the signals that killed them."""
 
     @property
     def value(self) -> Any:
@@ -55,7 +55,7 @@ class Answer:
 
 
 def run_on_ranks(requests: list[Request], directory: Path) -> list[Answer]:
-    """Return what came of each request."""
+    """Return the answer to each request."""
     path = directory / "requests.json"
     path.write_text(json.dumps(requests))
     done = subprocess.run(
@@ -123,11 +123,11 @@ class Forked:
         self._errors: list[str] = []
 
     def uses(self, state: str | None) -> bool:
-        """Return whether these ranks write, or read, in a directory that others are told, too."""
+        """Return whether another request has the same directory as this one."""
         return state is not None and state == self._state
 
     def is_over(self) -> bool:
-        """Look who has ended; kill those whose time is over."""
+        """Note the ranks that have ended, and kill those beyond their time."""
         for pid, rank in list(self._running.items()):
             found, status = os.waitpid(pid, os.WNOHANG)
             if not found:
@@ -154,7 +154,7 @@ class Forked:
 
 
 def be_rank(function: str, rank: int, size: int, arguments: dict[str, Any], directory: Path) -> int:
-    """Be one of the ranks, leave the answer or a trace, and return the exit code."""
+    """Run as one rank; write the answer or a trace, and return the exit code."""
     import torch
     import torch.distributed as dist
 

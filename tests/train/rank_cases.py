@@ -1,6 +1,5 @@
-"""Cases for tests/train/test_ranks.py: each function is called on all ranks.
-
-What it returns is of JSON, and that of rank 0 counts.
+"""Cases of tests/train/test_ranks.py: functions that are called on all ranks. They return JSON
+values; the value of rank 0 is the answer.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ REFERENCE_LOSS = ReferenceKlLoss(loss=make_loss("grpo"), coef=0.1, estimator="k3
 
 
 class Touchy:
-    """A loss of whole groups that has trouble with one of large advantages."""
+    """A loss of whole groups that fails on a group with large advantages."""
 
     needs = LossNeeds(whole_groups=True)
 
@@ -93,7 +92,7 @@ def make_trainer(model_dir: str, ranks: Ranks, **options: Any) -> Trainer:
 
 
 class Pair:
-    """A trainer on several ranks, and on the first of them one of a process alone beside it."""
+    """A trainer on several ranks, and on rank 0 also a trainer of a process alone."""
 
     def __init__(self, model_dir: str, ranks: Ranks, **options: Any) -> None:
         self.together = make_trainer(model_dir, ranks, **options)
@@ -108,13 +107,13 @@ class Pair:
         return [self.together] if self.alone is None else [self.together, self.alone]
 
     def restart(self, loss: Loss) -> None:
-        """Begin anew with another loss."""
+        """Restore the first weights, and take another loss."""
         for trainer, undo in self._start:
             trainer.weights.restore(undo, trainer.adapters.progress.optimizer)
             trainer.loss = loss
 
     def compare(self, *batches: Sequence[Group]) -> dict[str, float]:
-        """Return how far they are apart, relative where a number may be of any size."""
+        """Return the distances of their metrics, scores and weights after these batches."""
         found = [self.together.step(groups).metrics for groups in batches]
         scores, weights = self.together.forward(batches[0][:1]), weights_of(self.together)
         off: dict[str, float] = {}
@@ -174,7 +173,7 @@ def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str,
 
 
 def adapters(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
-    """Two of them in turns, a gradient that waits meanwhile, and the state of both."""
+    """Train two adapters in turns, one with a waiting gradient, and save the state of both."""
     lora = Lora(base_dir=Path(model_dir), rank=4, alpha=8)
 
     def add(trainer: Trainer) -> Trainer:
@@ -257,13 +256,13 @@ def in_bfloat16(crew: Crew, model_dir: str) -> dict[str, float]:
 
 
 def in_8_bits(crew: Crew, model_dir: str) -> list[dict[str, float]]:
-    """Two steps with moments whose codes and scales each rank has of its own rows."""
+    """Make two steps with 8-bit moments, of which each rank has its own rows."""
     pair = Pair(model_dir, crew.ranks, optimizer_state="8bit")
     return [pair.compare(make_groups(6, seed=seed)) for seed in range(2)]
 
 
 def compiled(crew: Crew, model_dir: str) -> dict[str, float]:
-    """Have torch compile the layers, by its front end alone: that is what meets FSDP2's hooks."""
+    """Compile the layers by torch's front end alone, which is the part that meets FSDP2's hooks."""
     compile_layer = partialmethod(torch.nn.Module.compile, backend="eager")
     torch.nn.Module.compile = compile_layer  # type: ignore[method-assign, assignment]
     off = Pair(model_dir, crew.ranks, compile_layers=True).compare(make_groups(2))
@@ -272,7 +271,7 @@ def compiled(crew: Crew, model_dir: str) -> dict[str, float]:
 
 
 def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) -> dict[str, Any]:
-    """Return which models are those of one process, bit by bit, and the memory that one takes."""
+    """Return which models equal those of one process bit by bit, and the memory of reading one."""
     found: dict[str, Any] = {}
     for name, given in sources.items():
         paths: dict[str, Any] = {key: Path(path) for key, path in given.items()}
@@ -308,7 +307,7 @@ def weights_of(model: Policy | Trainer) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def private_memory() -> Iterator[list[int]]:
-    """Look every few milliseconds how many bytes more the process has that no other one shares."""
+    """Sample, every few milliseconds, the growth of the bytes that only this process has."""
     is_over = threading.Event()
     found: list[int] = []
 
@@ -328,7 +327,7 @@ def private_memory() -> Iterator[list[int]]:
 
 
 def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:
-    """Make two steps, save, and make a third; what the weights are then is left beside."""
+    """Make two steps, save, make a third step, and write the weights beside the state."""
     ranks = ALONE if crew is None else crew.ranks
     trainer = state_trainer(ranks, **options)
     for seed in range(2):
@@ -344,7 +343,7 @@ def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:
 def load_and_go_on(
     crew: Crew | None, directory: str, wanted: str, save_to: str = "", **options: Any
 ) -> dict[str, float]:
-    """Return how far the state is from what was saved, and its third step from that made there."""
+    """Return the distances of the loaded state, and of its third step, from those of the saver."""
     trainer = state_trainer(ALONE if crew is None else crew.ranks, **options)
     trainer.load_state(Path(directory))
     if save_to:
@@ -386,7 +385,7 @@ def build_for(ranks: Ranks, model_dir: str) -> Build:
 
 
 def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
-    """Have the others follow through every command; the leader's results beside one process's."""
+    """Lead the others through every command; compare the results with those of one process."""
     build = build_for(crew.ranks, model_dir)
     if crew.ranks.rank:
         follow(crew, build, logging.getLogger())
@@ -445,7 +444,7 @@ CHUNK_BYTES = 4096
 
 
 class Learner:
-    """Publishes versions without encryption, which alone is drawn by lot; the last is the base."""
+    """Publishes versions without encryption, which is random; each is the base of the next."""
 
     def __init__(self, images: Images) -> None:
         self.images = images
@@ -454,7 +453,7 @@ class Learner:
         self._base: Transfer | None = None
 
     def make(self, weights: Weights, version: PolicyVersion) -> Publication:
-        """Return a version, which may still be on its way."""
+        """Return a version, whose image may not be complete yet."""
         return make_publication(
             weights,
             version,
@@ -465,7 +464,7 @@ class Learner:
         )
 
     def send(self, made: Publication) -> list[bytes]:
-        """Return all that is signed of a version, and all that is sent."""
+        """Return the signed and the sent parts of a version."""
         coded = [] if self._base is None else list(self.coder.segments(made, self._base))
         publication = self.coder.seal(made)
         coded += self.coder.segments(publication, None)
@@ -480,11 +479,10 @@ class Learner:
 def publish(
     crew: Crew, model_dir: str, *, far: bool, helper_dies: bool = False
 ) -> list[tuple[int, bool]]:
-    """Return of four versions how many things are sent, and whether all are one process's.
-
-    The last rank may seem to be on another machine, or be asked to code what it cannot. No rank
-    but the first says that its rows are written, or sends them, before the step after the version
-    is over.
+    """Return, for each of four versions, the number of sent parts, and whether they equal those of
+    one process. The last rank may seem to be on another machine, or may not be able to code blocks.
+    All ranks but the first send their rows, or the message that they are written, only after the
+    next step.
     """
     stepped = threading.Semaphore(0)
     is_last = crew.ranks.rank == crew.ranks.size - 1
@@ -540,7 +538,7 @@ def note_steps(trainer: Trainer, stepped: threading.Semaphore) -> None:
 
 
 def write_late(stepped: threading.Semaphore) -> None:
-    """Have rows take until a step is over, as if it took the device so long to copy them."""
+    """Delay rows until a step has ended, as if the device took that long to copy them."""
     begin = sharded_images.begin_to_write
 
     def begin_late(places: Any, tensors: Any, stream: Any) -> Callable[[], None]:
@@ -564,7 +562,7 @@ def no_connection(*_: object) -> None:
 
 
 def be_late(crew: Crew) -> float:
-    """Come later than any collective waits for, where all others wait."""
+    """Arrive later at a barrier than any collective would wait."""
     if crew.ranks.rank:
         time.sleep(be_late.times["collective_s"] + 1)  # type: ignore[attr-defined]
     crew.wait_for_all()
@@ -575,9 +573,8 @@ be_late.times = {"collective_s": 3.0}  # type: ignore[attr-defined]
 
 
 def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
-    """Lose the last rank, in one way or another; return what the leader says.
-
-    The others are in the middle of a step, save it, or score under a version.
+    """Lose the last rank in the way of `how`; return the leader's error. The others are within a
+    step, a checkpoint, or a rescoring.
     """
 
     def build(checkpoint: Path | None) -> Trainer:
@@ -605,7 +602,7 @@ def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
 
 
 def fail_later(trainer: Trainer, how: str) -> None:
-    """Have this rank fail in the middle of what `lose_one` does then."""
+    """Have this rank fail within the next command of `lose_one`."""
 
     def fail(*_: object, **__: object) -> None:
         if how == "hangs":
@@ -623,7 +620,7 @@ def fail_later(trainer: Trainer, how: str) -> None:
 
 
 def lose_rows(crew: Crew, model_dir: str) -> dict[str, Any]:
-    """Lose the last rank's rows of a version, in the step that is beside it."""
+    """Lose the last rank's rows of a version during the next step."""
     if crew.ranks.rank == crew.ranks.size - 1:
         sharded_images.begin_to_write = lambda *_: fail_to_write
     if crew.ranks.rank:

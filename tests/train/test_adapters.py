@@ -1,4 +1,4 @@
-"""Adapters by name: each as a trainer of its own would have it, on one base."""
+"""Adapters by name on one base: each is trained as by a trainer of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.train.trainers import FAST, trainer_of
 CODE = OptimizerSettings(
     learning_rate=1e-2, warmup_steps=4, betas=(0.8, 0.9), weight_decay=0.1, minibatches_per_step=2
 )
-"""Of the second adapter, for `step`."""
+"""Settings of the second adapter."""
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {},
     "rounded": {

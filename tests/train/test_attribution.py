@@ -1,4 +1,4 @@
-"""One cause at a time, planted, and all of them together: each is found where it is.
+"""Attribution of a mismatch to its causes, planted one at a time and all together.
 
 Helpers come from test_trainer.py.
 """

@@ -58,7 +58,7 @@ def test_frozen_weights_have_no_gradient_to_compute(tiny_model_dir: Path) -> Non
 
 
 def test_heads_of_each_layer_are_its_own() -> None:
-    """Gemma 4 has wider ones where a layer attends to everything."""
+    """Gemma 4 has wider heads in layers of full attention."""
     settings = {**SMALL, "layer_types": BOTH, "sliding_window": 5, "global_head_dim": 64}
     sizes = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 32}
     config = AutoConfig.for_model("gemma4_text", **{**settings, **sizes})

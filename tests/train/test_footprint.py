@@ -1,4 +1,4 @@
-"""The memory budget beside the tensors of real steps, as torch's own tracker counts them."""
+"""The memory budget compared with the tensors of real steps, counted by torch's tracker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPE: dict[str, Any] = {
 PROMPT_TOKENS, COMPLETION_TOKENS = 16, 112
 MICRO_BATCH_TOKENS = 2 * (PROMPT_TOKENS + COMPLETION_TOKENS)
 AGREEMENT = 0.05
-"""How far the budget may be from what is tracked, as a share of it."""
+"""Allowed difference of the budget from the tracked bytes, as a share of these."""
 
 
 def make_model(directory: Path, *, is_tied: bool) -> Path:
@@ -51,7 +51,7 @@ def weights_of(model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def make_groups() -> list[Group]:
-    """Two micro-batches of two rollouts each: in the second, gradients are there already."""
+    """Two micro-batches of two rollouts each; in the second, gradients exist already."""
     generator = np.random.default_rng(0)
     return [
         Group(
@@ -69,7 +69,7 @@ def make_groups() -> list[Group]:
 
 
 def peak_of_a_step(trainer: Trainer) -> int:
-    """Return the most bytes of tensors that there are within the step."""
+    """Return the largest number of bytes of tensors within a step."""
     tracker = MemTracker()
     policy, optimizer = trainer.policy, trainer.adapters.progress.optimizer
     tracker.track_external(

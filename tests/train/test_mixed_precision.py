@@ -37,7 +37,7 @@ def make_trainer(model_dir: Path, loss: Loss, **options: Any) -> Trainer:
 
 
 def unfused(loss: Loss) -> Loss:
-    """The same loss behind a function, from which no kernel can tell what it is."""
+    """The same loss behind a function, which no kernel can fuse."""
 
     def plain(inputs: LossInputs) -> LossOutput:
         return loss(inputs)
@@ -142,7 +142,7 @@ def test_the_model_holds_its_masters_rounded(tiny_model_dir: Path, tmp_path: Pat
 def test_it_scores_as_the_model_of_a_published_version_does(
     tiny_model_dir: Path,
 ) -> None:
-    """With the same bits in its weights; only the attention is computed in float32 here."""
+    """Its weights have the same bits; only its attention is computed in float32 on a CPU."""
     trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
     trainer.step(make_groups())
     published = {
@@ -200,7 +200,7 @@ def test_nothing_is_left_of_a_gradient_for_which_there_was_no_room(
 
 
 def test_masters_go_with_their_model() -> None:
-    """The next one would find no room on a GPU."""
+    """Otherwise a GPU would have no memory for the next model."""
     model = torch.nn.Linear(2, 1, bias=False)
     masters = Masters(model, torch.bfloat16)
     gone = [weakref.ref(tensor) for tensor in (model.weight, masters.of(model.weight))]

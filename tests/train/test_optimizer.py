@@ -54,7 +54,7 @@ def farthest(one: Shards, other: Shards) -> float:
 
 
 def continued(kind: OptimizerState, made_by: OptimizerState) -> tuple[Shards, Shards]:
-    """Return weights after 10 steps, and after 5 that another optimizer takes over from."""
+    """Return weights after 10 steps of one optimizer, and after 5 steps each of two."""
     whole, cut = make_shards(), make_shards()
     optimizer = KINDS[made_by](whole)
     take_steps(optimizer, whole, 0, 5)
@@ -109,7 +109,7 @@ def test_a_weight_without_a_gradient_rests() -> None:
 
 
 def moments_of(kind: OptimizerState, shards: Shards) -> dict[str, Tensor]:
-    """The state of an optimizer of these shards that goes on from another one's."""
+    """The state of an optimizer of these shards that continues another one's."""
     theirs = {name: torch.nn.Parameter(torch.zeros(shard.shape)) for name, shard in shards.items()}
     first = AdamW(theirs)
     take_steps(first, theirs, 0, 1)
@@ -192,7 +192,7 @@ def make_trainer(model_dir: Path, kind: OptimizerState) -> Trainer:
 
 
 def learnt(trainer: Trainer, num_steps: int) -> float:
-    """How much likelier the good rollouts become beside the bad ones, in nats per token."""
+    """Gain of the good rollouts' log-probability over the bad ones', in nats per token."""
     groups = make_groups(6)
 
     def preference() -> float:

@@ -36,7 +36,7 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     )
 }
-"""Of families in the table, with other settings; by label."""
+"""Variants of families in the table, by label."""
 PACKED = [*(name for name, family in FAMILIES.items() if not family.padded), *VARIANTS]
 IN_EVERY_RUN = ("qwen3", "gemma3_text", "qwen3_moe")
 LEAKING: Mapping[str, tuple[Mapping[str, Any], str]] = {
@@ -56,7 +56,7 @@ LEAKING: Mapping[str, tuple[Mapping[str, Any], str]] = {
         "a rollout changes by .*% when another one stands|layers of linear_attention carry one",
     ),
 }
-"""Beyond those that the table names."""
+"""Further families that cannot have packed rows."""
 
 
 def cases(names: Any, kept: tuple[str, ...]) -> list[Any]:
@@ -71,7 +71,7 @@ def save_packed(directory: Path, label: str) -> Path:
 
 @pytest.fixture
 def any_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the shortest prompts shared as well."""
+    """Share even the shortest prompts."""
     monkeypatch.setattr(batching, "MIN_SAVED", 0.0)
 
 
@@ -108,7 +108,7 @@ def pass_of(trainer: Trainer, groups: list[Group]) -> tuple[dict[str, Tensor], d
 def test_packed_rows_give_the_padded_rows_loss_gradient_and_metrics(
     family: str, tmp_path: Path, any_prompt: None
 ) -> None:
-    """So they do where rollouts share their prompts."""
+    """Also if rollouts share their prompts."""
     model_dir, groups = save_packed(tmp_path, family), stale_groups()
     padded = make_trainer(model_dir, "padded")
     scores = padded.forward(groups)
@@ -200,7 +200,7 @@ def varlen_on_a_cpu(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """torch's varlen_attn as it is documented; the last key is the last query's."""
+    """torch's varlen_attn, as documented: the last query is aligned with the last key."""
     assert window_size == (-1, 0)
     parts = []
     spans = zip(query_ends.diff().tolist(), key_ends.diff().tolist(), strict=True)
@@ -227,7 +227,7 @@ def varlen_on_a_cpu(
 def test_the_kernel_is_told_of_the_same_segments(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, any_prompt: None
 ) -> None:
-    """Whose place a CPU has something else in: what it is given is tried with a copy of it."""
+    """A CPU uses other arguments, so those of the kernel are tried with a copy of the kernel."""
     groups = stale_groups()
     expected = make_trainer(tiny_model_dir, "padded").forward(groups)
     monkeypatch.setattr(packing, "varlen_attn", varlen_on_a_cpu)
@@ -258,7 +258,7 @@ def test_a_prompt_is_shared_where_that_saves_enough(
 
 
 def test_each_group_shares_its_prompt_by_its_own_lengths(tiny_model_dir: Path) -> None:
-    """Whatever the others in the batch would save; where none share, equal lengths are together."""
+    """Groups decide on their own, and rows that share no prompt are ordered by length."""
     policy = policy_of(tiny_model_dir)
 
     def group(num_prompt: int, *lengths: int) -> list[TrainingRow]:
@@ -281,7 +281,7 @@ def test_each_group_shares_its_prompt_by_its_own_lengths(tiny_model_dir: Path) -
 def test_filled_rows_train_the_same(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: str
 ) -> None:
-    """The tokens that fill them count in no metric."""
+    """Filling tokens count in no metric."""
     monkeypatch.setattr(batching, "SIZES_PER_OCTAVE", 1)  # to the next power of two
     groups = stale_groups()
     filled, plain = (make_trainer(tiny_model_dir, rows, dtype=dtype) for _ in range(2))
@@ -310,7 +310,7 @@ def test_filled_rows_train_the_same(
 def test_rows_of_ever_new_lengths_reach_the_model_in_few_shapes(
     tiny_model_dir: Path, rows: str, *, whole_groups: bool
 ) -> None:
-    """Each shape leaves code and buffers behind; the products see the tokens of all rows."""
+    """Each new shape leaves code and buffers in memory."""
     trainer = make_trainer(tiny_model_dir, rows, dtype=torch.bfloat16, micro_batch_tokens=1000)
     generator = np.random.default_rng(0)
     shapes: set[torch.Size] = set()
@@ -338,7 +338,7 @@ def test_rows_of_ever_new_lengths_reach_the_model_in_few_shapes(
 def test_only_a_cpu_in_16_bits_fills_rows_and_attends_in_float32(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There each new length of an operation takes code and buffers that are kept."""
+    """Only there each new length leaves code and buffers in memory."""
     attended: list[torch.dtype] = []
 
     def watched(query: Tensor, *others: Any, **how: Any) -> Tensor:
@@ -369,7 +369,7 @@ def test_a_model_that_does_not_share_prompts_rightly_keeps_them_apart(
 
 
 def test_each_micro_batch_says_whether_it_is_computed_again(tiny_model_dir: Path) -> None:
-    """By its own tokens, and the numbers are the same."""
+    """It depends on the tokens of the micro-batch, and the numbers are the same."""
     groups = stale_groups()
     plain = make_trainer(tiny_model_dir, "packed", micro_batch_tokens=60)
     micro_batches = plain.policy.micro_batches(plain.prepare(groups).samples)
@@ -413,7 +413,7 @@ def test_checkpointing_keeps_segments_apart_too(tiny_model_dir: Path) -> None:
 def test_compiled_layers_round_where_others_do(
     make_tiny_model: Callable[..., Path], *, gradient_checkpointing: bool
 ) -> None:
-    """The compiler left to itself keeps more bits between operations: .03 nats, and 3 %."""
+    """Without the option, the compiler rounds less often, and differs by .03 nats and 3 %."""
     model_dir = make_tiny_model(num_hidden_layers=3, head_dim=16, initializer_range=0.1)
     options: dict[str, Any] = {
         "gradient_checkpointing": gradient_checkpointing, "dtype": torch.bfloat16,

@@ -175,7 +175,7 @@ def test_a_model_that_needs_its_tower_for_text_is_refused(
 def test_what_cannot_be_built_is_refused_with_what_can(
     tmp_path: Path, model_type: str, message: str
 ) -> None:
-    """By its configuration alone, at either end."""
+    """The configuration alone is enough, at both ends."""
     settings = SMALL if model_type == "gpt_oss" else {}
     AutoConfig.for_model(model_type, **settings).save_pretrained(tmp_path)
     with pytest.raises(EchoError, match=message):
@@ -192,7 +192,7 @@ def flash_attention(
     *_: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' flash_attention_2 does about types, around plain attention."""
+    """transformers' flash_attention_2 with its handling of types, around plain attention."""
     if query.dtype == torch.float32:
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     output = torch.nn.functional.scaled_dot_product_attention(

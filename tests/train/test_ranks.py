@@ -29,7 +29,7 @@ from tests.train.test_trainer_losses import LOSSES
 TOLD = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 CASES = "tests.train.rank_cases"
 A_STEP = 3e-4
-"""By how much a step moves a weight, at most."""
+"""Largest change of a weight in a step."""
 
 DEATHS = {
     "killed": "with save_state: rank {} left no reason: killed",
@@ -37,7 +37,7 @@ DEATHS = {
     "stopped": "with step: rank {} left no reason: killed, stopped",
     "hangs": "with rescore: rank {} left no reason: killed, stopped, hanging",
 }
-"""Ways of a rank to fail, and what the leader says of it."""
+"""Ways in which a rank fails, and the leader's error."""
 
 MORE_VARIANTS = ("lora", "untied", "few rows", "shared prompts")
 
@@ -61,7 +61,9 @@ def answers(
     tiny_model_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Answers:
-    """What ranks of this number answer to everything; imports are most of it, so all at once."""
+    """The answers of all cases on this number of ranks, in one run, since imports take most
+    time.
+    """
     size: int = request.param
     tiny, other = str(tiny_model_dir), str(make_tiny_model(seed=1))
     untied = str(make_tiny_model(seed=2, tie_word_embeddings=False))
@@ -103,7 +105,9 @@ def answers(
 def state_cases(
     size: int, tiny: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Cases, Answers]:
-    """Cases that save and load a state on these ranks, and on another number; where it lies."""
+    """Cases that save a state and load it on this and another number of ranks; and its
+    directories.
+    """
     asked: Cases = {}
     answers: Answers = {}
     kinds: dict[str, dict[str, Any]] = {
@@ -131,7 +135,7 @@ def state_cases(
 
 
 def model_sources(directory: Path, tiny: Path, other: Path) -> dict[str, dict[str, str]]:
-    """Return models whose files have what ranks must not stumble over."""
+    """Return models whose files are hard for ranks to read."""
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16)
     model.save_pretrained(directory / "cut", max_shard_size="80KB")
     assert (directory / "cut" / INDEX_FILE).exists()
@@ -203,7 +207,9 @@ def test_the_others_are_told_a_path_that_is_the_same_in_any_directory() -> None:
 
 
 def assert_near(off: dict[str, float], weights: float = 0.01) -> None:
-    """Up to `weights` of a step apart: of no gradient, Adam steps by the order of its sums."""
+    """Assert small distances; weights may differ, as Adam steps by the rounding of a zero
+    gradient.
+    """
     assert off["weights"] < weights * A_STEP, off["weights"]
     assert off["loss/policy"] < 2e-7, off["loss/policy"]
     assert off.pop("update") < 1e-3, off

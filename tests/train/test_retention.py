@@ -1,4 +1,4 @@
-"""Versions on disk: what is written comes back, and never more than was allowed."""
+"""Versions on disk: they are read as they were written, and their bytes are bounded."""
 
 from __future__ import annotations
 

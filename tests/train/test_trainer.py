@@ -80,7 +80,7 @@ def make_groups(count: int = 4, *, seed: int = 0) -> list[Group]:
 
 
 def on_policy(trainer: Trainer, groups: Sequence[Group]) -> list[Group]:
-    """The same groups with the trainer's own log-probs as the sampler's."""
+    """The same groups, with the trainer's own log-probs in place of the sampler's."""
     return [
         dataclasses.replace(
             group,
@@ -133,7 +133,7 @@ def plain_logprobs(model: Any, group: Group, rollout: Rollout, temperature: floa
 
 
 def own_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """What a plain backward pass has left in a model's parameters."""
+    """The gradients that a plain backward pass left on a model's parameters."""
     parameters = dict(model.named_parameters())
     return {name: each.grad for name, each in parameters.items() if each.grad is not None}
 
@@ -170,7 +170,7 @@ def test_scores_are_the_models_own(
 
 @pytest.mark.slow
 def test_gradient_is_that_of_the_formula(make_trainer: MakeTrainer, tiny_model_dir: Path) -> None:
-    """Masked tokens have no part in it, and groups of equal rewards count in its normaliser."""
+    """Masked tokens add nothing, and groups of equal rewards count in the normaliser."""
     trainer = make_trainer()
     groups = make_groups()
     spoilt = np.arange(groups[0].rollouts[0].num_tokens) % 2 == 0
@@ -255,7 +255,7 @@ def test_gradient_checkpointing_changes_nothing_and_offloaded_inputs_no_bit(
 
 
 class LateStream:
-    """In place of a GPU's stream: it does nothing before the training or the test waits for it."""
+    """In place of a GPU's stream: it copies only when training or the test waits for it."""
 
     device = torch.device("cpu")
 
@@ -380,7 +380,9 @@ def test_the_gradient_is_clipped_to_its_norm(make_trainer: MakeTrainer) -> None:
 def test_a_step_gives_back_what_it_has_freed(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, num_updates: int
 ) -> None:
-    """Once its gradients are gone, too, and not while a gradient still waits for its update."""
+    """It does so after the gradients were dropped, and not while a gradient waits for its
+    update.
+    """
     optimizer = dataclasses.replace(FAST, minibatches_per_step=num_updates)
     trainer = make_trainer(optimizer=optimizer)
     had_gradients: list[bool] = []
@@ -398,7 +400,7 @@ def test_a_step_gives_back_what_it_has_freed(
 def test_memory_is_looked_after_at_each_layer_that_keeps_any(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, *, has_checkpointing: bool
 ) -> None:
-    """After a layer's forward and before its backward, and never where nothing is kept."""
+    """After a layer's forward and before its backward, and never without a gradient."""
     calls: list[None] = []
     monkeypatch.setattr(allocator, "Trimmer", lambda: lambda: calls.append(None))
     trainer = make_trainer(gradient_checkpointing=has_checkpointing)
@@ -422,7 +424,7 @@ def test_a_step_that_fails_changes_nothing_and_names_its_groups(
     good_loss = trainer.loss
 
     def failing(inputs: Any) -> Any:
-        """Where a reward is far from the others'."""
+        """Fails on a batch in which a reward is far from the others."""
         output = good_loss(inputs)
         if float(inputs.advantages.abs().max()) < 2:
             return output
@@ -498,7 +500,7 @@ def test_ratio_statistics_see_a_stale_sampler(make_trainer: MakeTrainer) -> None
 
 
 def test_a_step_tells_the_mismatch_of_each_group(make_trainer: MakeTrainer) -> None:
-    """Also where several updates deal its groups, and micro-batches divide them."""
+    """Also if a step has several updates, and micro-batches divide a group."""
     optimizer = dataclasses.replace(FAST, minibatches_per_step=2, learning_rate=1e-9)
     trainer = make_trainer(micro_batch_tokens=24, optimizer=optimizer)
     groups = on_policy(trainer, [make_group([1, 0, 1, 0], n, seed=n) for n in range(10, 14)])

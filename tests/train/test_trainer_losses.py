@@ -1,4 +1,4 @@
-"""The trainer with every loss: what a loss asks for it gets, and the batch may be cut anyhow.
+"""The trainer with every loss: its needs are met, and micro-batches do not change the result.
 
 Helpers come from test_trainer.py.
 """

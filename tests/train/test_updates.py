@@ -242,7 +242,7 @@ def test_the_bonus_is_the_mean_entropy_of_every_rollout(tiny_model_dir: Path) ->
 
 
 def with_memory_for(trainer: Trainer, num_tokens: int, *, from_call: int = 0) -> Trainer:
-    """The same trainer on a device that, from some call on, holds so many tokens at a time."""
+    """The same trainer, on a device that holds `num_tokens` at a time after `from_call` calls."""
     score = trainer.policy.predictors
     calls: list[int] = []
 

@@ -91,9 +91,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+IN_EVERY_RUN = ("grpo", "m2po", "sapo", "bfloat16", "padded")
+
+
 @pytest.mark.parametrize(
-    "way", ["grpo", *(pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS][1:])]
+    "way",
+    [pytest.param(way, marks=[] if way in IN_EVERY_RUN else pytest.mark.matrix) for way in WAYS],
 )
+@pytest.mark.slow
 def test_no_micro_batch_waits_and_an_update_three_times_at_most(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, waiting_device: None, way: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""The recipes themselves take half a minute; here they are cut short and their range widened."""
+"""Warm-ups by shortened recipes with a wider range: the real ones take half a minute."""
 
 from __future__ import annotations
 

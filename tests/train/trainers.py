@@ -31,7 +31,7 @@ def trainer_of(model_dir: Path, **options: Any) -> Trainer:
 
 
 def fast_trainer(model_dir: Path, **options: Any) -> Trainer:
-    """A trainer of plain GRPO with large updates, unless the options say else."""
+    """A trainer of plain GRPO with large updates; options replace its settings."""
     settings: dict[str, Any] = {
         "loss": GrpoLoss(),
         "optimizer": FAST,
@@ -46,7 +46,7 @@ def policy_of(model_dir: Path, **options: Any) -> Policy:
 
 
 class Descent(AdamW):
-    """In AdamW's place: each weight less its gradient, whatever the settings."""
+    """Replaces AdamW: subtracts the gradient from each weight."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._shards = trainer.weights.shards
