@@ -72,7 +72,7 @@ def front_end_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def compiled(kind: str, *, has_adapter: bool = False, **changes: Any) -> Any:
     """A model of random weights with packed rows, and its layers compiled."""
-    config = AutoConfig.for_model(kind, **(SMALL | changes))
+    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=packing.NAME)
     model = model.to(torch.bfloat16).eval()
     if has_adapter:
@@ -96,7 +96,7 @@ def num_graphs() -> int:
     return found
 
 
-KINDS = {
+KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qwen3": ("qwen3", 1, {}),
     "adapter": ("qwen3", 1, {"has_adapter": True}),
     "two kinds": (
