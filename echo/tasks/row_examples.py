@@ -212,6 +212,7 @@ def _parse_json(value: Any, start: str) -> Any:
         return value
     if start == "{":
         return parsed
-    is_objects = isinstance(parsed, list) and all(isinstance(part, dict) for part in parsed)
+    if not isinstance(parsed, list) or not all(isinstance(part, dict) for part in parsed):
+        return value
     is_meant = start == "[" or any(part.keys() & {"role", "from"} for part in parsed)
-    return parsed if is_objects and is_meant else value
+    return parsed if is_meant else value

@@ -307,10 +307,11 @@ def test_of_two_prompts_in_a_row_one_is_taken_and_the_other_stays_a_column(
     assert "has the columns" not in caplog.text
 
 
-def test_a_prompt_that_is_json_of_other_objects_is_text(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": '[{"a": 1}]'}])
+@pytest.mark.parametrize("prompt", ['[{"a": 1}]', "[3, 1, 2]", '["b", {"role": 1}]', "[[]]", "[]"])
+def test_a_prompt_that_is_other_json_is_text(tmp_path: Path, prompt: str) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt}])
     example = Contains(path=path, heldout_path=path).example(0, split="train")
-    assert example.prompt == '[{"a": 1}]'
+    assert example.prompt == prompt
 
 
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1, [1, {"x": 10**30}]])
