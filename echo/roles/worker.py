@@ -50,8 +50,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -84,6 +82,7 @@ from echo.leases.held import (
     Whole,
     key_of,
 )
+from echo.leases.keeper import Save
 from echo.leases.outbox import Outbox
 from echo.leases.partials import (
     PartialRules,
@@ -93,9 +92,21 @@ from echo.leases.partials import (
     encode_groups,
     encode_members,
 )
+from echo.roles.departure import DRAIN_S, Drained, Release, ReleaseTerms
+from echo.roles.engine_facts import EngineFacts
+from echo.roles.installing import INSTALL_AGAIN_S, Install
 from echo.roles.joining import NodeSettings
 from echo.roles.members import IDLE
 from echo.roles.node import DialingRole
+from echo.roles.sampling import (
+    EngineCall,
+    OfferEpisodes,
+    Recall,
+    Sample,
+    Score,
+    Withdraw,
+    make_call,
+)
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import Frame, encode_group, payload_bytes
@@ -126,170 +137,9 @@ engine may refuse the version. So it waits, and then gives the lease back for an
 """
 
 
-# --- The engine as the role sees it, and what is asked of the shell ---
-
-
-Sampler = Literal["engine", "episodes", "agents"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """Facts of a worker's engine and task that its decisions need."""
-
-    group_size: int
-    groups_per_batch: int
-    """Groups that the engine holds at once."""
-    is_continuous: bool = False
-    """Whether groups may join those that it samples."""
-    num_versions: int = 1
-    """Versions that it samples from side by side; 1 where a new one takes over in flight."""
-    sampler: Sampler = "engine"
-    """The sampler: the engine alone, which can be stopped and continue; episodes of several turns,
-    which are played to their end, because no other worker has their environment; or agents, to whom
-    all leases are offered at once, as many as they ask for."""
-    max_prompt_tokens: int = 1 << 30
-    """Longest prompt that leaves room for a completion."""
-    prompt_bound: str = "the model's window"
-    """The reason for that limit, in words."""
-    max_completion_tokens: int = 1 << 30
-    rules: PartialRules = field(default_factory=PartialRules)
-    """The settings for unfinished rollouts."""
-    takes_patches: bool = False
-    """Whether it takes a version as the words that change, in place."""
-    name: str = ""
-    """Its kind and data type."""
-    queue_share: float = 1.0
-    """Groups that wait here for each that the engine holds: so it never waits for the network."""
-
-    @property
-    def num_places(self) -> int:
-        """Groups that the engine has at once, if each has all of its rollouts to sample."""
-        return self._num_over if self.is_continuous else self.groups_per_batch
-
-    @property
-    def max_groups(self) -> int:
-        """Groups to hold at once; agents ask for theirs."""
-        if self.sampler == "agents":
-            return 0
-        return max(1, round(self._num_over + self.queue_share * self.groups_per_batch))
-
-    @property
-    def _num_over(self) -> int:
-        return math.ceil(self.groups_per_batch * self.rules.over_submission)
-
-
-@dataclass(slots=True, eq=False)
-class EngineCall:
-    """Groups that are sampled together, and how far they are.
-
-    The sampler's thread counts at any time and is the only one that writes `seen_tokens` and
-    `seen_signs`; all else belongs to the role, to which the shell reports both (`counted`).
-    """
-
-    groups: list[PartialGroup]
-    """At least one of each one's members is unfinished."""
-    num_awaited: int
-    """Whole groups after which it is recalled if others wait for the room."""
-    ends_at: float
-    version: PolicyVersion | None
-    """The only version that samples them; None for whichever is installed."""
-    num_whole: int = 0
-    num_tokens: int = 0
-    """Sampled so far."""
-    num_signs: int = 0
-    """Signs of life of every group in it, tokens among them."""
-    is_recalled: bool = False
-    """Whether it is to end soon, with what it has."""
-    seen_tokens: int = 0
-    seen_signs: int = 0
-
-    def on_tokens(self, number: int) -> None:
-        """Count tokens."""
-        self.seen_tokens += number
-        self.on_progress(number)
-
-    def on_progress(self, number: int) -> None:
-        """Note a sign of life of every group in the call."""
-        self.seen_signs += number
-
-
-@dataclass(frozen=True, slots=True)
-class Sample(Action):
-    """Sample these groups, unfinished members from where they stopped."""
-
-    call: EngineCall
-
-
-@dataclass(frozen=True, slots=True)
-class Recall(Action):
-    """Stop this call of the engine; it returns all the same."""
-
-    call: EngineCall
-
-
-@dataclass(frozen=True, slots=True)
-class OfferEpisodes(Action):
-    """Offer the episodes of these leases to agents."""
-
-    leases: Sequence[Lease]
-
-
-@dataclass(frozen=True, slots=True)
-class Withdraw(Action):
-    """Offer nothing more to agents; leases that none of them works on are `dropped`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Score(Action):
-    """Reward every member of a whole group; stop if it becomes unwanted meanwhile."""
-
-    group: PartialGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Install(Action):
-    """Load this version into the engine."""
-
-    version: PolicyVersion
-
-
-@dataclass(frozen=True, slots=True)
-class Save(Action):
-    """Write this worker's file of unfinished groups."""
-
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Drained(Action):
-    """A worker that leaves has handed over all that it could."""
-
-
-@dataclass(frozen=True, slots=True)
-class Release(Action):
-    """Give this machine back, for this reason."""
-
-    reason: str
-
-
 MAX_DETAIL_LENGTH = 500
 """Characters that are told of a group that cannot be finished."""
 MAX_TRACEBACK_LENGTH = 10_000
-DRAIN_S = 30.0
-"""Seconds that a worker that leaves waits for its engine, then for its last rewards and acks."""
-INSTALL_AGAIN_S = 30.0
-"""Seconds after which a version that could not be installed is tried again, if none is newer.
-
-If all workers refuse the newest version, and what they have is too old, no newer one ever comes.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseTerms:
-    """For how long a machine is kept; None is forever."""
-
-    standby_s: float | None = None
-    learner_gone_s: float | None = None
 
 
 class Worker(DialingRole):
@@ -597,7 +447,7 @@ class Worker(DialingRole):
         for start in range(0, len(groups), size):
             some = groups[start : start + size]
             wanted = (version for group in some if (version := self._version_of(group)) is not None)
-            self._calls.append(_make_call(some, engine, now, next(wanted, None)))
+            self._calls.append(make_call(some, engine, now, next(wanted, None)))
             actions.append(Sample(self._calls[-1]))
         return actions
 
@@ -1153,21 +1003,3 @@ class Worker(DialingRole):
         if now >= self._install_again_at:
             self._install_again_at = math.inf
         return [*actions, *self._give_back(now), *self._send_due(now), *self._next(now)]
-
-
-def _make_call(
-    groups: list[PartialGroup],
-    engine: EngineFacts,
-    now: float,
-    version: PolicyVersion | None,
-) -> EngineCall:
-    max_s = engine.rules.ship_s
-    is_continuable = version is None or engine.num_versions > 1
-    if max_s is None or not is_continuable or engine.sampler != "engine":
-        max_s = math.inf
-    return EngineCall(
-        groups,
-        num_awaited=math.ceil(len(groups) / engine.rules.over_submission),
-        ends_at=now + max_s,
-        version=version,
-    )

@@ -12,18 +12,12 @@ import numpy as np
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PartialRollout, PolicyVersion
 from echo.leases.held import LeaseKey, key_of
+from echo.roles.departure import Drained, Release
+from echo.roles.engine_facts import EngineFacts
+from echo.roles.installing import Install
 from echo.roles.joining import Configure
-from echo.roles.worker import (
-    Drained,
-    EngineCall,
-    EngineFacts,
-    Install,
-    Recall,
-    Release,
-    Sample,
-    Score,
-    Worker,
-)
+from echo.roles.sampling import EngineCall, Recall, Sample, Score
+from echo.roles.worker import Worker
 from echo.runtime.node import DialingNode
 from echo.sim.clock import InlineThreads
 from echo.sim.lengths import Groups

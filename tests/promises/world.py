@@ -55,7 +55,7 @@ from echo.leases.held import BUSY, GroupState
 from echo.leases.partials import PartialRules
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import AnyRecord, Ledger, Published
-from echo.roles.worker import EngineCall, Recall, Sample
+from echo.roles.sampling import EngineCall, Recall, Sample
 from echo.runtime import relay
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import JoinSource

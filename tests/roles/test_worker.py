@@ -12,25 +12,14 @@ import pytest
 from echo.core.errors import EngineError
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
 from echo.leases.held import BUSY, GroupState, PartialGroup
+from echo.leases.keeper import Save
 from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules, decode_groups, encode_groups
-from echo.roles.worker import (
-    DRAIN_S,
-    INSTALL_AGAIN_S,
-    Drained,
-    EngineCall,
-    EngineFacts,
-    Install,
-    OfferEpisodes,
-    Recall,
-    Release,
-    ReleaseTerms,
-    Sample,
-    Save,
-    Score,
-    Withdraw,
-    Worker,
-)
+from echo.roles.departure import DRAIN_S, Drained, Release, ReleaseTerms
+from echo.roles.engine_facts import EngineFacts
+from echo.roles.installing import INSTALL_AGAIN_S, Install
+from echo.roles.sampling import EngineCall, OfferEpisodes, Recall, Sample, Score, Withdraw
+from echo.roles.worker import Worker
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import decode_group

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from echo.config.load import parse_config
-from echo.roles.worker import ReleaseTerms
+from echo.roles.departure import ReleaseTerms
 from echo.runtime.worker.release import release, terms_of
 from tests.promises.conftest import MakeWorld
 

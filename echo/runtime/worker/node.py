@@ -43,25 +43,16 @@ from echo.engine.engine import (
 )
 from echo.engine.weights import tensors_from_image
 from echo.leases.held import GroupState, PartialGroup
+from echo.leases.keeper import Save
 from echo.leases.partials import PartialRules
 from echo.net.transport import Transport
 from echo.records.files import write_file
+from echo.roles.departure import Drained, Release
+from echo.roles.engine_facts import EngineFacts, Sampler
+from echo.roles.installing import Install
 from echo.roles.joining import Configure, NodeState
-from echo.roles.worker import (
-    Drained,
-    EngineCall,
-    EngineFacts,
-    Install,
-    OfferEpisodes,
-    Recall,
-    Release,
-    Sample,
-    Sampler,
-    Save,
-    Score,
-    Withdraw,
-    Worker,
-)
+from echo.roles.sampling import EngineCall, OfferEpisodes, Recall, Sample, Score, Withdraw
+from echo.roles.worker import Worker
 from echo.runtime.agents.agents import AgentParts, Agents
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.disk_store import MemoryStore

@@ -20,7 +20,7 @@ import tempfile
 from contextlib import suppress
 
 from echo.config.schema import NetworkSection, WorkerSection
-from echo.roles.worker import ReleaseTerms
+from echo.roles.departure import ReleaseTerms
 
 RELEASE_TIMEOUT_S = 60.0
 """That worker.on_release may take: a provider answers within seconds, its retries within this."""
