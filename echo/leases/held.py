@@ -202,6 +202,8 @@ class HeldLeases:
             state: {} for state in GroupState
         }
         """The same, by state; none has ended."""
+        self._waiting_since: dict[LeaseKey, float] = {}
+        """Since when a group has waited for a newer version, as `overdue` found it."""
 
     def __contains__(self, key: LeaseKey) -> bool:
         return key in self._groups
@@ -314,6 +316,15 @@ class HeldLeases:
             if group.lease.min_version is not None
             and (installed is None or installed < group.lease.min_version)
         ]
+
+    def overdue(
+        self, installed: PolicyVersion | None, *, wait_s: float, now: float
+    ) -> list[PartialGroup]:
+        """Return the groups that have waited for a newer version for `wait_s` seconds."""
+        waiting = self.awaiting(installed)
+        since = self._waiting_since
+        self._waiting_since = {group.key: since.get(group.key, now) for group in waiting}
+        return [group for group in waiting if now >= self._waiting_since[group.key] + wait_s]
 
     # --- to the learner ---
 

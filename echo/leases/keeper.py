@@ -1,14 +1,106 @@
-"""The unfinished groups of a worker, for the learner and across a restart."""
+"""The worker's copies of unfinished groups: at the learner, and in a file of its own.
+
+The learner leases a shipped group to another worker if this one does not come back. A worker that
+does come back reads its file, lists the groups in it, and the learner acknowledges the unwanted
+ones. Both copies are made `ship_s` after the one before, and when a worker pauses or leaves.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
-from echo.wire.actions import Action
+from echo.core.bounds import MAX_PAYLOAD_BYTES
+from echo.core.errors import RemoteProtocolError
+from echo.leases.held import HeldLeases
+from echo.leases.partials import decode_groups, encode_groups, encode_members
+from echo.wire.actions import Action, Note
+from echo.wire.codec import Frame, payload_bytes
+from echo.wire.messages import Partial
 
 
 @dataclass(frozen=True, slots=True)
 class Save(Action):
-    """Write this worker's file of unfinished groups."""
+    """Write this worker's file of unfinished groups; PartialsSaved follows."""
 
     data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PartialsFound:
+    """Event: a former process of this worker has left this file."""
+
+    data: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class PartialsSaved:
+    """Event: a Save has been carried out, or could not be, for this reason."""
+
+    fault: str
+
+
+class PartialKeeper:
+    """Decides which unfinished groups are shipped to the learner and saved here, and when."""
+
+    def __init__(self, held: HeldLeases, counts: Counter[str]) -> None:
+        """Start without copies; `counts` are those of unfinished rollouts."""
+        self.num_saving = 0
+        """Writes of the file that have not ended."""
+        self._held = held
+        self._counts = counts
+        self._saved = b""
+        self._saved_at = -math.inf
+
+    def ship(self, *, interval_s: float, now: float) -> list[tuple[Partial, bytes]]:
+        """Return messages, each with its payload, for groups that have grown since their last.
+
+        Args:
+            interval_s: seconds between two shipments of one group; 0 where this worker is about to
+                pause or to leave.
+            now: the present.
+        """
+        shipments = []
+        for partial in self._held.take_due(interval_s=interval_s, now=now):
+            message = Partial(group_id=partial.lease.group_id, attempt=partial.lease.attempt)
+            frame = encode_members(partial.members)
+            if payload_bytes([frame]) > MAX_PAYLOAD_BYTES:
+                continue  # if this worker is lost, it is sampled again
+            shipments.append((message, frame))
+        self._counts["shipped"] += len(shipments)
+        return shipments
+
+    def save(self, run_id: str, *, interval_s: float = 0.0, now: float) -> list[Action]:
+        """Write the file, unless it is as new as `interval_s` or would not change."""
+        if now < self._saved_at + interval_s:
+            return []
+        self._saved_at = now
+        partials = self._held.begun()
+        data = encode_groups(run_id, partials)
+        if data == self._saved or not (partials or self._saved):
+            return []
+        self._saved = data
+        self.num_saving += 1
+        return [Save(data)]
+
+    def on_saved(self, event: PartialsSaved) -> list[Action]:
+        """Note that the file is written; if it could not be written, this worker goes on."""
+        self.num_saving -= 1
+        if not event.fault:
+            return []
+        text = f"cannot keep unfinished rollouts: {event.fault}; a restart would sample them again"
+        return [Note("warning", text)]
+
+    def on_found(self, saved: Frame, run_id: str) -> list[Action]:
+        """Hold the groups that a former process of this worker has saved in this run."""
+        try:
+            partials = decode_groups(saved, run_id=run_id)
+        except RemoteProtocolError as error:
+            return [Note("warning", f"dropped the unfinished groups that were left here: {error}")]
+        self._saved = bytes(saved)
+        self._held.restore(partials)
+        if not partials:
+            return []
+        num_tokens = sum(partial.num_tokens for partial in partials)
+        return [Note("info", f"found {len(partials)} unfinished groups of {num_tokens} tokens")]

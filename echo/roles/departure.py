@@ -1,10 +1,24 @@
-"""The departure of a worker."""
+"""The departure of a worker: when it leaves, and when it has handed everything over.
+
+    staying --begin--> stopping --is_stopped--> delivering --finish--> drained
+
+A worker that leaves takes no more leases. While it is *stopping* it waits for the recalled calls of
+its engine. Then it ships and saves its unfinished groups once, and while it is *delivering* it
+waits for the last rewards, for acknowledgements, and for its file. Each of the two waits ends after
+DRAIN_S at the latest.
+
+A worker leaves because its operator stops it, or because the terms of its machine say so
+(`ReleaseTerms`). In the second case the machine is given back once the worker is drained.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from enum import StrEnum
 
-from echo.wire.actions import Action
+from echo.core.units import format_duration
+from echo.wire.actions import Action, Note
 
 DRAIN_S = 30.0
 """Seconds that a worker that leaves waits for its engine, then for its last rewards and acks."""
@@ -17,9 +31,22 @@ class Drained(Action):
 
 @dataclass(frozen=True, slots=True)
 class Release(Action):
-    """Give this machine back, for this reason."""
+    """Give this machine back, for this reason; MachineReleased follows."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Event: the operator wants this worker to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReleased:
+    """Event: the machine was given back."""
+
+    is_confirmed: bool
+    """Whether the operator's command has succeeded; otherwise the machine may still cost money."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +55,100 @@ class ReleaseTerms:
 
     standby_s: float | None = None
     learner_gone_s: float | None = None
+
+
+class DepartureState(StrEnum):
+    """The progress of a worker's departure."""
+
+    STAYING = "staying"
+    STOPPING = "stopping"
+    """The engine is stopping its calls."""
+    DELIVERING = "delivering"
+    """Unfinished groups are handed over; results are being scored and acknowledged."""
+    DRAINED = "drained"
+    """Nothing here needs this process any more."""
+
+
+class Departure:
+    """Decides when a worker leaves, and when everything of it is handed over."""
+
+    def __init__(self, terms: ReleaseTerms) -> None:
+        """Stay, for as long as the terms say."""
+        self.terms = terms
+        self.state = DepartureState.STAYING
+        self.standby_since: float | None = None
+        """Since when the learner has had no work for this worker; None while it is active."""
+        self.reason = ""
+        """Why this worker gives its machine back; empty if it does not."""
+        self._until = math.inf
+        """When the present wait ends at the latest."""
+
+    @property
+    def is_releasing(self) -> bool:
+        """Whether the machine is being given back."""
+        return bool(self.reason) and self.state is DepartureState.DRAINED
+
+    def stand_by(self, *, is_standby: bool, now: float) -> list[Action]:
+        """Follow a plan that says whether this worker is needed."""
+        if is_standby == (self.standby_since is not None):
+            return []
+        self.standby_since = now if is_standby else None
+        text = "not needed for now: standing by" if is_standby else "needed: active again"
+        return [Note("info", text)]
+
+    def is_due(self, *, lost_at: float, now: float) -> bool:
+        """Return whether the terms say that this worker leaves now, and note the reason.
+
+        Args:
+            lost_at: when the learner was last heard.
+            now: the present.
+        """
+        standby_at, gone_at = self._release_times(lost_at)
+        if self.state is not DepartureState.STAYING or now < min(standby_at, gone_at):
+            return False
+        if self.standby_since is not None and now >= standby_at:
+            why = f"on standby for {format_duration(now - self.standby_since)}"
+        else:
+            why = f"without the learner for {format_duration(now - lost_at)}"
+        self.reason = f"{why} (worker.release_after_s)"
+        return True
+
+    def begin(self, *, now: float) -> None:
+        """Leave: from now on the calls of the engine are awaited."""
+        self.state, self._until = DepartureState.STOPPING, now + DRAIN_S
+
+    def is_stopped(self, *, is_sampling: bool, now: float) -> bool:
+        """Return whether the unfinished groups are to be handed over now; True only once.
+
+        Args:
+            is_sampling: whether a recalled call has not ended.
+            now: the present.
+        """
+        if self.state is not DepartureState.STOPPING or (is_sampling and now < self._until):
+            return False
+        self.state, self._until = DepartureState.DELIVERING, now + DRAIN_S
+        return True
+
+    def finish(self, *, is_busy: bool, now: float) -> list[Action]:
+        """Report once that nothing is left to wait for, or that the wait has been long enough."""
+        if self.state is not DepartureState.DELIVERING or (is_busy and now < self._until):
+            return []
+        self.state = DepartureState.DRAINED
+        return [Drained(), Release(self.reason)] if self.reason else [Drained()]
+
+    def deadline(self, *, lost_at: float) -> float:
+        """Return when something becomes due."""
+        match self.state:
+            case DepartureState.STAYING:
+                return min(self._release_times(lost_at))
+            case DepartureState.DRAINED:
+                return math.inf
+        return self._until
+
+    def _release_times(self, lost_at: float) -> tuple[float, float]:
+        """Return when this worker will have been on standby, and without the learner, too long."""
+        since, terms = self.standby_since, self.terms
+        return (
+            math.inf if since is None or terms.standby_s is None else since + terms.standby_s,
+            math.inf if terms.learner_gone_s is None else lost_at + terms.learner_gone_s,
+        )

@@ -1,17 +1,40 @@
-"""The versions that a worker's engine holds."""
+"""The versions in a worker's engine: which is installed next, and which samples a group.
+
+The newest complete version is installed in flight: no rollout has to end for it, and each token
+records the version that sampled it. If the engine refuses a version, the one before it stays in
+use; the refused version is tried again after INSTALL_AGAIN_S unless a newer one comes first.
+
+In two cases the engine has to be empty first (`EngineVersions.is_held`):
+
+* `stale_tokens = "drop"`: tokens of older weights are worthless, so running calls are recalled.
+* `one_version`, with an engine that holds one version: the running groups are finished first.
+
+An engine may hold several versions side by side (adapters in vLLM). Then each call names the
+version that samples it: the newest for a new group, and for a continued group the version that
+began it, so that no group mixes versions. A group is sampled from the start if its version is too
+old to be trained on, or has left the engine.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from echo.core.rollout import PolicyVersion
+from echo.core.errors import EngineError
+from echo.core.rollout import Lineage, PolicyVersion, is_surviving
+from echo.core.units import one_line
+from echo.leases.held import PartialGroup
+from echo.roles.engine_facts import EngineFacts
 from echo.wire.actions import Action
 
 INSTALL_AGAIN_S = 30.0
 """Seconds after which a version that could not be installed is tried again, if none is newer.
 
-If all workers refuse the newest version, and what they have is too old, no newer one ever comes.
+If every worker refuses the newest version and their installed versions are too old to train on, the
+learner never publishes a newer one.
 """
+MAX_REFUSAL_LENGTH = 500
+"""Characters of an engine's error that the learner is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +42,133 @@ class Install(Action):
     """Load this version into the engine."""
 
     version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInstalled:
+    """Event: the engine samples from this version from now on."""
+
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class InstallFailed:
+    """Event: the engine has refused a version and keeps the one before."""
+
+    version: PolicyVersion
+    error: EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class InstallMissed:
+    """Event: a version was dropped before it was installed; another one follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDamaged:
+    """Event: the memory of the installed version is damaged, so nothing may be sampled from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerProgress:
+    """The learner's progress, as far as this worker has received it."""
+
+    step: int
+    """Optimizer steps."""
+    lineages: tuple[Lineage, ...]
+    """Its histories, oldest first."""
+
+
+class EngineVersions:
+    """Decides which version is installed next, and which installed version samples a group."""
+
+    def __init__(self, engine: EngineFacts) -> None:
+        """Start with an engine that holds no version."""
+        self.installed: PolicyVersion | None = None
+        """The version that samples new groups."""
+        self.installing: PolicyVersion | None = None
+        """The version that is being installed."""
+        self.refusal: tuple[PolicyVersion, str] | None = None
+        """The version that the engine refused last, and why; None once it has installed one."""
+        self.again_at = math.inf
+        """When a refused version may be tried again."""
+        self.is_held = False
+        """Whether the engine begins no group until newer weights are in it."""
+        self.has_several = engine.num_versions > 1
+        self.waits_for_whole = not self.has_several and engine.rules.one_version
+        """Whether newer weights wait until the groups in the engine are whole."""
+        is_dropping = engine.rules.stale_tokens == "drop" and engine.sampler == "engine"
+        self._is_emptied = self.waits_for_whole or (is_dropping and not self.has_several)
+        self._max_age = engine.rules.max_age
+        self._max_kept = engine.num_versions
+        self._kept: tuple[PolicyVersion, ...] = ()
+        """The versions that the engine holds, in the order in which they were installed."""
+
+    def choose(self, newest: PolicyVersion | None, *, is_sampling: bool) -> PolicyVersion | None:
+        """Return the version to install now; None if there is none, or the engine is not empty.
+
+        Args:
+            newest: the newest version that has arrived completely.
+            is_sampling: whether a call of the engine is under way.
+        """
+        if self.installing is not None:
+            return None
+        self.is_held = False
+        if newest is None or (self.installed is not None and newest <= self.installed):
+            return None
+        if self.again_at < math.inf and self.refusal is not None and newest == self.refusal[0]:
+            return None
+        self.is_held = self._is_emptied
+        if self.is_held and is_sampling:
+            return None
+        self.installing, self.again_at = newest, math.inf
+        return newest
+
+    def on_installed(self, version: PolicyVersion) -> None:
+        """Note the version that samples from now on."""
+        self.installing = self.refusal = None
+        self.installed = version
+        self._kept = (*self._kept, version)[-self._max_kept :]
+
+    def on_failed(self, version: PolicyVersion, error: EngineError, *, now: float) -> None:
+        """Note that the engine has refused a version."""
+        self.installing = None
+        self.refusal = version, one_line(str(error))[:MAX_REFUSAL_LENGTH]
+        self.again_at = now + INSTALL_AGAIN_S
+
+    def on_damaged(self) -> None:
+        """Sample nothing until a version has been received and installed again."""
+        self.installed = None
+
+    def on_lost(self, version: PolicyVersion | None) -> None:
+        """Note that the engine no longer holds a version."""
+        self._kept = tuple(kept for kept in self._kept if kept != version)
+
+    def expire(self, *, now: float) -> None:
+        """Allow another try of a refused version once its time has come."""
+        if now >= self.again_at:
+            self.again_at = math.inf
+
+    def usable(self, learner: LearnerProgress) -> tuple[PolicyVersion, ...]:
+        """Return the versions that may sample: the newest, and older ones fit for training."""
+        newest = self.installed
+        if newest is None:
+            return ()
+        oldest_step = max(learner.step, newest.step) - self._max_age
+        return tuple(
+            version
+            for version in self._kept
+            if version == newest
+            or (version.step >= oldest_step and is_surviving(version, learner.lineages))
+        )
+
+    def sampler_of(self, group: PartialGroup, learner: LearnerProgress) -> PolicyVersion | None:
+        """Return the only version that may sample a group; None for any that is installed."""
+        if not self.has_several:
+            return self.installed if self.waits_for_whole else None
+        begun = {version for member in group.members for version in member.versions}
+        min_version = group.lease.min_version
+        for version in begun.intersection(self.usable(learner)) if len(begun) == 1 else ():
+            if min_version is None or version >= min_version:
+                return version
+        return self.installed

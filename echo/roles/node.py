@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from echo.core.bounds import MAX_NODES, clamped_rate
 from echo.core.errors import ForgedError, RefusedError, RemoteProtocolError, TransportError
@@ -38,7 +39,7 @@ from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import RecentMap, earliest
 from echo.core.units import one_line
-from echo.roles.joining import Joining, NodeSettings, NodeState
+from echo.roles.joining import Built, Joining, NodeSettings, NodeState
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import Connection, ParentFailed, UplinkProbe, acknowledge
 from echo.weights.parents import CONNECT_TIMEOUT_S, Parents
@@ -82,11 +83,28 @@ MAX_PEER_NAMES = 10_000
 """Inbound peers whose names are remembered, for messages to the operator."""
 
 
+Handler: TypeAlias = Callable[[Any, Any, float], list[Action]]
+"""(role, event, now) -> actions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Event: the process runs, and the learner can be dialled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Event: the process ends after the actions that this event returns."""
+
+    reason: str
+    has_failed: bool = False
+
+
 class DialingRole:
     """A relay's or worker's conversation with all other nodes, without IO and without a clock."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
-        """Start disconnected; call `start` for the first actions."""
+        """Start disconnected; `Started` returns the first actions."""
         self.settings = settings
         self.broadcast = broadcast
         self.counters = Counters()
@@ -170,7 +188,11 @@ class DialingRole:
         """Whether the learner has admitted this node and the link stands."""
         return self.state is NodeState.ADMITTED
 
-    def start(self, *, now: float) -> list[Action]:
+    def handle(self, event: Any, *, now: float) -> list[Action]:
+        """Handle an event that the shell reports, by the table of this role (`HANDLERS`)."""
+        return self.HANDLERS[type(event)](self, event, now)
+
+    def _on_started(self, event: Started, now: float) -> list[Action]:
         """Dial the first address."""
         self._lost_at = self._learner_seen_at = now
         return self._dial_control(now)
@@ -404,9 +426,8 @@ class DialingRole:
         )
         return [Send(self._control.peer, frames)]
 
-    def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
-        """Note that task and engine are built, with these hashes."""
-        return self._joining.configured(digests, now=now)
+    def _on_built(self, event: Built, now: float) -> list[Action]:
+        return self._joining.configured(event.digests, now=now)
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
         """Show the uplink already while task and engine are built: a plan comes with admission."""
@@ -514,12 +535,19 @@ class DialingRole:
         )
         return self.to_learner(beat)
 
-    def leave(self, reason: str, *, has_failed: bool = False) -> list[Action]:
-        """Say goodbye to a learner that knows this process, which ends after these actions."""
+    def _on_leaving(self, event: Leaving, now: float) -> list[Action]:
+        """Say goodbye to a learner that knows this process."""
         if self.state not in (NodeState.CONFIGURING, NodeState.READYING, NodeState.ADMITTED):
-            return []  # the name may be another's
-        reason = one_line(reason)[:MAX_REASON_LENGTH]
-        return self.to_learner(Goodbye(reason=reason, has_failed=has_failed))
+            return []  # another process may have the name
+        reason = one_line(event.reason)[:MAX_REASON_LENGTH]
+        return self.to_learner(Goodbye(reason=reason, has_failed=event.has_failed))
+
+    HANDLERS: ClassVar[Mapping[type, Handler]] = {
+        Started: _on_started,
+        Built: _on_built,
+        Leaving: _on_leaving,
+    }
+    """The handler of each event."""
 
 
 # --- The contract between a role and its shell: a process (`runtime/node.py`) or a simulation ---

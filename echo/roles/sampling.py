@@ -1,51 +1,97 @@
-"""The calls of a worker's engine."""
+"""The calls of a worker's engine: which groups are sampled together, and when a call is stopped.
+
+An engine that takes requests at any time gets one call per group, as soon as it has a free place.
+Any other gets one batch of groups after another. A batch lasts as long as its longest rollout,
+while fewer and fewer of its rows are busy. So with `over_submission` = f > 1 (active partial
+rollouts, APRIL) a batch of N groups is recalled once N / f of them are whole and other groups wait.
+Unfinished groups keep their tokens, log-probabilities and versions. They go on in the next batch
+under the newest weights, before new groups, oldest first. A continued group takes only the rows of
+its unfinished rollouts; new groups take the remaining rows. A whole group is scored and delivered
+at once, without waiting for its batch. An engine that takes requests at any time has no batch: it
+is given f times the groups that its memory holds, so that its queue never runs dry while stragglers
+keep their places.
+
+A call lasts `ship_s` at most. Then its tokens are saved in this worker's own file and shipped to
+the learner, and its groups are continued in a new call. So a killed worker loses `ship_s` of
+sampling at most.
+
+If a call of several groups raises an error, its groups are sampled again in calls of half the size,
+until the group that causes the error is alone and fails.
+
+    Sample   ->  MembersGrown or NonfiniteFound, for each group as it grows;
+                 then CallReturned, CallRefused or CallRaised
+    Recall       stop that call of the engine: CallReturned follows, with its tokens so far
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from echo.core.rollout import PolicyVersion
-from echo.leases.held import PartialGroup
+from echo.core.bounds import MAX_LEASES
+from echo.core.metrics import Counters
+from echo.core.rollout import PartialRollout, PolicyVersion
+from echo.leases.held import (
+    WAITING,
+    GroupState,
+    HeldLeases,
+    PartialGroup,
+    Reclaimed,
+    Stopped,
+    Whole,
+)
+from echo.leases.partials import apply_staleness_policy
 from echo.roles.engine_facts import EngineFacts
+from echo.roles.installing import EngineVersions, Install, LearnerProgress
 from echo.wire.actions import Action
-from echo.wire.messages import Lease
+from echo.wire.messages import BAD_LOGPROBS, ENGINE_ERROR, Lease
 
 
 @dataclass(slots=True, eq=False)
 class EngineCall:
     """Groups that are sampled together, and how far they are.
 
-    The sampler's thread counts at any time and is the only one that writes `seen_tokens` and
-    `seen_signs`; all else belongs to the role, to which the shell reports both (`counted`).
+    The sampler's thread alone writes `seen_tokens` and `seen_signs`, at any time. The loop's thread
+    writes everything else; `credit` takes over what the sampler's thread has counted.
     """
 
     groups: list[PartialGroup]
-    """At least one of each one's members is unfinished."""
+    """Each group has at least one unfinished member."""
     num_awaited: int
-    """Whole groups after which it is recalled if others wait for the room."""
+    """Whole groups after which the call is recalled if other groups wait for its places."""
     ends_at: float
     version: PolicyVersion | None
     """The only version that samples them; None for whichever is installed."""
     num_whole: int = 0
     num_tokens: int = 0
-    """Sampled so far."""
+    """Tokens sampled so far."""
     num_signs: int = 0
-    """Signs of life of every group in it, tokens among them."""
+    """Signs of life credited to every group of the call, tokens among them."""
     is_recalled: bool = False
-    """Whether it is to end soon, with what it has."""
+    """Whether the engine is asked to return the call soon, with its tokens so far."""
     seen_tokens: int = 0
     seen_signs: int = 0
 
     def on_tokens(self, number: int) -> None:
-        """Count tokens."""
+        """Count tokens; called in the sampler's thread."""
         self.seen_tokens += number
         self.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Note a sign of life of every group in the call."""
+        """Count signs of life of every group in the call; called in the sampler's thread."""
         self.seen_signs += number
+
+    def credit(self) -> None:
+        """Add the signs of life since the last time to every group, before a heartbeat."""
+        num_signs, self.num_tokens = self.seen_signs, self.seen_tokens
+        for group in self.groups:
+            group.num_progress += num_signs - self.num_signs
+        self.num_signs = num_signs
+
+
+# --- Actions, events and decisions ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +117,7 @@ class OfferEpisodes(Action):
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(Action):
-    """Offer nothing more to agents; leases that none of them works on are `dropped`."""
+    """Offer no more episodes to agents; a LeaseDropped follows for each lease without an agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +127,395 @@ class Score(Action):
     group: PartialGroup
 
 
-def make_call(
-    groups: list[PartialGroup],
-    engine: EngineFacts,
-    now: float,
-    version: PolicyVersion | None,
-) -> EngineCall:
-    """Return the call that samples these groups."""
-    max_s = engine.rules.ship_s
-    is_continuable = version is None or engine.num_versions > 1
-    if max_s is None or not is_continuable or engine.sampler != "engine":
-        max_s = math.inf
-    return EngineCall(
-        groups,
-        num_awaited=math.ceil(len(groups) / engine.rules.over_submission),
-        ends_at=now + max_s,
-        version=version,
-    )
+@dataclass(frozen=True, slots=True)
+class MembersGrown:
+    """Event: the engine has sampled more of a group, whose members are these now."""
+
+    call: EngineCall
+    group: PartialGroup
+    members: Sequence[PartialRollout]
+
+
+@dataclass(frozen=True, slots=True)
+class NonfiniteFound:
+    """Event: the model gives no probabilities for a member of a group."""
+
+    group: PartialGroup
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallReturned:
+    """Event: a call of the engine has ended, with this number of tokens."""
+
+    call: EngineCall
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallRefused:
+    """Event: the engine no longer holds the version of a call."""
+
+    call: EngineCall
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallRaised:
+    """Event: a call has raised an error.
+
+    If the engine is not usable any more, this worker ends, and the learner grants the groups of all
+    its calls to others. The learner counts how many engines a group has ended.
+    """
+
+    call: EngineCall
+    why: str
+    """The error, in one line."""
+    traceback: str
+    is_usable: bool
+    """Whether the engine still samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoResult:
+    """Event and decision: a group ends without a result, for this reason."""
+
+    lease: Lease
+    reason: str
+    detail: str
+    traceback: str = ""
+    is_elsewhere: bool = False
+    """Whether another worker may succeed; otherwise a retry would fail in the same way."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Decision: leave these groups, which the engine does not have, to other workers."""
+
+    groups: Sequence[PartialGroup]
+
+
+EngineEvent = MembersGrown | NonfiniteFound | CallReturned | CallRefused | CallRaised
+Decision = Action | NoResult | GiveUp
+
+
+class EngineCalls:
+    """Decides which groups enter the engine, under which version, and when a call is recalled."""
+
+    def __init__(
+        self,
+        engine: EngineFacts,
+        held: HeldLeases,
+        *,
+        counters: Counters,
+        counts: Counter[str],
+    ) -> None:
+        """Start with an idle engine that holds no version.
+
+        Args:
+            engine: the engine.
+            held: the leases of this worker.
+            counters: of this node.
+            counts: of unfinished rollouts, for the learner's metrics.
+        """
+        self.engine = engine
+        self.versions = EngineVersions(engine)
+        self.is_broken = False
+        """Whether the engine no longer samples; its node is about to end."""
+        self._held = held
+        self._counters = counters
+        self._counts = counts
+        self._calls: list[EngineCall] = []
+        self._max_together = MAX_LEASES
+        """Groups to sample in one call: fewer after a call that raised, to find the cause."""
+
+    def validate(self) -> None:
+        """Check that leases and calls agree; for tests.
+
+        Raises:
+            AssertionError: if they do not.
+        """
+        in_calls = [group for call in self._calls for group in call.groups]
+        assert len(set(in_calls)) == len(in_calls), "two calls of the engine have the same group"
+        if self.engine.sampler != "agents":
+            sampled = self._held.of(GroupState.RUNNING, GroupState.RECLAIMED)
+            assert set(sampled) <= set(in_calls), "no call of the engine has a running group"
+        is_waiting = self.versions.waits_for_whole and self.versions.installing is not None
+        assert not (is_waiting and self._calls), "newer weights come into a running group"
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether a call is under way."""
+        return bool(self._calls)
+
+    @property
+    def deadline(self) -> float:
+        """When a call has lasted long enough, or a refused version is tried again."""
+        ends = [call.ends_at for call in self._calls if not call.is_recalled]
+        return min([self.versions.again_at, *ends])
+
+    # --- into the engine -------------------------------------------------------------------------
+
+    def advance(
+        self,
+        newest: PolicyVersion | None,
+        learner: LearnerProgress,
+        *,
+        is_leaving: bool,
+        now: float,
+    ) -> list[Decision]:
+        """Install, begin and recall what can be installed, begun and recalled now.
+
+        Args:
+            newest: the newest version that has arrived completely.
+            learner: its progress.
+            is_leaving: whether this worker leaves, so that nothing is installed or begun any more.
+            now: the present.
+        """
+        decisions: list[Decision] = []
+        if not is_leaving:
+            version = self.versions.choose(newest, is_sampling=self.is_sampling)
+            if version is not None:
+                decisions.append(Install(version))
+            elif self.versions.is_held and not self.versions.waits_for_whole:
+                decisions += self._recall(self._calls)
+            decisions += self._begin(learner, now)
+        if self.engine.sampler == "engine":
+            decisions += self._recall(c for c in self._calls if self._has_enough(c, learner, now))
+        return decisions
+
+    def _begin(self, learner: LearnerProgress, now: float) -> list[Decision]:
+        """Take groups into the engine while places are free: begun ones first, oldest first."""
+        num_free, engine = self._free_places(), self.engine
+        if num_free <= 0:
+            return []
+        is_batch = engine.sampler == "engine" and not engine.is_continuous
+        taken = self._held.take(
+            min(num_free, self._max_together),
+            group_size=engine.group_size,
+            max_rollouts=engine.groups_per_batch * engine.group_size if is_batch else None,
+            now=now,
+            installed=self.versions.installed,
+        )
+        if engine.sampler == "agents":
+            return [OfferEpisodes([group.lease for group in taken])] if taken else []
+        decisions: list[Decision] = []
+        groups = []
+        for group in taken:
+            if engine.sampler == "engine":
+                self._apply_staleness(group, learner)
+            num_prompt = len(group.lease.prompt_ids)
+            if group.is_whole:
+                # Another worker finished it, or this one before it was stopped.
+                decisions += self._score(group)
+            elif num_prompt > engine.max_prompt_tokens:
+                detail = (
+                    f"the prompt has {num_prompt} tokens, {engine.prompt_bound} leaves "
+                    f"{engine.max_prompt_tokens} beside {engine.max_completion_tokens} sampled ones"
+                )
+                decisions.append(NoResult(group.lease, "prompt_too_long", detail))
+            else:
+                groups.append(group)
+        size = 1 if engine.is_continuous else max(1, len(groups))
+        for start in range(0, len(groups), size):
+            self._calls.append(self._make_call(groups[start : start + size], learner, now))
+            decisions.append(Sample(self._calls[-1]))
+        return decisions
+
+    def _make_call(
+        self, groups: list[PartialGroup], learner: LearnerProgress, now: float
+    ) -> EngineCall:
+        engine = self.engine
+        samplers = [self.versions.sampler_of(group, learner) for group in groups]
+        version = next((each for each in samplers if each is not None), None)
+        max_s = engine.rules.ship_s
+        is_continuable = version is None or self.versions.has_several
+        if max_s is None or not is_continuable or engine.sampler != "engine":
+            max_s = math.inf
+        return EngineCall(
+            groups,
+            num_awaited=math.ceil(len(groups) / engine.rules.over_submission),
+            ends_at=now + max_s,
+            version=version,
+        )
+
+    def _free_places(self) -> int:
+        """Return how many groups may go into the engine now."""
+        engine, versions = self.engine, self.versions
+        if versions.is_held or versions.installed is None or self._held.outbox.is_full:
+            return 0
+        if engine.sampler == "agents":
+            return MAX_LEASES
+        is_played = engine.sampler == "episodes"
+        if engine.is_continuous:
+            num_places = engine.groups_per_batch if is_played else engine.num_places
+            return num_places - sum(len(call.groups) for call in self._calls)
+        if self._calls:
+            return 0
+        return engine.groups_per_batch if is_played else engine.max_groups
+
+    def _apply_staleness(self, group: PartialGroup, learner: LearnerProgress) -> None:
+        """Keep, mask or drop the tokens so far, as the settings say for the present weights."""
+        installed, num_tokens = self.versions.installed, group.num_tokens
+        assert installed is not None
+        if not num_tokens:
+            return
+        step = max(learner.step, installed.step)
+        # A whole group needs no engine, so its version need not be installed.
+        version = None if group.is_whole else self.versions.sampler_of(group, learner)
+        oldest = group.oldest_step
+        result = apply_staleness_policy(
+            group.members,
+            stale_tokens=self.engine.rules.stale_tokens,
+            max_age=self.engine.rules.max_age,
+            step=step,
+            installed=version or installed,
+            lineages=learner.lineages,
+            only_version=version,
+        )
+        group.members = result.members
+        self._counts["resumed"] += 1
+        self._counts["resumed_tokens"] += num_tokens
+        self._counts["masked_tokens"] += result.num_masked
+        self._counts["wasted_tokens"] += result.num_dropped
+        self._counts["age_sum"] += 0 if oldest is None else max(0, step - oldest)
+
+    # --- out of the engine -----------------------------------------------------------------------
+
+    def handle(self, event: EngineEvent) -> list[Decision]:
+        """Handle what the engine reports."""
+        match event:
+            case MembersGrown():
+                return self._on_grown(event)
+            case NonfiniteFound():
+                return self._on_nonfinite(event)
+            case CallReturned():
+                return self._on_returned(event.call)
+            case CallRefused():
+                return self._on_refused(event)
+            case CallRaised():
+                return self._on_raised(event)
+
+    def _on_grown(self, event: MembersGrown) -> list[Decision]:
+        """Store the members of a group, and have the group scored once all have ended."""
+        event.group.members = list(event.members)
+        if not event.group.is_whole:
+            return []
+        event.call.num_whole += 1
+        return self._score(event.group)
+
+    def _on_nonfinite(self, event: NonfiniteFound) -> list[Decision]:
+        """End a group for one of whose members the model gives no probabilities.
+
+        Another worker has the same weights, so a retry would most likely fail, too. The remaining
+        rollouts of the group are not awaited.
+        """
+        if not event.group.is_sampled:
+            return []
+        return [NoResult(event.group.lease, BAD_LOGPROBS, event.why)]
+
+    def _score(self, group: PartialGroup) -> list[Decision]:
+        is_wanted = group.is_sampled
+        self._held.handle(group, Whole())
+        return [Score(group)] if is_wanted else []
+
+    def _on_returned(self, call: EngineCall) -> list[Decision]:
+        """Take back a call that has ended, and keep its unfinished groups."""
+        self._calls.remove(call)
+        self._max_together = min(2 * self._max_together, MAX_LEASES)
+        if self.engine.sampler != "engine":
+            return []
+        self._counts["interrupted"] += sum(not group.is_whole for group in call.groups)
+        return self._stop(call.groups)
+
+    def _on_refused(self, event: CallRefused) -> list[Decision]:
+        """Have another version begin groups whose version the engine no longer holds.
+
+        If that version is the newest there is no other, and the groups are given back.
+        """
+        call = event.call
+        self._calls.remove(call)
+        if call.version != self.versions.installed:
+            self.versions.on_lost(call.version)
+            return self._stop(call.groups)
+        wanted = [group for group in call.groups if group.state is not GroupState.UNWANTED]
+        for group in set(call.groups).difference(wanted):
+            self._held.handle(group, Stopped())
+        self._counters.add("engine/version_refused", len(wanted))
+        return [not_installed(group.lease, event.why) for group in wanted]
+
+    def _on_raised(self, event: CallRaised) -> list[Decision]:
+        """End a group whose sampling raised; of several groups, sample half at once to find it."""
+        self._counters.add("engine/calls_failed")
+        calls = [event.call] if event.is_usable else list(self._calls)
+        kept = GroupState.RUNNING, GroupState.RECLAIMED, GroupState.UNWANTED
+        unfinished = [group for each in calls for group in each.groups if group.state in kept]
+        self._calls.remove(event.call)
+        if event.is_usable and len(unfinished) > 1:
+            self._max_together = len(unfinished) // 2
+            return self._stop(unfinished)
+        self.is_broken = not event.is_usable
+        return [
+            NoResult(group.lease, ENGINE_ERROR, event.why, event.traceback, self.is_broken)
+            for group in unfinished
+        ]
+
+    def _stop(self, groups: Sequence[PartialGroup]) -> list[Decision]:
+        """Take unfinished groups back from the engine; give up those that others wait for."""
+        reclaimed = [group for group in groups if group.state is GroupState.RECLAIMED]
+        for group in groups:
+            self._held.handle(group, Stopped())
+        return [GiveUp(reclaimed)] if reclaimed else []
+
+    # --- recalling -------------------------------------------------------------------------------
+
+    def reclaim(self, groups: Sequence[PartialGroup]) -> list[Decision]:
+        """Recall the calls with groups that another worker is to continue.
+
+        Only an engine can stop and go on elsewhere: no other worker has the environment of an
+        episode or the agents of a session.
+        """
+        if self.engine.sampler != "engine":
+            return []
+        for group in groups:
+            self._held.handle(group, Reclaimed())
+        return self._recall(
+            call
+            for call in self._calls
+            if any(group.state is GroupState.RECLAIMED for group in call.groups)
+        )
+
+    def leave(self) -> list[Decision]:
+        """Stop everything that can be stopped; episodes are played to their end."""
+        if self.engine.sampler == "agents":
+            return [Withdraw()]
+        return self._recall(self._calls) if self.engine.sampler == "engine" else []
+
+    def _has_enough(self, call: EngineCall, learner: LearnerProgress, now: float) -> bool:
+        """Return whether a call is to stop, and its unfinished groups to go on later."""
+        if call.num_whole == len(call.groups):
+            return False  # it returns by itself
+        if not any(group.is_sampled for group in call.groups):
+            return True  # none of its groups is wanted
+        if self.versions.has_several and call.version not in self.versions.usable(learner):
+            return True  # its tokens are too old to be trained on, and its slot is wanted
+        if now >= call.ends_at:
+            # Only with some tokens: a slow start would be repeated forever.
+            if call.num_tokens or call.num_whole:
+                return True
+            call.ends_at = now + (self.engine.rules.ship_s or 0.0)
+        return call.num_whole >= call.num_awaited and bool(self._held.of(*WAITING))
+
+    def _recall(self, calls: Iterable[EngineCall]) -> list[Decision]:
+        """Have calls end soon that were not recalled before."""
+        decisions: list[Decision] = []
+        for call in calls:
+            if not call.is_recalled:
+                call.is_recalled = True
+                decisions.append(Recall(call))
+        return decisions
+
+
+def not_installed(lease: Lease, why: str) -> NoResult:
+    """Return the decision to give a lease back whose version is not in the engine."""
+    return NoResult(lease, "version_not_installed", why, is_elsewhere=True)

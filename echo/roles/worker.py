@@ -1,71 +1,53 @@
 """The worker's role: leases in, groups out.
 
 A lease waits in the queue, runs in the engine, may be interrupted between two calls of the engine,
-and its result lies in the outbox until the learner has it on disk (`leases/held.py`: a table of
-these states). Each heartbeat lists all of them, so the learner knows what it must send again and
-what it need not renew. A cut changes nothing here: running groups go on, results are kept, and
-after the next Admitted everything unacknowledged is sent again.
+and its result lies in the outbox until the learner has written it to disk (`leases/held.py`: a
+table of these states). Each heartbeat lists all groups, so the learner knows which leases to send
+again and which to renew. A lost link changes nothing here: running groups go on, results are kept,
+and after the next Admitted everything unacknowledged is sent again.
 
-Interrupted groups are shipped to the learner now and then (`ship`), which leases them to others if
-this worker does not come back. A worker that does come back lists the groups that it still has, and
-the learner acknowledges the unwanted ones.
+The role consists of parts that decide, each on its own state, and return what they decide:
 
-The role decides, and its shell (`runtime/worker/node.py`, or a simulation) carries out and reports:
+    HeldLeases       leases/held.py       the state of each leased group
+    EngineCalls      roles/sampling.py    which groups enter the engine, and when it is stopped
+    EngineVersions   roles/installing.py  which version is installed, and which samples a group
+    PartialKeeper    leases/keeper.py     which unfinished groups are shipped and saved
+    Departure        roles/departure.py   when the worker leaves, and when it is drained
 
-    Sample         ->  sampled or on_nonfinite, for each group as it grows; then returned, refused,
-                       or raised
-    Recall             stop that call of the engine: it returns what it has
-    OfferEpisodes  ->  finished, or failed; Withdraw -> dropped  (agents)
-    Score          ->  scored, or failed
-    Install        ->  installed, or install_failed
-    Save           ->  saved
-    Release        ->  released
-    Drained            nothing is left here that must not be lost
+`Worker` connects them: it passes messages and events on, sends results to the learner, and reports
+its state in heartbeats. Its shell (`runtime/worker/node.py`, or a simulation) carries out actions
+and reports their outcome as events, which `Worker.handle` looks up in one table:
 
-An engine that takes requests at any time gets one call per group, as soon as there is room for it.
-Any other gets one batch of groups after another, and a batch lasts as long as its longest rollout,
-while fewer and fewer of its rows do anything. So with `over_submission` = f > 1 (active partial
-rollouts, APRIL) a batch of N groups is recalled when N / f of them are whole and others wait for
-the room: what is unfinished is kept with its tokens, log-probabilities and versions, and goes on
-in the next batch, before fresh groups, oldest first, under the newest weights. A continued group
-takes only the rows of its unfinished rollouts, and fresh groups take the others. A group that is
-whole is scored and delivered at once, whatever the others do. An engine that takes requests at any
-time has no batch to wait for: there it is handed f times the groups that its memory holds, so that
-its queue never runs dry while stragglers keep their places.
+    Configure      ->  EngineBuilt
+    Sample         ->  MembersGrown, NonfiniteFound; then CallReturned, CallRefused or CallRaised
+    Recall             the call returns soon
+    OfferEpisodes  ->  GroupFinished or NoResult; Withdraw -> LeaseDropped  (agents)
+    Score          ->  GroupScored or NoResult
+    Install        ->  VersionInstalled, InstallFailed or InstallMissed
+    Save           ->  PartialsSaved
+    Release        ->  MachineReleased
+    Drained            this process holds nothing any more that would be lost with it
 
-A call lasts `ship_s` at most: then what it has sampled is saved in this worker's own file,
-shipped to the learner, and continued. So a worker that is killed loses no more than that.
-
-The newest complete version is installed in flight: no rollout has to end for it, and each token
-says which version sampled it. If the engine refuses it, the one before goes on sampling.
-
-An engine may hold several versions side by side (adapters in vLLM). Then each call names the one
-that samples it: the newest for a fresh group, and for a continued one that which began it, so that
-no group mixes versions. A group whose version is too old to be trained on, or has left the engine,
-is sampled from the start.
+After every event the role does whatever has become possible (`_advance`): install, begin, recall,
+ship, send and leave.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
 from echo.core.bounds import MAX_LEASES, MAX_PAYLOAD_BYTES
-from echo.core.errors import EngineError, RemoteProtocolError
-from echo.core.rollout import (
-    Group,
-    Lineage,
-    PartialRollout,
-    PolicyVersion,
-    Rollout,
-    is_surviving,
-)
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import Group, Lineage, PartialRollout, PolicyVersion, Rollout
 from echo.core.timers import earliest
-from echo.core.units import format_duration, one_line
+from echo.core.units import one_line
 from echo.leases.held import (
     BUSY,
     WAITING,
@@ -74,45 +56,48 @@ from echo.leases.held import (
     GroupState,
     HandedOver,
     HeldLeases,
-    LeaseKey,
     PartialGroup,
-    Reclaimed,
     Reported,
-    Stopped,
-    Whole,
     key_of,
 )
-from echo.leases.keeper import Save
+from echo.leases.keeper import PartialKeeper, PartialsFound, PartialsSaved
 from echo.leases.outbox import Outbox
-from echo.leases.partials import (
-    PartialRules,
-    apply_staleness_policy,
-    decode_continuations,
-    decode_groups,
-    encode_groups,
-    encode_members,
+from echo.leases.partials import decode_continuations
+from echo.roles.departure import (
+    DRAIN_S,
+    Departure,
+    DrainRequested,
+    MachineReleased,
+    ReleaseTerms,
 )
-from echo.roles.departure import DRAIN_S, Drained, Release, ReleaseTerms
 from echo.roles.engine_facts import EngineFacts
-from echo.roles.installing import INSTALL_AGAIN_S, Install
+from echo.roles.installing import (
+    EngineDamaged,
+    InstallFailed,
+    InstallMissed,
+    LearnerProgress,
+    VersionInstalled,
+)
 from echo.roles.joining import NodeSettings
 from echo.roles.members import IDLE
-from echo.roles.node import DialingRole
+from echo.roles.node import DialingRole, Handler
 from echo.roles.sampling import (
-    EngineCall,
-    OfferEpisodes,
-    Recall,
-    Sample,
-    Score,
-    Withdraw,
-    make_call,
+    CallRaised,
+    CallRefused,
+    CallReturned,
+    Decision,
+    EngineCalls,
+    EngineEvent,
+    GiveUp,
+    MembersGrown,
+    NonfiniteFound,
+    NoResult,
+    not_installed,
 )
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import Frame, encode_group, payload_bytes
 from echo.wire.messages import (
-    BAD_LOGPROBS,
-    ENGINE_ERROR,
     Ack,
     Deliver,
     Failed,
@@ -122,7 +107,6 @@ from echo.wire.messages import (
     LeaseState,
     Message,
     NodeStats,
-    Partial,
     Reclaim,
     TopologyPlan,
     known_reason,
@@ -131,19 +115,65 @@ from echo.wire.messages import (
 MAX_VERSION_WAIT_S = 30.0
 """Seconds that a lease waits for its version.
 
-The learner grants by the version that the worker reported last. A worker that holds an older one
-since, as after a restart, has the newer one soon, or never: its uplink may be cut off, or its
-engine may refuse the version. So it waits, and then gives the lease back for another worker.
+The learner grants by the version that the worker reported last. A restarted worker may hold an
+older one. It receives the newer one soon, or never: its uplink may be cut off, or its engine may
+refuse the version. So the lease waits, and then it is given back for another worker.
 """
-
-
 MAX_DETAIL_LENGTH = 500
-"""Characters that are told of a group that cannot be finished."""
+"""Characters of why a group has no result."""
 MAX_TRACEBACK_LENGTH = 10_000
 
 
+# --- Events, beside those of the parts ---
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBuilt:
+    """Event: task and engine are built, with these hashes."""
+
+    engine: EngineFacts
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScored:
+    """Event: the members of a group have these rewards; fewer if it became unwanted meanwhile."""
+
+    group: PartialGroup
+    rewards: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFinished:
+    """Event: a group is finished, and rewarded."""
+
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesDemanded:
+    """Event: agents need this number of groups, including those that they have."""
+
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesAlive:
+    """Event: agents have shown this number of signs of life for each of these leases."""
+
+    leases: Sequence[Lease]
+    num_signs: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseDropped:
+    """Event: no agent works on a lease, nor will; the lease expires at the learner."""
+
+    lease: Lease
+
+
 class Worker(DialingRole):
-    """A dialling role with a queue of leases, an engine's calls, and an outbox of results."""
+    """A dialling role that connects a worker's parts with the learner and with its shell."""
 
     def __init__(
         self,
@@ -155,7 +185,7 @@ class Worker(DialingRole):
         version_wait_s: float = MAX_VERSION_WAIT_S,
         now: float,
     ) -> None:
-        """Start without leases and without an engine; `built` brings it.
+        """Start without leases and without an engine; EngineBuilt brings it.
 
         Args:
             settings: of the node.
@@ -167,41 +197,19 @@ class Worker(DialingRole):
         """
         super().__init__(settings, broadcast, now=now)
         self.outbox = outbox
-        self.terms = terms or ReleaseTerms()
-        self.engine: EngineFacts | None = None
+        self.held = HeldLeases(outbox)
+        self.departure = Departure(terms or ReleaseTerms())
         self.max_groups = 0
         """Groups that may run and wait here at once."""
-        self.installed_version: PolicyVersion | None = None
-        self.standby_since: float | None = None
-        """Since when the learner has had no work for this worker; None while it is active."""
         self.tokens_sampled = 0
         self.num_accepted = 0
-        """Groups that the learner has taken since this process started."""
-        self.held = HeldLeases(outbox)
+        """Groups that the learner has accepted since this process started."""
         self.partial_counts: Counter[str] = Counter()
         """Counts of unfinished rollouts, for the learner's metrics."""
+        self._keeper = PartialKeeper(self.held, self.partial_counts)
+        self._calls: EngineCalls | None = None
+        """None until the engine is built."""
         self._version_wait_s = version_wait_s
-        self._waiting_since: dict[LeaseKey, float] = {}
-        """Of leases that ask for newer weights."""
-        self._versions: tuple[PolicyVersion, ...] = ()
-        """The versions that the engine holds, as they were installed."""
-        self._calls: list[EngineCall] = []
-        self._max_together = MAX_LEASES
-        """Groups to sample in one call: fewer after one that raised, to find whose fault it is."""
-        self._installing: PolicyVersion | None = None
-        self._refusal: tuple[PolicyVersion, str] | None = None
-        """The version that the engine refused last, and why; None once it has installed one."""
-        self._install_again_at = math.inf
-        self._is_held = False
-        """Whether the engine is kept empty until newer weights are in it."""
-        self._saved = b""
-        self._saved_at = -math.inf
-        self._num_saving = 0
-        self._drain_until = math.inf
-        """Until when it waits for its engine to stop; once it has handed over, for the rest."""
-        self._has_handed_over = self._is_drained = False
-        self._retiring = ""
-        """Why this worker gives its machine back; empty if it does not."""
 
     def validate(self) -> None:
         """Check that leases, outbox and calls of the engine agree; for tests.
@@ -210,15 +218,19 @@ class Worker(DialingRole):
             AssertionError: if they do not.
         """
         self.held.validate()
-        in_calls = [group for call in self._calls for group in call.groups]
-        assert len(set(in_calls)) == len(in_calls), "two calls of the engine have the same group"
-        if self.engine is not None and self.engine.sampler != "agents":
-            sampled = self.held.of(GroupState.RUNNING, GroupState.RECLAIMED)
-            assert set(sampled) <= set(in_calls), "no call of the engine has a running group"
-        is_waiting = self._waits_for_whole and self._installing is not None
-        assert not (is_waiting and self._calls), "newer weights come into a running group"
+        if self._calls is not None:
+            self._calls.validate()
+
+    def handle(self, event: Any, *, now: float) -> list[Action]:
+        """Handle an event that the shell reports, then do what has become possible."""
+        return [*super().handle(event, now=now), *self._advance(now)]
 
     # --- what the learner and the operator are told ----------------------------------------------
+
+    @property
+    def installed_version(self) -> PolicyVersion | None:
+        """The version that samples new groups."""
+        return None if self._calls is None else self._calls.versions.installed
 
     def version_in_use(self) -> PolicyVersion | None:
         """Return the version that the engine samples from."""
@@ -237,19 +249,20 @@ class Worker(DialingRole):
     @property
     def activity(self) -> str:
         """The present work of this worker, or the thing that it waits for."""
-        if self._retiring and self._is_drained:
+        calls = self._calls
+        if self.departure.is_releasing:
             return "releasing"
-        if self.engine is None:
+        if calls is None:
             return "starting"
-        if self.engine.sampler == "agents":
+        if calls.engine.sampler == "agents":
             return "serving agents"
-        if self._calls:
+        if calls.is_sampling:
             return "sampling"
         if self.held.of(GroupState.SCORING):
             return "scoring"
-        if self._installing is not None:
-            return f"installing {self._installing}"
-        if self.standby_since is not None:
+        if calls.versions.installing is not None:
+            return f"installing {calls.versions.installing}"
+        if self.departure.standby_since is not None:
             return "standing by"
         if self.installed_version is None:
             return "waiting for weights"
@@ -263,81 +276,78 @@ class Worker(DialingRole):
 
     def stats(self) -> NodeStats:
         """Return what to tell the learner about this worker."""
-        stats = super().stats()
-        num_places = 0 if self.engine is None else self.engine.num_places
-        refused_version, refusal = self._refusal or (None, "")
-        return msgspec.structs.replace(
-            stats,
+        stats = msgspec.structs.replace(
+            super().stats(),
             state=self.activity,
             tokens_sampled=self.tokens_sampled,
             partials=dict(self.partial_counts),
-            num_places=min(num_places, MAX_LEASES),
-            engine="" if self.engine is None else self.engine.name,
+        )
+        if self._calls is None:
+            return stats
+        engine = self._calls.engine
+        refused_version, refusal = self._calls.versions.refusal or (None, "")
+        return msgspec.structs.replace(
+            stats,
+            num_places=min(engine.num_places, MAX_LEASES),
+            engine=engine.name,
             refused_version=refused_version,
             refusal=refusal,
         )
 
     def heartbeat(self, *, now: float) -> list[Action]:
-        """Tell the learner this node's state, now.
+        """Report this node's state to the learner, now.
 
-        A group that is being rewarded lives: every call of a task's code is bounded, also one that
-        hangs or waits for a free thread. Its end, and not that of its lease, tells what was wrong.
+        A group that is being rewarded counts as alive: every call of a task's code has a time
+        limit, also one that hangs or waits for a free thread. So such a group ends with the task's
+        error, and not because its lease expires.
         """
         for group in self.held.of(GroupState.SCORING):
             group.num_progress += 1
         return super().heartbeat(now=now)
 
+    def _beat(self, now: float) -> list[Action]:
+        """Report at once what has changed, if the learner can receive it."""
+        return self.heartbeat(now=now) if self.is_admitted else []
+
     # --- from the learner ------------------------------------------------------------------------
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle what the learner says beside joining: leases and acknowledgements above all."""
+        """Handle the learner's messages other than joining: leases and acknowledgements first."""
         match message:
             case Grant():
-                return self._on_grant(message, payload, now)
+                self._on_grant(message, payload)
+                return self._advance(now)
             case Reclaim():
-                return self._on_reclaim(message, now)
+                return [*self._on_reclaim(message, now), *self._advance(now)]
             case Ack():
-                return [*self._on_ack(message, now), *self._next(now)]
+                return [*self._on_ack(message, now), *self._advance(now)]
             case TopologyPlan():
-                actions = super().on_work(message, payload, now)
-                return [*actions, *self._stand_by(is_standby=message.is_standby, now=now)]
+                notes = self.departure.stand_by(is_standby=message.is_standby, now=now)
+                return [*super().on_work(message, payload, now), *notes]
         return super().on_work(message, payload, now)
 
-    def _stand_by(self, *, is_standby: bool, now: float) -> list[Action]:
-        """Follow a plan that says whether this worker is needed."""
-        if is_standby == (self.standby_since is not None):
-            return []
-        self.standby_since = now if is_standby else None
-        text = "not needed for now: standing by" if is_standby else "needed: active again"
-        return [Note("info", text)]
-
-    def _on_grant(self, message: Grant, payload: list[Frame], now: float) -> list[Action]:
+    def _on_grant(self, message: Grant, payload: list[Frame]) -> None:
         begun: list[list[PartialRollout]] = [[] for _ in message.leases]
         if payload:
             begun = decode_continuations(payload[0])
             if len(begun) != len(message.leases):
                 numbers = f"{len(message.leases)} leases with {len(begun)} continuations"
                 raise RemoteProtocolError(numbers)
-        pairs = zip(message.leases, begun, strict=True)
-        fresh = [pair for pair in pairs if key_of(pair[0]) not in self.held]
-        for lease, members in fresh:
-            self.held.add(lease, members)
-        return self._next(now) if fresh else []
+        for lease, members in zip(message.leases, begun, strict=True):
+            if key_of(lease) not in self.held:
+                self.held.add(lease, members)
 
     def _on_reclaim(self, message: Reclaim, now: float) -> list[Action]:
-        """Give up leases that others wait for; what the engine has of them, once it has stopped."""
+        """Give waiting leases to other workers; begun ones once the engine has stopped them."""
         groups = [g for key in message.leases if (g := self.held.get(key)) is not None]
-        calls: list[EngineCall] = []
-        if message.is_begun_too and self.engine is not None and self.engine.sampler == "engine":
-            for group in groups:
-                self.held.handle(group, Reclaimed())
-            is_reclaimed = GroupState.RECLAIMED
-            calls = [c for c in self._calls if any(g.state is is_reclaimed for g in c.groups)]
-        given_up = self._hand_over([g for g in groups if g.state in WAITING], now)
-        return [*self._recall(calls), *given_up]
+        recalled: list[Decision] = []
+        if message.is_begun_too and self._calls is not None:
+            recalled = self._calls.reclaim(groups)
+        waiting = [group for group in groups if group.state in WAITING]
+        return [*self._decided(recalled, now), *self._give_up(waiting, now)]
 
-    def _hand_over(self, groups: Sequence[PartialGroup], now: float) -> list[Action]:
-        """Give up groups that are not in the engine, and what was sampled for them, to others."""
+    def _give_up(self, groups: Sequence[PartialGroup], now: float) -> list[Action]:
+        """Leave groups that are not in the engine, and their tokens, to other workers."""
         if not groups or not self.is_admitted:
             return []
         shipped = self.ship(interval_s=0.0, now=now)
@@ -372,7 +382,7 @@ class Worker(DialingRole):
         return actions
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Tell where this worker stands and send again what was not acknowledged.
+        """Report this worker's state and send again everything that was not acknowledged.
 
         Unfinished groups are shipped again when their time comes: a restarted learner has lost all
         of them, and a shipment may have been lost with the link.
@@ -383,623 +393,302 @@ class Worker(DialingRole):
         return [*actions, *self.heartbeat(now=now), *self._send_due(now)]
 
     def on_version(self, *, now: float) -> list[Action]:
-        """Handle that a version of the weights is here as a whole."""
-        return self._next(now)
+        """Handle that a version of the weights has arrived completely."""
+        return self._advance(now)
 
-    # --- into the engine -------------------------------------------------------------------------
+    # --- after every event -----------------------------------------------------------------------
 
-    def built(self, engine: EngineFacts, digests: dict[str, str], *, now: float) -> list[Action]:
-        """Note that task and engine are built, with these hashes, and what they can do."""
-        self.engine = engine
-        self.broadcast.patch_mode = "on_install" if engine.takes_patches else "copy"
-        self.max_groups = engine.max_groups
-        num_dropped = self.held.limit_tokens(engine.max_completion_tokens)
-        self.partial_counts["wasted_tokens"] += num_dropped
-        return [*self.configured(digests, now=now), *self._next(now)]
-
-    def _next(self, now: float) -> list[Action]:
-        """Begin and stop what can be begun and what is to be stopped now."""
-        engine = self.engine
-        if engine is None:
-            return self._settle(now)
-        actions = [] if self.is_leaving else self._install_newest(engine)
-        actions += self._begin(engine, now)
-        if engine.sampler == "engine":
-            actions += self._recall(call for call in self._calls if self._has_enough(call, now))
-            if not self._calls:
+    def _advance(self, now: float) -> list[Action]:
+        """Do what has become possible: install, begin, recall, ship, send, and leave."""
+        calls = self._calls
+        actions: list[Action] = []
+        if calls is not None and not calls.is_broken:
+            newest = self.broadcast.newest_complete
+            learner = LearnerProgress(self.learner_step, self.lineages)
+            decisions = calls.advance(newest, learner, is_leaving=self.is_leaving, now=now)
+            actions += self._decided(decisions, now)
+            if calls.engine.sampler == "engine" and not calls.is_sampling:
                 # Interrupted groups are not continued soon.
                 actions += self.ship(interval_s=0.0, now=now)
-        return [*actions, *self._settle(now)]
+        return [*actions, *self._send_due(now), *self._settle(now)]
 
-    def _begin(self, engine: EngineFacts, now: float) -> list[Action]:
-        """Take groups into the engine, as far as there is room: begun ones first, oldest first."""
-        num_free = self._free_places(engine)
-        if num_free <= 0:
-            return []
-        is_batch = engine.sampler == "engine" and not engine.is_continuous
-        taken = self.held.take(
-            min(num_free, self._max_together),
-            group_size=engine.group_size,
-            max_rollouts=engine.groups_per_batch * engine.group_size if is_batch else None,
-            now=now,
-            installed=self.installed_version,
-        )
-        if engine.sampler == "agents":
-            return [OfferEpisodes([group.lease for group in taken])] if taken else []
+    def _decided(self, decisions: Iterable[Decision], now: float) -> list[Action]:
+        """Carry out the decisions of the engine's part; pass on the actions among them."""
         actions: list[Action] = []
-        groups = []
-        for group in taken:
-            if engine.sampler == "engine":
-                self._apply_staleness(group, engine.rules)
-            num_prompt = len(group.lease.prompt_ids)
-            if group.is_whole:
-                # By another worker, or by this worker before it was stopped.
-                actions += self._score(group)
-            elif num_prompt > engine.max_prompt_tokens:
-                detail = (
-                    f"the prompt has {num_prompt} tokens, {engine.prompt_bound} leaves "
-                    f"{engine.max_prompt_tokens} beside {engine.max_completion_tokens} sampled ones"
-                )
-                actions += self.failed(group.lease, "prompt_too_long", detail, now=now)
-            else:
-                groups.append(group)
-        size = 1 if engine.is_continuous else max(1, len(groups))
-        for start in range(0, len(groups), size):
-            some = groups[start : start + size]
-            wanted = (version for group in some if (version := self._version_of(group)) is not None)
-            self._calls.append(make_call(some, engine, now, next(wanted, None)))
-            actions.append(Sample(self._calls[-1]))
+        for decision in decisions:
+            match decision:
+                case NoResult():
+                    actions += self._on_no_result(decision, now)
+                case GiveUp():
+                    actions += self._give_up(decision.groups, now)
+                case _:
+                    actions.append(decision)
         return actions
-
-    def _usable(self) -> tuple[PolicyVersion, ...]:
-        """Return the versions that may begin or go on: the newest, and others good for training."""
-        newest, engine = self.installed_version, self.engine
-        if newest is None or engine is None:
-            return ()
-        oldest_step = max(self.learner_step, newest.step) - engine.rules.max_age
-        return tuple(
-            version
-            for version in self._versions
-            if version == newest
-            or (version.step >= oldest_step and is_surviving(version, self.lineages))
-        )
-
-    def _version_of(self, group: PartialGroup) -> PolicyVersion | None:
-        """Return the only version that may sample a group; None for whichever is installed."""
-        lease = group.lease
-        if not self._has_several:
-            return self.installed_version if self._waits_for_whole else None
-        begun = {version for member in group.members for version in member.versions}
-        for version in begun.intersection(self._usable()) if len(begun) == 1 else ():
-            if lease.min_version is None or version >= lease.min_version:
-                return version
-        return self.installed_version
-
-    @property
-    def _has_several(self) -> bool:
-        return self.engine is not None and self.engine.num_versions > 1
-
-    @property
-    def _waits_for_whole(self) -> bool:
-        """Whether newer weights wait until the groups in the engine are whole."""
-        engine = self.engine
-        return engine is not None and engine.num_versions == 1 and engine.rules.one_version
-
-    def _free_places(self, engine: EngineFacts) -> int:
-        """Return how many groups may go into the engine now."""
-        is_closed = self._is_held or self.is_leaving or self.outbox.is_full
-        if is_closed or self.installed_version is None:
-            return 0
-        if engine.sampler == "agents":
-            return MAX_LEASES
-        is_played = engine.sampler == "episodes"
-        if engine.is_continuous:
-            num_places = engine.groups_per_batch if is_played else engine.num_places
-            return num_places - sum(len(call.groups) for call in self._calls)
-        if self._calls:
-            return 0
-        return engine.groups_per_batch if is_played else engine.max_groups
-
-    def _apply_staleness(self, group: PartialGroup, rules: PartialRules) -> None:
-        """Decide what the tokens so far are worth under the present weights."""
-        installed, num_tokens = self.installed_version, group.num_tokens
-        assert installed is not None
-        if not num_tokens:
-            return
-        step = max(self.learner_step, installed.step)
-        # A whole one needs no engine, nor its version.
-        version = None if group.is_whole else self._version_of(group)
-        oldest = group.oldest_step
-        result = apply_staleness_policy(
-            group.members,
-            stale_tokens=rules.stale_tokens,
-            max_age=rules.max_age,
-            step=step,
-            installed=version or installed,
-            lineages=self.lineages,
-            only_version=version,
-        )
-        group.members = result.members
-        counts = self.partial_counts
-        counts["resumed"] += 1
-        counts["resumed_tokens"] += num_tokens
-        counts["masked_tokens"] += result.num_masked
-        counts["wasted_tokens"] += result.num_dropped
-        counts["age_sum"] += 0 if oldest is None else max(0, step - oldest)
-
-    # --- out of the engine -----------------------------------------------------------------------
-
-    def counted(self, call: EngineCall, *, num_tokens: int, num_signs: int) -> None:
-        """Note how many tokens and signs of life there were so far of a call under way."""
-        for group in call.groups:
-            group.num_progress += num_signs - call.num_signs
-        call.num_tokens, call.num_signs = num_tokens, num_signs
-
-    def count(self, name: str, number: float = 1) -> None:
-        """Add to a count of the engine or the task."""
-        self.counters.add(name, number)
-
-    def sampled(
-        self,
-        call: EngineCall,
-        group: PartialGroup,
-        members: Sequence[PartialRollout],
-        *,
-        now: float,
-    ) -> list[Action]:
-        """Note how far the members of a group are, and have it scored once all have ended."""
-        group.members = list(members)
-        if not group.is_whole:
-            return []
-        call.num_whole += 1
-        return [*self._score(group), *self._next(now)]
-
-    def on_nonfinite(self, group: PartialGroup, why: str, *, now: float) -> list[Action]:
-        """End a group for one of whose members the model gives no probabilities.
-
-        It ends for good: elsewhere it would most likely be the same. The rest of its rollouts is
-        not awaited.
-        """
-        if not group.is_sampled:
-            return []
-        return [*self.failed(group.lease, BAD_LOGPROBS, why, now=now), *self._next(now)]
-
-    def _score(self, group: PartialGroup) -> list[Action]:
-        is_wanted = group.is_sampled
-        self.held.handle(group, Whole())
-        return [Score(group)] if is_wanted else []
-
-    def returned(self, call: EngineCall, *, num_tokens: int, now: float) -> list[Action]:
-        """Take back a call that has ended, and keep the groups that it has left unfinished."""
-        self._calls.remove(call)
-        self._max_together = min(2 * self._max_together, MAX_LEASES)
-        self.tokens_sampled += num_tokens
-        engine = self.engine
-        assert engine is not None
-        if engine.sampler != "engine":
-            return self._next(now)
-        self.partial_counts["interrupted"] += sum(not group.is_whole for group in call.groups)
-        actions = self._stop(call.groups, now)
-        interval_s = engine.rules.ship_s
-        if interval_s is None:
-            return [*actions, *self._next(now)]
-        actions += self.ship(interval_s=interval_s, now=now)
-        if now >= self._saved_at + interval_s:
-            actions += self._save(now)
-        return [*actions, *self._next(now)]
-
-    def refused(self, call: EngineCall, why: str, *, now: float) -> list[Action]:
-        """Have another version begin groups whose version the engine no longer holds.
-
-        Where that is the newest there is no other, and they are given back.
-        """
-        self._calls.remove(call)
-        actions: list[Action] = []
-        if call.version == self.installed_version:
-            for group in call.groups:
-                actions += self._refuse(group, why)
-        else:
-            self._versions = tuple(v for v in self._versions if v != call.version)
-            actions += self._stop(call.groups, now)
-        return [*actions, *self._send_due(now), *self._next(now)]
-
-    def _stop(self, groups: Sequence[PartialGroup], now: float) -> list[Action]:
-        """Take unfinished groups back from the engine; hand over those that others wait for."""
-        reclaimed = [group for group in groups if group.state is GroupState.RECLAIMED]
-        for group in groups:
-            self.held.handle(group, Stopped())
-        return self._hand_over(reclaimed, now)
-
-    def raised(
-        self, call: EngineCall, why: str, *, traceback: str, is_usable: bool, now: float
-    ) -> list[Action]:
-        """End a group whose sampling raised; of several groups, sample half at once to find it.
-
-        Args:
-            call: what raised.
-            why: the error, in one line.
-            traceback: of it.
-            is_usable: whether the engine still samples. If not this worker ends, and gives back
-                all that the engine had: the learner counts how many engines a group has ended.
-            now: the present instant.
-        """
-        self.counters.add("engine/calls_failed")
-        calls = [call] if is_usable else list(self._calls)
-        kept = GroupState.RUNNING, GroupState.RECLAIMED, GroupState.UNWANTED
-        unfinished = [group for each in calls for group in each.groups if group.state in kept]
-        self._calls.remove(call)
-        actions: list[Action] = []
-        if not is_usable:
-            for group in unfinished:
-                if group.is_sampled:
-                    actions += self._report(
-                        group, ENGINE_ERROR, why, is_elsewhere=True, traceback=traceback
-                    )
-            return [*actions, *self._send_due(now)]
-        if len(unfinished) > 1:
-            self._max_together = len(unfinished) // 2
-            actions += self._stop(unfinished, now)
-        else:
-            for group in unfinished:
-                actions += self.failed(group.lease, ENGINE_ERROR, why, traceback=traceback, now=now)
-        return [*actions, *self._next(now)]
-
-    def _has_enough(self, call: EngineCall, now: float) -> bool:
-        """Return whether what is unfinished in a call goes on another time."""
-        if call.num_whole == len(call.groups):
-            return False  # it returns by itself
-        if not any(group.is_sampled for group in call.groups):
-            return True  # no group of it is wanted
-        if self._has_several and call.version not in self._usable():
-            return True  # its tokens are too old to be trained on, and its slot is wanted
-        if now >= call.ends_at:
-            # Only with some tokens, or a slow start would be repeated forever.
-            if call.num_tokens or call.num_whole:
-                return True
-            assert self.engine is not None
-            call.ends_at = now + (self.engine.rules.ship_s or 0.0)
-        has_others = bool(self.held.of(*WAITING))
-        return call.num_whole >= call.num_awaited and has_others
-
-    def _recall(self, calls: Iterable[EngineCall]) -> list[Action]:
-        """Have calls end soon that were not told so before."""
-        actions: list[Action] = []
-        for call in calls:
-            if not call.is_recalled:
-                call.is_recalled = True
-                actions.append(Recall(call))
-        return actions
-
-    # --- whole groups ----------------------------------------------------------------------------
-
-    def scored(self, group: PartialGroup, rewards: Sequence[float], *, now: float) -> list[Action]:
-        """Deliver a whole group with its rewards; they may be fewer where it became unwanted."""
-        if group.state is not GroupState.SCORING:
-            return self._drop(group, now)
-        assert self.engine is not None
-        stale_tokens = self.engine.rules.stale_tokens
-        rollouts = [
-            member.rollout(reward, stale_tokens=stale_tokens)
-            for member, reward in zip(group.members, rewards, strict=True)
-        ]
-        return self.played(group.lease, rollouts, now=now)
-
-    def played(self, lease: Lease, rollouts: Sequence[Rollout], *, now: float) -> list[Action]:
-        """Deliver the rollouts of a lease, rewarded."""
-        group = Group(
-            group_id=lease.group_id,
-            attempt=lease.attempt,
-            worker_id=self.settings.node_id,
-            prompt_ids=np.array(lease.prompt_ids, dtype=np.int32),
-            rollouts=tuple(rollouts),
-        )
-        return self.finished(group, now=now)
-
-    def finished(self, group: Group, *, now: float) -> list[Action]:
-        """Deliver a finished group."""
-        partial = self.held.get((group.group_id, group.attempt))
-        if partial is None:
-            return self._settle(now)
-        payload = encode_group(group)
-        if (num_bytes := payload_bytes(payload)) > MAX_PAYLOAD_BYTES:
-            detail = (
-                f"it has {num_bytes} bytes, a message holds {MAX_PAYLOAD_BYTES}; lower "
-                "batch.group_size or sampling.max_completion_tokens"
-            )
-            return self.failed(partial.lease, "group_too_large", detail, now=now)
-        seconds = partial.seconds(now)
-        message = Deliver(group_id=group.group_id, attempt=group.attempt, seconds=seconds)
-        self.held.handle(partial, Reported(message, tuple(payload)))
-        return [*self._send_due(now), *self._settle(now)]
-
-    def failed(
-        self, lease: Lease, reason: str, detail: str, *, traceback: str = "", now: float
-    ) -> list[Action]:
-        """Report a group that cannot be finished and that a retry will not mend."""
-        group = self.held.get(key_of(lease))
-        if group is None or group.state is GroupState.UNWANTED:
-            return self._drop(group, now)
-        self.counters.add(f"failed/{reason}")
-        report = self._report(group, reason, detail, traceback=traceback)
-        return [*report, *self._send_due(now), *self._settle(now)]
-
-    def _drop(self, group: PartialGroup | None, now: float) -> list[Action]:
-        if group is not None:
-            self.held.handle(group, Dropped())
-        return self._settle(now)
-
-    def _report(
-        self,
-        group: PartialGroup,
-        reason: str,
-        detail: str,
-        *,
-        is_elsewhere: bool = False,
-        traceback: str = "",
-    ) -> list[Action]:
-        group_id, attempt = group.key
-        message = Failed(
-            group_id=group_id,
-            attempt=attempt,
-            reason=reason,
-            detail=detail[:MAX_DETAIL_LENGTH],
-            is_elsewhere=is_elsewhere,
-            traceback=traceback[-MAX_TRACEBACK_LENGTH:],
-        )
-        self.held.handle(group, Reported(message))
-        # It may be what a task's code says of what the model said.
-        text = one_line(detail[:MAX_DETAIL_LENGTH])
-        return [Note("warning", f"group {group_id}: {reason}: {text}", reason)]
-
-    def _refuse(self, group: PartialGroup, detail: str) -> list[Action]:
-        """Give a lease back whose version is not here."""
-        if group.state is GroupState.UNWANTED:
-            self.held.handle(group, Stopped())
-            return []
-        self.counters.add("engine/version_refused")
-        return self._report(group, "version_not_installed", detail, is_elsewhere=True)
-
-    # --- agents ----------------------------------------------------------------------------------
-
-    def demand(self, num_groups: int, *, now: float) -> list[Action]:
-        """Ask for the number of groups that agents need, those that they have included."""
-        if num_groups == self.max_groups:
-            return []
-        self.max_groups = num_groups
-        return self.heartbeat(now=now) if self.is_admitted else []
-
-    def dropped(self, lease: Lease, *, now: float) -> list[Action]:
-        """Note that no agent works on a lease, nor will; the lease expires at the learner."""
-        return self._drop(self.held.get(key_of(lease)), now)
-
-    def progress(self, lease: Lease, number: int) -> None:
-        """Note how many signs of life there were of a lease that agents have."""
-        group = self.held.get(key_of(lease))
-        if group is not None:
-            group.num_progress = number
-
-    # --- weights ---------------------------------------------------------------------------------
-
-    def _install_newest(self, engine: EngineFacts) -> list[Action]:
-        """Install the newest version that is here, or the newest of several."""
-        if self._installing is not None:
-            return []
-        self._is_held = False
-        version, installed = self.broadcast.newest_complete, self.installed_version
-        if version is None or (installed is not None and version <= installed):
-            return []
-        is_too_soon = self._install_again_at < math.inf
-        if is_too_soon and self._refusal is not None and version == self._refusal[0]:
-            return []
-        # With "drop" nothing that older weights have begun goes on, in flight or not; of several
-        # versions it goes on under its own.
-        is_dropped = engine.rules.stale_tokens == "drop" and engine.sampler == "engine"
-        self._is_held = self._waits_for_whole or (is_dropped and not self._has_several)
-        if self._is_held and self._calls:
-            return [] if self._waits_for_whole else self._recall(self._calls)
-        self._installing = version
-        self._install_again_at = math.inf
-        return [Install(version)]
-
-    def installed(self, version: PolicyVersion, *, now: float) -> list[Action]:
-        """Note which version samples from now on, tell the learner, and give back what it ends."""
-        self._installing = self._refusal = None
-        self.installed_version = version
-        num_versions = 1 if self.engine is None else self.engine.num_versions
-        self._versions = (*self._versions, version)[-num_versions:]
-        beat = self.heartbeat(now=now) if self.is_admitted else []
-        return [*beat, *self._give_back(now), *self._send_due(now), *self._next(now)]
-
-    def install_failed(
-        self, version: PolicyVersion, error: EngineError, *, now: float
-    ) -> list[Action]:
-        """Keep the version before, and tell the learner; there is no going on without any."""
-        self._installing = None
-        self._refusal = version, one_line(str(error))[:MAX_DETAIL_LENGTH]
-        self._install_again_at = now + INSTALL_AGAIN_S
-        self.counters.add("engine/installs_failed")
-        beat = self.heartbeat(now=now) if self.is_admitted else []
-        if self.installed_version is None:
-            text = f"cannot install {version}: {error}"
-            return [Note("warning", text), *beat, Stop("failed", error)]
-        text = f"cannot install {version}, keeping {self.installed_version}: {error}"
-        return [Note("warning", text), *beat, *self._next(now)]
-
-    def install_missed(self, *, now: float) -> list[Action]:
-        """Note that a version was given up before it was installed: another one follows."""
-        self._installing = None
-        return self._next(now)
-
-    def damaged(self, *, now: float) -> list[Action]:
-        """Sample nothing from damaged memory: a version must be received again first."""
-        self.installed_version = None
-        return self._next(now)
-
-    def _give_back(self, now: float) -> list[Action]:
-        """Give back the leases whose version has not come in time."""
-        installed = self.installed_version
-        waiting = {group.key: group for group in self.held.awaiting(installed)}
-        self._waiting_since = {key: self._waiting_since.get(key, now) for key in waiting}
-        late = [
-            waiting[key]
-            for key, since in self._waiting_since.items()
-            if now >= since + self._version_wait_s
-        ]
-        # First what was sampled of them, for the worker that continues them.
-        actions = self.ship(interval_s=0.0, now=now) if late else []
-        for group in late:
-            here = f"{installed or 'no version'} is installed and no newer one has come"
-            wait = f"in {self._version_wait_s:g} s"
-            why = f"{group.lease.min_version} or newer is wanted, {here} {wait}"
-            actions += self._refuse(group, why)
-        return actions
-
-    # --- unfinished groups: to the learner, and across a restart ---------------------------------
 
     def ship(self, *, interval_s: float, now: float) -> list[Action]:
-        """Send the learner what has been sampled for interrupted groups since it was last sent.
-
-        Args:
-            interval_s: seconds between two shipments of one partial group; 0 where this worker is
-                about to pause or to leave.
-            now: the present instant.
-        """
+        """Send the learner the new tokens of interrupted groups, if it can receive them."""
         if not self.is_admitted:
             return []
-        actions: list[Action] = []
-        for partial in self.held.take_due(interval_s=interval_s, now=now):
-            message = Partial(group_id=partial.lease.group_id, attempt=partial.lease.attempt)
-            frame = encode_members(partial.members)
-            if payload_bytes([frame]) > MAX_PAYLOAD_BYTES:
-                continue  # if this worker is lost, it is sampled again
-            actions += self.to_learner(message, frame)
-            self.partial_counts["shipped"] += 1
-        return actions
-
-    def restore(self, saved: Frame) -> list[Action]:
-        """Take over what a former process of this worker has saved."""
-        try:
-            partials = decode_groups(saved, run_id=self.broadcast.trust.run_id)
-        except RemoteProtocolError as error:
-            return [Note("warning", f"dropped the unfinished groups that were left here: {error}")]
-        self._saved = bytes(saved)
-        self.held.restore(partials)
-        if not partials:
-            return []
-        num_tokens = sum(partial.num_tokens for partial in partials)
-        return [Note("info", f"found {len(partials)} unfinished groups of {num_tokens} tokens")]
-
-    def _save(self, now: float) -> list[Action]:
-        self._saved_at = now
-        partials = self.held.begun()
-        data = encode_groups(self.broadcast.trust.run_id, partials)
-        if data == self._saved or not (partials or self._saved):
-            return []
-        self._saved = data
-        self._num_saving += 1
-        return [Save(data)]
-
-    def saved(self, fault: str, *, now: float) -> list[Action]:
-        """Note that a Save has been carried out, or what was wrong: that is told and survived."""
-        self._num_saving -= 1
-        if not fault:
-            return self._settle(now)
-        self.counters.add("partials_unsaved")
-        text = f"cannot keep unfinished rollouts: {fault}; a restart would sample them anew"
-        return [Note("warning", text), *self._settle(now)]
-
-    # --- leaving ---------------------------------------------------------------------------------
-
-    def drain(self, *, now: float) -> list[Action]:
-        """Take no more leases, hand over what is unfinished, and await what is finished."""
-        if self.is_leaving:
-            return []
-        self.is_leaving, self._drain_until = True, now + DRAIN_S
-        actions = self.heartbeat(now=now) if self.is_admitted else []
-        sampler = None if self.engine is None else self.engine.sampler
-        if sampler == "engine":
-            actions += self._recall(self._calls)
-        elif sampler == "agents":
-            actions.append(Withdraw())
-        return [*actions, *self._next(now)]
-
-    def _settle(self, now: float) -> list[Action]:
-        """Say so once a worker that leaves has nothing left to wait for, or has waited enough."""
-        if not self.is_leaving or self._is_drained:
-            return []
-        actions: list[Action] = []
-        if not self._has_handed_over:
-            is_stoppable = self.engine is not None and self.engine.sampler == "engine"
-            if is_stoppable and self._calls:
-                if now < self._drain_until:
-                    return []
-                text = f"the engine has not stopped within {DRAIN_S:.0f} s: leaving without it"
-                actions.append(Note("warning", text))
-            self._has_handed_over, self._drain_until = True, now + DRAIN_S
-            actions += [*self.ship(interval_s=0.0, now=now), *self._save(now)]
-        is_busy = bool(self.held.of(*BUSY) or len(self.outbox) or self._num_saving)
-        if is_busy and now < self._drain_until:
-            return actions
-        self._is_drained = True
-        release: list[Action] = [Release(self._retiring)] if self._retiring else []
-        return [*actions, Drained(), *release]
-
-    def _retire(self, now: float) -> list[Action]:
-        """Leave, and give the machine back, once the terms say so."""
-        standby_at, gone_at = self._release_times()
-        if self.is_leaving or now < min(standby_at, gone_at):
-            return []
-        if now >= standby_at:
-            assert self.standby_since is not None
-            why = f"on standby for {format_duration(now - self.standby_since)}"
-        else:
-            why = f"without the learner for {format_duration(now - self._lost_at)}"
-        self._retiring = f"{why} (worker.release_after_s)"
-        return [Note("warning", f"leaving: {self._retiring}"), *self.drain(now=now)]
-
-    def _release_times(self) -> tuple[float, float]:
-        """Return when this worker will have been on standby, and without the learner, too long."""
-        since, terms = self.standby_since, self.terms
-        return (
-            math.inf if since is None or terms.standby_s is None else since + terms.standby_s,
-            math.inf if terms.learner_gone_s is None else self._lost_at + terms.learner_gone_s,
-        )
-
-    def released(self, is_released: bool) -> list[Action]:
-        """Say goodbye after a Release, with the news of how it went: if confirmed, costs end."""
-        goodbye: list[Action] = []
-        if self.is_admitted:
-            goodbye = self.to_learner(Goodbye(reason=self._retiring, is_released=is_released))
-        return [*goodbye, Stop(self._retiring)]
-
-    # --- time ------------------------------------------------------------------------------------
+        return [
+            action
+            for message, frame in self._keeper.ship(interval_s=interval_s, now=now)
+            for action in self.to_learner(message, frame)
+        ]
 
     def _send_due(self, now: float) -> list[Action]:
         if not self.is_admitted:
             return []
         return [
             action
-            for encoded in self.outbox.take_due(now=now)
-            for action in self.to_learner(encoded.message, *encoded.payload)
+            for delivery in self.outbox.take_due(now=now)
+            for action in self.to_learner(delivery.message, *delivery.payload)
         ]
+
+    # --- the engine ------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> EngineCalls:
+        assert self._calls is not None, "no engine reports before it is built"
+        return self._calls
+
+    def _on_engine_built(self, event: EngineBuilt, now: float) -> list[Action]:
+        engine = event.engine
+        self._calls = EngineCalls(
+            engine, self.held, counters=self.counters, counts=self.partial_counts
+        )
+        self.broadcast.patch_mode = "on_install" if engine.takes_patches else "copy"
+        self.max_groups = engine.max_groups
+        num_dropped = self.held.limit_tokens(engine.max_completion_tokens)
+        self.partial_counts["wasted_tokens"] += num_dropped
+        return self._joining.configured(event.digests, now=now)
+
+    def _on_engine(self, event: EngineEvent, now: float) -> list[Action]:
+        return self._decided(self._engine.handle(event), now)
+
+    def _on_returned(self, event: CallReturned, now: float) -> list[Action]:
+        self.tokens_sampled += event.num_tokens
+        actions = self._on_engine(event, now)
+        engine = self._engine.engine
+        interval_s = engine.rules.ship_s
+        if engine.sampler != "engine" or interval_s is None:
+            return actions
+        run_id = self.broadcast.trust.run_id
+        saved = self._keeper.save(run_id, interval_s=interval_s, now=now)
+        return [*actions, *self.ship(interval_s=interval_s, now=now), *saved]
+
+    def _on_installed(self, event: VersionInstalled, now: float) -> list[Action]:
+        self._engine.versions.on_installed(event.version)
+        return [*self._beat(now), *self._give_back(now)]
+
+    def _on_install_failed(self, event: InstallFailed, now: float) -> list[Action]:
+        """Keep the version before, and report it; without any version this worker ends."""
+        self._engine.versions.on_failed(event.version, event.error, now=now)
+        self.counters.add("engine/installs_failed")
+        beat, text = self._beat(now), f"cannot install {event.version}"
+        if self.installed_version is None:
+            note = Note("warning", f"{text}: {event.error}")
+            return [note, *beat, Stop("failed", event.error)]
+        text = f"{text}, keeping {self.installed_version}: {event.error}"
+        return [Note("warning", text), *beat]
+
+    def _on_missed(self, event: InstallMissed, now: float) -> list[Action]:
+        self._engine.versions.installing = None
+        return []
+
+    def _on_damaged(self, event: EngineDamaged, now: float) -> list[Action]:
+        if self._calls is not None:
+            self._calls.versions.on_damaged()
+        return []
+
+    def _give_back(self, now: float) -> list[Action]:
+        """Give back the leases whose version has not arrived in time."""
+        installed, wait_s = self.installed_version, self._version_wait_s
+        late = self.held.overdue(installed, wait_s=wait_s, now=now)
+        # First their tokens, for the workers that continue them.
+        actions = self.ship(interval_s=0.0, now=now) if late else []
+        for group in late:
+            self.counters.add("engine/version_refused")
+            here = f"{installed or 'no version'} is installed and no newer one has come"
+            why = f"{group.lease.min_version} or newer is wanted, {here} in {wait_s:g} s"
+            actions += self._on_no_result(not_installed(group.lease, why), now)
+        return actions
+
+    # --- results ---------------------------------------------------------------------------------
+
+    def _on_scored(self, event: GroupScored, now: float) -> list[Action]:
+        group = event.group
+        if group.state is not GroupState.SCORING:
+            self.held.handle(group, Dropped())
+            return []
+        stale_tokens = self._engine.engine.rules.stale_tokens
+        rollouts = [
+            member.rollout(reward, stale_tokens=stale_tokens)
+            for member, reward in zip(group.members, event.rewards, strict=True)
+        ]
+        finished = answer_to(group.lease, rollouts, worker_id=self.settings.node_id)
+        return self._on_finished(GroupFinished(finished), now)
+
+    def _on_finished(self, event: GroupFinished, now: float) -> list[Action]:
+        group = event.group
+        held = self.held.get((group.group_id, group.attempt))
+        if held is None:
+            return []
+        payload = encode_group(group)
+        if (num_bytes := payload_bytes(payload)) > MAX_PAYLOAD_BYTES:
+            detail = (
+                f"it has {num_bytes} bytes, a message holds {MAX_PAYLOAD_BYTES}; lower "
+                "batch.group_size or sampling.max_completion_tokens"
+            )
+            return self._on_no_result(NoResult(held.lease, "group_too_large", detail), now)
+        seconds = held.seconds(now)
+        message = Deliver(group_id=group.group_id, attempt=group.attempt, seconds=seconds)
+        self.held.handle(held, Reported(message, tuple(payload)))
+        return []
+
+    def _on_no_result(self, event: NoResult, now: float) -> list[Action]:
+        """Report why a group has no result, unless the learner no longer wants one."""
+        group = self.held.get(key_of(event.lease))
+        if group is None:
+            return []
+        if group.state is GroupState.UNWANTED:
+            self.held.handle(group, Dropped())
+            return []
+        if not event.is_elsewhere:
+            self.counters.add(f"failed/{event.reason}")
+        message = failure_of(event)
+        self.held.handle(group, Reported(message))
+        # A task's code may have put the model's words into the detail.
+        text = f"group {message.group_id}: {event.reason}: {one_line(message.detail)}"
+        return [Note("warning", text, event.reason)]
+
+    # --- agents ----------------------------------------------------------------------------------
+
+    def _on_demanded(self, event: LeasesDemanded, now: float) -> list[Action]:
+        if event.num_groups == self.max_groups:
+            return []
+        self.max_groups = event.num_groups
+        return self._beat(now)
+
+    def _on_alive(self, event: LeasesAlive, now: float) -> list[Action]:
+        for lease in event.leases:
+            group = self.held.get(key_of(lease))
+            if group is not None:
+                group.num_progress = event.num_signs
+        return []
+
+    def _on_dropped(self, event: LeaseDropped, now: float) -> list[Action]:
+        group = self.held.get(key_of(event.lease))
+        if group is not None:
+            self.held.handle(group, Dropped())
+        return []
+
+    # --- this worker's own file ------------------------------------------------------------------
+
+    def _on_found(self, event: PartialsFound, now: float) -> list[Action]:
+        return self._keeper.on_found(event.data, self.broadcast.trust.run_id)
+
+    def _on_saved(self, event: PartialsSaved, now: float) -> list[Action]:
+        if event.fault:
+            self.counters.add("partials_unsaved")
+        return self._keeper.on_saved(event)
+
+    # --- leaving ---------------------------------------------------------------------------------
+
+    def _on_drain(self, event: DrainRequested, now: float) -> list[Action]:
+        """Accept no more leases, and stop the engine."""
+        if self.is_leaving:
+            return []
+        self.is_leaving = True
+        self.departure.begin(now=now)
+        stops = [] if self._calls is None else self._calls.leave()
+        return [*self._beat(now), *self._decided(stops, now)]
+
+    def _settle(self, now: float) -> list[Action]:
+        """Hand over unfinished groups once the engine has stopped, and leave once all is done."""
+        if not self.is_leaving:
+            return []
+        calls, departure = self._calls, self.departure
+        actions: list[Action] = []
+        is_sampling = calls is not None and calls.engine.sampler == "engine" and calls.is_sampling
+        if departure.is_stopped(is_sampling=is_sampling, now=now):
+            if is_sampling:
+                text = f"the engine has not stopped within {DRAIN_S:.0f} s: leaving without it"
+                actions.append(Note("warning", text))
+            actions += self.ship(interval_s=0.0, now=now)
+            actions += self._keeper.save(self.broadcast.trust.run_id, now=now)
+        is_busy = bool(self.held.of(*BUSY) or len(self.outbox) or self._keeper.num_saving)
+        return [*actions, *departure.finish(is_busy=is_busy, now=now)]
+
+    def _on_released(self, event: MachineReleased, now: float) -> list[Action]:
+        """Say goodbye, and report whether the release is confirmed: then costs end."""
+        reason = self.departure.reason
+        goodbye: list[Action] = []
+        if self.is_admitted:
+            goodbye = self.to_learner(Goodbye(reason=reason, is_released=event.is_confirmed))
+        return [*goodbye, Stop(reason)]
+
+    # --- time ------------------------------------------------------------------------------------
 
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
-        own = [call.ends_at for call in self._calls if not call.is_recalled]
-        own.append(self._install_again_at)
-        if not self.is_leaving:
-            own += self._release_times()
-        elif not self._is_drained:
-            own.append(self._drain_until)
+        first = self.departure.deadline(lost_at=self._lost_at)
+        if self._calls is not None:
+            first = min(first, self._calls.deadline)
         outbox_at = self.outbox.deadline if self.is_admitted else None
-        first = min(own)
         return earliest(super().deadline, outbox_at, None if first == math.inf else first)
 
     def expire(self, *, now: float) -> list[Action]:
         """Do what has become due."""
-        actions = self._retire(now)
+        actions: list[Action] = []
+        if self.departure.is_due(lost_at=self._lost_at, now=now):
+            actions.append(Note("warning", f"leaving: {self.departure.reason}"))
+            actions += self._on_drain(DrainRequested(), now)
         actions += super().expire(now=now)
-        if now >= self._install_again_at:
-            self._install_again_at = math.inf
-        return [*actions, *self._give_back(now), *self._send_due(now), *self._next(now)]
+        if self._calls is not None:
+            self._calls.versions.expire(now=now)
+        return [*actions, *self._give_back(now), *self._advance(now)]
+
+    HANDLERS: ClassVar[Mapping[type, Handler]] = {
+        **DialingRole.HANDLERS,
+        EngineBuilt: _on_engine_built,
+        **dict.fromkeys((MembersGrown, NonfiniteFound, CallRefused, CallRaised), _on_engine),
+        CallReturned: _on_returned,
+        VersionInstalled: _on_installed,
+        InstallFailed: _on_install_failed,
+        InstallMissed: _on_missed,
+        EngineDamaged: _on_damaged,
+        GroupScored: _on_scored,
+        GroupFinished: _on_finished,
+        NoResult: _on_no_result,
+        LeasesDemanded: _on_demanded,
+        LeasesAlive: _on_alive,
+        LeaseDropped: _on_dropped,
+        PartialsFound: _on_found,
+        PartialsSaved: _on_saved,
+        DrainRequested: _on_drain,
+        MachineReleased: _on_released,
+    }
+
+
+def failure_of(event: NoResult) -> Failed:
+    """Return the message that reports a group without a result."""
+    return Failed(
+        group_id=event.lease.group_id,
+        attempt=event.lease.attempt,
+        reason=event.reason,
+        detail=event.detail[:MAX_DETAIL_LENGTH],
+        is_elsewhere=event.is_elsewhere,
+        traceback=event.traceback[-MAX_TRACEBACK_LENGTH:],
+    )
+
+
+def answer_to(lease: Lease, rollouts: Sequence[Rollout], *, worker_id: str) -> Group:
+    """Return the finished group of a lease."""
+    return Group(
+        group_id=lease.group_id,
+        attempt=lease.attempt,
+        worker_id=worker_id,
+        prompt_ids=np.array(lease.prompt_ids, dtype=np.int32),
+        rollouts=tuple(rollouts),
+    )

@@ -3,6 +3,7 @@
     {"now": 81.204, "received": "Grant", "peer": "out-1", "source": "learner", "target": "w1",
      "fields": {"leases": [...]}, "payload": [{"bytes": 81, "blake3": "52b1c09e7d3f"}]}
     {"now": 81.205, "returned": "Sample", "call": {...}}
+    {"now": 81.298, "reported": "CallReturned", "call": {...}, "num_tokens": 4096}
     {"now": 81.307, "worked": "DecodeBlock", "block": 3, "chunk_bytes": 1048576, "result": ""}
 
 `now` is the loop's clock, the only clock that a role sees; the first line of a process has the time
@@ -62,7 +63,7 @@ class EventLog:
             raise StorageError(text) from error
 
     def write(self, kind: str, what: Any, *, now: float, **more: str) -> None:
-        """Append a line on what was "received", "returned" or "worked"."""
+        """Append a line on what was "received", "reported", "returned" or "worked"."""
         if self._fd is None:
             return
         at = {"now": round(now, 6)}

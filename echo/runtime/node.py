@@ -60,7 +60,7 @@ from echo.net.transport import (
 )
 from echo.net.zmq import ZmqTransport
 from echo.roles.joining import NodeSettings
-from echo.roles.node import DialingRole, Role
+from echo.roles.node import DialingRole, Leaving, Role, Started
 from echo.runtime.disk_store import MemoryStore
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import JoinSource
@@ -420,9 +420,15 @@ class DialingNode(Node):
         self.role = role
         self.version_store = version_store
 
+    def report(self, event: Any) -> None:
+        """Have the role handle an event, and carry out what it decides."""
+        if self.event_log is not None:
+            self.event_log.write("reported", event, now=self.now)
+        self.perform(self.role.handle(event, now=self.now))
+
     async def work(self) -> None:
         """Look for the learner; everything else is an action."""
-        self.perform(self.role.start(now=self.now))
+        self.report(Started())
 
     async def recover(self) -> None:
         """Take over what a former process of this node has left of the run's versions."""
@@ -452,14 +458,14 @@ class DialingNode(Node):
         """End `run`; tell the learner first if it is with an error."""
         try:
             if error is not None and not self.has_ended:
-                self.perform(self.role.leave(str(error), has_failed=True))
+                self.report(Leaving(str(error), has_failed=True))
         finally:
             super().stop(reason, error)
 
     async def drain(self) -> None:
         """Send a goodbye, so that no node waits for this one; the transport delivers it."""
         self.role.is_leaving = True
-        self.perform(self.role.leave("stopped by its operator"))
+        self.report(Leaving("stopped by its operator"))
 
 
 # --- From the configuration to a node's transport and role: what all roles set up alike ---

@@ -8,7 +8,7 @@ import logging
 from echo.config.schema import NetworkSection, RelaySection
 from echo.core.errors import LocalProtocolError
 from echo.net.transport import Transport
-from echo.roles.joining import Configure
+from echo.roles.joining import Built, Configure
 from echo.roles.relay import Relay
 from echo.runtime import node
 from echo.runtime.disk_store import open_store
@@ -36,7 +36,7 @@ class RelayNode(DialingNode):
     async def _set_up(self) -> None:
         """Be ready: a relay has no task and no engine, only what it held before."""
         await self.recover()
-        self.perform(self.role.configured({}, now=self.now))
+        self.report(Built({}))
 
 
 async def build_relay(

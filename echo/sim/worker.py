@@ -12,12 +12,12 @@ import numpy as np
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PartialRollout, PolicyVersion
 from echo.leases.held import LeaseKey, key_of
-from echo.roles.departure import Drained, Release
+from echo.roles.departure import Drained, MachineReleased, Release
 from echo.roles.engine_facts import EngineFacts
-from echo.roles.installing import Install
+from echo.roles.installing import Install, VersionInstalled
 from echo.roles.joining import Configure
-from echo.roles.sampling import EngineCall, Recall, Sample, Score
-from echo.roles.worker import Worker
+from echo.roles.sampling import CallReturned, EngineCall, MembersGrown, Recall, Sample, Score
+from echo.roles.worker import EngineBuilt, GroupScored, Worker
 from echo.runtime.node import DialingNode
 from echo.sim.clock import InlineThreads
 from echo.sim.lengths import Groups
@@ -89,13 +89,13 @@ class SimWorker(DialingNode):
             case Recall():
                 self._give_back(action.call)
             case Score():
-                self.perform(self.role.scored(action.group, self._rewards(action), now=self.now))
+                self.report(GroupScored(action.group, self._rewards(action)))
             case Install():
                 self._num_installing += 1
                 call_later(self._times.swap_s, self._installed, action.version)
             case Release():
                 self.is_released = True
-                self.perform(self.role.released(True))
+                self.report(MachineReleased(is_confirmed=True))
             case Drained() | VersionArrived() | VersionAudited():
                 pass
             case _:
@@ -123,7 +123,7 @@ class SimWorker(DialingNode):
 
     def _built(self) -> None:
         if not self.has_ended:
-            self.perform(self.role.built(self._facts, {}, now=self.now))
+            self.report(EngineBuilt(self._facts, {}))
 
     def _installed(self, version: PolicyVersion) -> None:
         self._num_installing -= 1
@@ -131,7 +131,7 @@ class SimWorker(DialingNode):
             return
         self.engine.install(version, now=self.now)
         self.before_expire()
-        self.perform(self.role.installed(version, now=self.now))
+        self.report(VersionInstalled(version))
 
     def _pause(self) -> None:
         is_fetching = self.role.broadcast.receiver.item is not None or self._num_installing > 0
@@ -167,7 +167,7 @@ class SimWorker(DialingNode):
         for group in call.groups:
             del self._calls[group.key]
             num_tokens += self.engine.stop(group.lease, now=self.now)
-        self.perform(self.role.returned(call, num_tokens=round(num_tokens), now=self.now))
+        self.report(CallReturned(call, round(num_tokens)))
         self._await_next()
 
     def _await_next(self) -> None:
@@ -186,14 +186,14 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _sampled(self, running: Running) -> None:
-        lease, role, now = running.lease, self.role, self.now
+        lease = running.lease
         call = self._calls.pop(key_of(lease))
         shares = running.shares()
         self._groups.sampled(lease, shares)
         member = stand_in([version for version, _ in shares])
         for group in call.groups:
-            self.perform(role.sampled(call, group, [member] * len(group.members), now=now))
-        self.perform(role.returned(call, num_tokens=running.length.num_tokens, now=now))
+            self.report(MembersGrown(call, group, [member] * len(group.members)))
+        self.report(CallReturned(call, running.length.num_tokens))
 
 
 def stand_in(versions: list[PolicyVersion]) -> PartialRollout:

@@ -13,7 +13,7 @@ from typing import Any
 
 from echo.core.rollout import Group
 from echo.net.zmq import ZmqTransport
-from echo.roles.worker import Worker
+from echo.roles import worker
 from echo.wire.codec import decode_envelope, decode_group, decode_message, encode_group
 from echo.wire.messages import LEARNER_ID, Chunk, Deliver
 
@@ -48,13 +48,13 @@ def relay_lies() -> None:
 
 def state_less() -> None:
     """Sample honestly, and state log-probabilities that are NATS less."""
-    finished = Worker.finished
+    answer_to = worker.answer_to
 
-    @wraps(finished)
-    def lying(self: Worker, group: Group, *, now: float) -> Any:
-        return finished(self, changed(group, nats=NATS), now=now)
+    @wraps(answer_to)
+    def lying(*lease: Any, **worker_id: Any) -> Group:
+        return changed(answer_to(*lease, **worker_id), nats=NATS)
 
-    Worker.finished = lying  # type: ignore[method-assign]
+    worker.answer_to = lying
 
 
 def changed(group: Group, *, nats: float = 0.0, reward: float | None = None) -> Group:

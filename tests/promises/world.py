@@ -1443,7 +1443,7 @@ class World:
 
     def is_on_standby(self, worker: str) -> bool:
         """Return whether a worker stands by."""
-        return self.node(worker).role.standby_since is not None
+        return self.node(worker).role.departure.standby_since is not None
 
     def parent(self, name: str) -> str:
         """Return from whom a node takes weights."""

@@ -183,7 +183,7 @@ def test_a_group_that_no_message_holds_fails_with_its_reason(
     monkeypatch.setattr(worker, "MAX_PAYLOAD_BYTES", 200)
     paper = Paper({0: (9, 9)})
     paper.grant(make_lease(0))
-    paper.role.finished(make_group(0, PolicyVersion(1, 0)), now=3.0)
+    paper.report(worker.GroupFinished(make_group(0, PolicyVersion(1, 0))))
     failed = paper.role.outbox._deliveries[0, 0].message
     assert isinstance(failed, Failed)
     assert failed.reason == "group_too_large"
@@ -290,7 +290,7 @@ def test_every_reason_that_a_worker_gives_is_known() -> None:
         text = path.read_text()
         if "RewardError" in text:
             found |= set(re.findall(r'"(reward_[a-z]+)"', text))
-        found |= set(re.findall(r'\.(?:failed|_give_up)\(\s*[\w.]+,\s*"(\w+)"', text))
+        found |= set(re.findall(r'\b(?:NoResult|_give_up)\(\s*[\w.]+,\s*"(\w+)"', text))
     assert {"reward_error", "prompt_too_long", "agent_timeout", "group_too_large"} <= found
     assert {reason for reason in found if messages.known_reason(reason) != reason} == set()
 

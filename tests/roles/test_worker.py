@@ -11,15 +11,38 @@ import pytest
 
 from echo.core.errors import EngineError
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
+from echo.leases import keeper
 from echo.leases.held import BUSY, GroupState, PartialGroup
-from echo.leases.keeper import Save
+from echo.leases.keeper import PartialsFound, PartialsSaved, Save
 from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules, decode_groups, encode_groups
-from echo.roles.departure import DRAIN_S, Drained, Release, ReleaseTerms
+from echo.roles import departure, installing, node, sampling, worker
+from echo.roles.departure import (
+    DRAIN_S,
+    Drained,
+    DrainRequested,
+    MachineReleased,
+    Release,
+    ReleaseTerms,
+)
 from echo.roles.engine_facts import EngineFacts
-from echo.roles.installing import INSTALL_AGAIN_S, Install
-from echo.roles.sampling import EngineCall, OfferEpisodes, Recall, Sample, Score, Withdraw
-from echo.roles.worker import Worker
+from echo.roles.installing import INSTALL_AGAIN_S, Install, InstallFailed, VersionInstalled
+from echo.roles.joining import Built
+from echo.roles.sampling import (
+    CallRaised,
+    CallRefused,
+    CallReturned,
+    EngineCall,
+    MembersGrown,
+    NonfiniteFound,
+    NoResult,
+    OfferEpisodes,
+    Recall,
+    Sample,
+    Score,
+    Withdraw,
+)
+from echo.roles.worker import EngineBuilt, GroupScored, LeaseDropped, LeasesDemanded, Worker
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import decode_group
@@ -88,14 +111,17 @@ class Paper:
             max_prompt_tokens=5, max_completion_tokens=64,
             rules=PartialRules(**({"ship_s": None} | rules)),
         )  # fmt: skip
-        self.do(self.role.built(facts, {}, now=0.0))
+        self.report(EngineBuilt(facts, {}))
         if version is not None:
-            self.do(self.role.installed(version, now=0.0))
+            self.report(VersionInstalled(version))
 
     def grant(self, *leases: Lease, members: Sequence[PartialRollout] = ()) -> None:
         for each in leases or [make_lease(group_id) for group_id in sorted(self.lengths)]:
             self.role.held.add(each, members)
-        self.do(self.role._next(self.now))
+        self.do(self.role.on_version(now=self.now))
+
+    def report(self, event: Any) -> None:
+        self.do(self.role.handle(event, now=self.now))
 
     def do(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -105,7 +131,7 @@ class Paper:
                 case Recall(call):
                     self.give_back(call)
                 case Score(group) if len(self.lengths):
-                    self.do(self.role.scored(group, [0.0, 1.0], now=self.now))
+                    self.report(GroupScored(group, [0.0, 1.0]))
                 case _:
                     self.others.append(action)
 
@@ -135,7 +161,7 @@ class Paper:
                     if not member.is_finished:
                         self.engine[call][f"{group.lease.group_id}.{index}"] += 1
                         call.on_tokens(1)
-            self.role.counted(call, num_tokens=call.seen_tokens, num_signs=call.seen_signs)
+            call.credit()
             for group in call.groups:
                 self._extend(call, group, is_over=False)
             if call in self.engine and all(group.is_whole for group in call.groups):
@@ -158,7 +184,7 @@ class Paper:
                 )
                 has_news = True
         if has_news:
-            self.do(self.role.sampled(call, group, members, now=self.now))
+            self.report(MembersGrown(call, group, members))
 
     @property
     def version(self) -> PolicyVersion:
@@ -169,7 +195,7 @@ class Paper:
         for group in call.groups:
             self._extend(call, group, is_over=True)
         num_tokens = sum(self.engine.pop(call).values())
-        self.do(self.role.returned(call, num_tokens=num_tokens, now=self.now))
+        self.report(CallReturned(call, num_tokens))
 
     def run(self, *, until: Callable[[], bool] | None = None) -> list[int]:
         """Sample until all groups are delivered; return them in that order."""
@@ -194,6 +220,17 @@ class Paper:
         self.role.broadcast.newest = version
         self.do(self.role.on_version(now=self.now))
         return [action.version for action in self.take(Install)]
+
+
+def test_every_event_of_a_worker_has_its_handler() -> None:
+    modules = (keeper, departure, installing, node, sampling, worker)
+    found = {
+        each
+        for module in modules
+        for each in vars(module).values()
+        if isinstance(each, type) and (each.__doc__ or "").startswith("Event")
+    }
+    assert found == set(Worker.HANDLERS) - {Built}
 
 
 # --- which groups go into the engine, and when it is stopped --------------------------------------
@@ -241,9 +278,7 @@ def test_a_batch_is_not_recalled_for_nothing(latecomer: int | None) -> None:
 
 def test_an_engine_that_takes_requests_at_any_time_gets_more_than_it_holds() -> None:
     paper = Paper(LENGTHS, groups_per_batch=2, is_continuous=True, over_submission=1.5)
-    engine = paper.role.engine
-    assert engine is not None
-    assert (engine.num_places, paper.role.max_groups) == (3, 5), "and two that wait"
+    assert (paper.role.stats().num_places, paper.role.max_groups) == (3, 5), "and two that wait"
     paper.grant()
     assert len(paper.engine) == 3
     paper.run()
@@ -287,7 +322,7 @@ def test_where_one_version_samples_each_group_newer_weights_wait_for_the_running
     assert [action.version for action in paper.take(Install)] == [V1]
     assert "2.0" not in paper.num_before, "nothing begins meanwhile"
     assert len(paper.sampled) == (2 if is_continuous else 1)
-    paper.do(paper.role.installed(V1, now=paper.now))
+    paper.report(VersionInstalled(V1))
     assert paper.run() == [1, 0, 2]
     versions = [decode_group(*d.payload).versions for d in paper.role.outbox._deliveries.values()]
     assert versions == [(V0,), (V0,), (V1,)]
@@ -325,7 +360,7 @@ def test_a_group_that_cannot_be_sampled_ends_once_and_the_others_of_its_call_go_
     [call] = paper.engine
     spoilt, _ = call.groups
     for _ in spoilt.members:
-        paper.do(paper.role.on_nonfinite(spoilt, "NaN under v0", now=1.0))
+        paper.report(NonfiniteFound(spoilt, "NaN under v0"))
     failed = paper.role.outbox._deliveries[0, 0].message
     assert isinstance(failed, Failed)
     assert (failed.reason, failed.detail, failed.is_elsewhere) == (
@@ -341,7 +376,7 @@ def test_a_group_that_cannot_be_sampled_ends_once_and_the_others_of_its_call_go_
     paper = Paper({0: (9, 9), 1: (9, 9)}, is_continuous=True)
     paper.grant()
     first, second = paper.engine
-    paper.do(paper.role.on_nonfinite(first.groups[0], "NaN under v0", now=0.0))
+    paper.report(NonfiniteFound(first.groups[0], "NaN under v0"))
     assert (first.is_recalled, second.is_recalled) == (True, False)
 
 
@@ -349,7 +384,7 @@ def test_what_a_tasks_code_says_takes_one_short_line() -> None:
     paper = Paper({0: (3, 3)})
     paper.grant(make_lease(0), members=members(0, 0, reason="stop"))
     text = "it raised ValueError: \x1b[2J\n" + "x" * 100_000
-    paper.do(paper.role.failed(make_lease(0), "reward_error", text, now=1.0))
+    paper.report(NoResult(make_lease(0), "reward_error", text))
     [note] = paper.take(Note)
     assert note.text.startswith("group 0: reward_error: it raised ValueError: \\x1b[2J\\nxx")
     assert len(note.text) < 600
@@ -360,7 +395,7 @@ def test_nothing_is_sampled_while_the_outbox_is_full_or_there_are_no_weights() -
     paper.grant()
     assert paper.role.activity == "waiting for weights"
     paper.role.outbox.max_deliveries = 1
-    paper.do(paper.role.installed(V0, now=0.0))
+    paper.report(VersionInstalled(V0))
     paper.run(until=lambda: paper.delivered() == [0])
     assert len(paper.sampled) == 1
     assert paper.role.activity == "waiting for acks"
@@ -378,7 +413,7 @@ def test_a_worker_says_what_it_does_or_waits_for() -> None:
         paper.turn()
     [score] = paper.take(Score)
     assert paper.role.activity == "scoring"
-    paper.do(paper.role.scored(score.group, [0.0, 1.0], now=1.0))
+    paper.report(GroupScored(score.group, [0.0, 1.0]))
     assert paper.role.activity == "waiting for acks"
     paper.acknowledge(0)
     assert paper.role.activity == "waiting for leases"
@@ -386,8 +421,8 @@ def test_a_worker_says_what_it_does_or_waits_for() -> None:
     assert paper.role.activity == "waiting for newer weights"
     assert paper.arrive(V1) == [V1]
     assert paper.role.activity == "installing v1"
-    paper.role.standby_since = 0.0
-    paper.do(paper.role.install_failed(V1, EngineError("no"), now=0.0))
+    paper.role.departure.stand_by(is_standby=True, now=0.0)
+    paper.report(InstallFailed(V1, EngineError("no")))
     assert paper.role.activity == "standing by"
 
 
@@ -406,7 +441,7 @@ def test_a_group_that_another_has_finished_is_recalled_and_not_delivered(is_whol
     assert paper.role.counters["cancelled"] == 1
     if is_whole:
         assert score.group.state is GroupState.UNWANTED, "its rewards may stop"
-        paper.do(paper.role.scored(score.group, [1.0], now=1.0))
+        paper.report(GroupScored(score.group, [1.0]))
     assert (0, 0) not in paper.role.held
     assert not paper.delivered()
 
@@ -419,9 +454,7 @@ def test_whose_fault_it_is_that_a_call_raised_is_found_by_halves(is_usable: bool
         [call] = paper.engine
         if is_faulty := any(group.key == (1, 0) for group in call.groups):
             del paper.engine[call]
-            paper.do(
-                paper.role.raised(call, "it raised", traceback="", is_usable=is_usable, now=0.0)
-            )
+            paper.report(CallRaised(call, "it raised", "", is_usable))
         if is_faulty and not is_usable:
             break
         paper.turn()
@@ -443,7 +476,7 @@ def test_all_that_a_dead_engine_had_is_given_back_whichever_call_tells_of_it_fir
     paper = Paper(dict.fromkeys(range(3), (2, 2)), is_continuous=True)
     paper.grant()
     first, *_ = paper.engine
-    paper.do(paper.role.raised(first, "it died", traceback="", is_usable=False, now=0.0))
+    paper.report(CallRaised(first, "it died", "", is_usable=False))
     reports = [sent.message for sent in paper.role.outbox._deliveries.values()]
     assert [each.is_elsewhere for each in reports if isinstance(each, Failed)] == [True] * 3
 
@@ -456,7 +489,7 @@ def test_a_group_that_is_scored_is_alive_at_every_heartbeat() -> None:
     for _ in range(3):
         paper.role.heartbeat(now=0.0)
     assert [state.num_tokens for state in paper.role.lease_states()] == [3]
-    paper.do(paper.role.failed(score.group.lease, "reward_error", "it raised", now=0.0))
+    paper.report(NoResult(score.group.lease, "reward_error", "it raised"))
     assert paper.role.counters["failed/reward_error"] == 1
 
 
@@ -469,10 +502,10 @@ def test_the_newest_of_several_versions_is_installed_while_groups_go_on() -> Non
     assert paper.arrive(V1) == [V1]
     assert paper.arrive(V2) == [], "one after the other"
     paper.turn()
-    paper.do(paper.role.installed(V1, now=1.0))
+    paper.report(VersionInstalled(V1))
     assert [action.version for action in paper.take(Install)] == [V2]
     assert len(paper.sampled) == 1, "in flight"
-    paper.do(paper.role.installed(V2, now=2.0))
+    paper.report(VersionInstalled(V2))
     assert paper.arrive(V1) == []
 
 
@@ -488,7 +521,7 @@ def test_with_drop_the_engine_is_empty_before_newer_weights_are_installed() -> N
     paper.give_back = give_back  # type: ignore[method-assign]
     assert [action.version for action in paper.take(Install)] == [V1]
     assert len(paper.sampled) == 1, "nothing begins meanwhile"
-    paper.do(paper.role.installed(V1, now=2.0))
+    paper.report(VersionInstalled(V1))
     assert paper.num_before["0.0"] == [0, 0]
     assert paper.role.partial_counts["wasted_tokens"] == 2
 
@@ -504,7 +537,7 @@ def several(lengths: dict[int, tuple[int, ...]], **rules: Any) -> Paper:
 
 def install(paper: Paper, version: PolicyVersion) -> None:
     assert paper.arrive(version) == [version]
-    paper.do(paper.role.installed(version, now=paper.now))
+    paper.report(VersionInstalled(version))
 
 
 def wanted(paper: Paper) -> dict[int, PolicyVersion | None]:
@@ -545,7 +578,7 @@ def test_what_is_too_old_to_be_trained_on_begins_anew_as_a_whole() -> None:
     assert paper.num_before == {"0.0": [0, 0], "0.1": [0, 0]}
     assert paper.role.partial_counts["wasted_tokens"] == 4
     paper.role.learner_step = 9
-    paper.do(paper.role._next(paper.now))
+    paper.do(paper.role.on_version(now=paper.now))
     assert len(paper.sampled) == 2, "there is nothing newer to begin it with"
 
 
@@ -575,13 +608,13 @@ def test_what_the_engine_has_lost_begins_anew() -> None:
     paper.grant(make_lease(0), members=members(0, 0))
     [call] = paper.engine
     paper.engine.clear()
-    paper.do(paper.role.refused(call, "v0 is wanted, v1 is installed", now=0.0))
+    paper.report(CallRefused(call, "v0 is wanted, v1 is installed"))
     assert wanted(paper) == {0: V1}
     assert paper.num_before["0.0"] == [3, 0]
     # Of the newest there is nothing to begin it with again.
     [call] = paper.engine
     paper.engine.clear()
-    paper.do(paper.role.refused(call, "v1 is wanted, v0 is installed", now=0.0))
+    paper.report(CallRefused(call, "v1 is wanted, v0 is installed"))
     assert not paper.engine
     assert paper.role.counters["engine/version_refused"] == 1
 
@@ -590,16 +623,21 @@ def test_what_came_whole_needs_no_version() -> None:
     paper = several({0: (3, 3)})
     install(paper, V1)
     install(paper, V2)
+    paper.grant(make_lease(1), members=members(1, 1))
+    [call] = paper.engine
+    assert call.version == V1
+    paper.engine.clear()
+    paper.report(CallRefused(call, "v1 has left the engine"))
+    assert wanted(paper) == {1: V2}
     paper.grant(make_lease(0), members=members(1, 1, reason="stop"))
-    paper.role._versions = (V2,)
-    assert not paper.sampled
+    assert len(paper.sampled) == 2
     assert paper.delivered() == [0]
 
 
 def test_a_version_that_the_engine_refuses_is_tried_again_or_replaced() -> None:
     paper = Paper()
     assert paper.arrive(V1) == [V1]
-    paper.do(paper.role.install_failed(V1, EngineError("no memory just now"), now=0.0))
+    paper.report(InstallFailed(V1, EngineError("no memory just now")))
     assert paper.take(Note)[-1].text == "cannot install v1, keeping v0: no memory just now"
     assert paper.role.counters["engine/installs_failed"] == 1
     assert paper.arrive(V1) == []
@@ -607,7 +645,7 @@ def test_a_version_that_the_engine_refuses_is_tried_again_or_replaced() -> None:
     assert paper.role.deadline == INSTALL_AGAIN_S
     paper.do(paper.role.expire(now=INSTALL_AGAIN_S))
     assert [action.version for action in paper.take(Install)] == [V1]
-    paper.do(paper.role.install_failed(V1, EngineError("no"), now=INSTALL_AGAIN_S))
+    paper.report(InstallFailed(V1, EngineError("no")))
     assert paper.arrive(V2) == [V2]
 
 
@@ -615,7 +653,7 @@ def test_a_worker_that_has_no_version_at_all_ends_with_the_engines_words() -> No
     paper = Paper(version=None)
     assert paper.arrive(V1) == [V1]
     error = EngineError("it does not fit")
-    paper.do(paper.role.install_failed(V1, error, now=0.0))
+    paper.report(InstallFailed(V1, error))
     assert paper.take(Note)[-1].text == "cannot install v1: it does not fit"
     assert paper.take(Stop) == [Stop("failed", error)]
 
@@ -633,7 +671,7 @@ def test_episodes_are_played_to_their_end(is_continuous: bool) -> None:
     assert sum(len(call.groups) for call in paper.engine) == 2
     assert len(paper.engine) == (2 if is_continuous else 1)
     assert paper.arrive(V1) == [V1], "they may go on under newer weights"
-    paper.do(paper.role.installed(V1, now=0.0))
+    paper.report(VersionInstalled(V1))
     paper.run()
     assert paper.role.partial_counts["interrupted"] == 0
     assert len(paper.sampled) == (6 if is_continuous else 3)
@@ -642,17 +680,17 @@ def test_episodes_are_played_to_their_end(is_continuous: bool) -> None:
 def test_agents_are_offered_all_leases_at_once_and_ask_for_theirs() -> None:
     paper = Paper(groups_per_batch=1, sampler="agents")
     assert paper.role.max_groups == 0
-    paper.do(paper.role.demand(3, now=0.0))
+    paper.report(LeasesDemanded(3))
     assert paper.role.capacity() == 3
     paper.grant(*map(make_lease, range(3)))
     [offer] = paper.take(OfferEpisodes)
     assert [each.group_id for each in offer.leases] == [0, 1, 2]
     assert paper.role.activity == "serving agents"
-    paper.do(paper.role.drain(now=0.0))
+    paper.report(DrainRequested())
     assert paper.take(Withdraw)
     for each in offer.leases:
         assert not paper.take(Drained)
-        paper.do(paper.role.dropped(each, now=1.0))
+        paper.report(LeaseDropped(each))
     assert paper.take(Drained)
 
 
@@ -665,7 +703,7 @@ def test_a_worker_that_leaves_hands_over_what_is_unfinished_and_waits_for_the_re
     paper.turn()
     paper.turn()
     assert paper.delivered() == [0]
-    paper.do(paper.role.drain(now=2.0))
+    paper.report(DrainRequested())
     assert not paper.engine
     assert paper.role.partial_counts["shipped"] == 1
     [save] = paper.take(Save)
@@ -674,10 +712,10 @@ def test_a_worker_that_leaves_hands_over_what_is_unfinished_and_waits_for_the_re
     assert paper.arrive(V1) == []
     paper.acknowledge(0)
     assert not paper.take(Drained), "the file is not written yet"
-    paper.do(paper.role.saved("", now=3.0))
+    paper.report(PartialsSaved(""))
     assert paper.take(Drained)
     again = make_role()
-    [note] = again.restore(save.data)
+    [note] = again.handle(PartialsFound(save.data), now=0.0)
     assert isinstance(note, Note)
     assert note.text == "found 1 unfinished groups of 4 tokens"
     assert (1, 0) in again.held
@@ -687,8 +725,8 @@ def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
     paper = Paper({0: (1, 9), 1: (9, 9)})
     paper.grant()
     paper.turn()
-    paper.role._calls[0].is_recalled = True  # it is told so, and does nothing
-    paper.do(paper.role.drain(now=1.0))
+    paper.give_back = lambda call: None  # type: ignore[method-assign]
+    paper.report(DrainRequested())
     paper.role._heartbeat_at = paper.role._learner_seen_at = 1e9
     assert paper.role.deadline == 1.0 + DRAIN_S
     paper.do(paper.role.expire(now=DRAIN_S))
@@ -696,22 +734,21 @@ def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
     paper.do(paper.role.expire(now=1.0 + DRAIN_S))
     assert "has not stopped within 30 s" in paper.take(Note)[-1].text
     [save] = paper.take(Save)
-    paper.do(paper.role.saved("", now=2.0 + DRAIN_S))
+    paper.report(PartialsSaved(""))
     assert not paper.take(Drained)
     paper.do(paper.role.expire(now=1.0 + 2 * DRAIN_S))
     assert paper.take(Drained)
-    [note] = make_role().restore(save.data)
+    [note] = make_role().handle(PartialsFound(save.data), now=0.0)
     assert isinstance(note, Note)
     assert note.text == "found 1 unfinished groups of 1 tokens"
 
 
 def test_a_damaged_file_is_dropped_and_a_full_disk_survived() -> None:
     paper = Paper()
-    [note] = paper.role.restore(b"not a file of partial groups")
+    [note] = paper.role.handle(PartialsFound(b"not a file of partial groups"), now=0.0)
     assert isinstance(note, Note)
     assert "dropped the unfinished groups" in note.text
-    paper.role._num_saving = 1
-    [note] = paper.role.saved("/run/partials.bin: no space left", now=0.0)
+    [note] = paper.role.handle(PartialsSaved("/run/partials.bin: no space left"), now=0.0)
     assert isinstance(note, Note)
     assert "cannot keep unfinished rollouts: /run/partials.bin: no space left" in note.text
     assert paper.role.counters["partials_unsaved"] == 1
@@ -722,8 +759,10 @@ def test_what_was_left_here_and_is_longer_than_allowed_by_now_begins_anew() -> N
     lengths = [(9, "abort"), (8, "abort"), (9, "stop"), (8, "length"), (7, "abort")]
     members = [make_partial([(1, 0)] * number, reason) for number, reason in lengths]
     role = make_role()
-    role.restore(encode_groups("", [PartialGroup(make_lease(0), members)]))
-    role.built(EngineFacts(group_size=5, groups_per_batch=1, max_completion_tokens=8), {}, now=0.0)
+    left = encode_groups("", [PartialGroup(make_lease(0), members)])
+    role.handle(PartialsFound(left), now=0.0)
+    facts = EngineFacts(group_size=5, groups_per_batch=1, max_completion_tokens=8)
+    role.handle(EngineBuilt(facts, {}), now=0.0)
     [group] = role.held.of(GroupState.INTERRUPTED)
     assert [member.num_tokens for member in group.members] == [0, 0, 0, 8, 7]
     assert role.partial_counts["wasted_tokens"] == 9 + 8 + 9
@@ -735,7 +774,7 @@ def test_a_machine_is_given_back_after_so_long_for_nothing(why: str) -> None:
     paper = Paper({0: (9, 9)}, terms=terms)
     role, is_standby = paper.role, why.startswith("on")
     if is_standby:
-        role.standby_since = 10.0
+        role.departure.stand_by(is_standby=True, now=10.0)
     due_at = 70.0 if is_standby else 90.0
     paper.grant()
     paper.do(role.expire(now=due_at - 0.1))
@@ -749,7 +788,9 @@ def test_a_machine_is_given_back_after_so_long_for_nothing(why: str) -> None:
     assert why in release.reason
     assert role.activity == "releasing"
     assert not any(isinstance(action, Stop) for action in role._expire_joining(1e6)), "meanwhile"
-    assert [type(action) for action in role.released(True)] == [Stop]
+    assert [
+        type(action) for action in role.handle(MachineReleased(is_confirmed=True), now=due_at)
+    ] == [Stop]
 
 
 # --- leases that others wait for ------------------------------------------------------------------

@@ -31,6 +31,7 @@ from echo.core.errors import ConfigError, TransportError
 from echo.core.extras import install_command
 from echo.core.rollout import Group
 from echo.engine.engine import Completion
+from echo.roles.worker import GroupFinished
 from echo.runtime.agents import endpoint
 from echo.runtime.agents.agents import StoppingError
 from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint
@@ -102,13 +103,14 @@ async def site(
     )
     worker = await run.worker("w1", agent={"listen": listen})
     groups: list[Group] = []
-    finished = worker.role.finished
+    report = worker.report
 
-    def deliver(group: Group, *, now: float) -> Any:
-        groups.append(group)
-        return finished(group, now=now)
+    def noting(event: Any) -> None:
+        if isinstance(event, GroupFinished):
+            groups.append(event.group)
+        report(event)
 
-    worker.role.finished = deliver  # type: ignore[method-assign]
+    worker.report = noting  # type: ignore[method-assign]
     path = run.run_dir / "workers" / "w1" / "endpoint.json"
     async with running(learner, worker) as (learning, working):
         while not path.exists() or worker.role.installed_version is None:

@@ -80,7 +80,10 @@ def test_a_run_writes_what_each_role_received_and_returned(tmp_path: Path) -> No
     assert first("w1", "received", "Grant")["fields"]["leases"][0]["group_id"] == 0
     sampled = first("w1", "returned", "Sample")["call"]["groups"]
     assert sampled[0]["lease"]["group_id"] == 0
+    grown = first("w1", "reported", "MembersGrown")
+    assert grown["group"]["lease"]["group_id"] == 0
     delivered = first("w1", "returned", "Deliver")
+    assert first("w1", "reported", "Started")["now"] < grown["now"] < delivered["now"]
     arrived = first("learner", "received", "Deliver")
     assert delivered["payload"] == arrived["payload"]
     assert arrived["now"] > delivered["now"]

@@ -112,9 +112,9 @@ def test_a_machine_is_given_back_once_whatever_comes_in_between(
     world.worker("w1", worker=LEAVES)
     worker, learner = world.node("w1"), world.node("learner")
     if what == "run ends before":
-        worker.role._settle = lambda now: []
+        worker.role.departure.finish = lambda **_: []
     world.run_until(lambda: worker.role.is_admitted)
-    worker.role.terms = AT_ONCE
+    worker.role.departure.terms = AT_ONCE
     world.run_until(lambda: worker.role.is_leaving)
     if what != "run ends before":
         world.run_until(lambda: machines.begun)

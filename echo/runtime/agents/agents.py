@@ -22,11 +22,12 @@ from blake3 import blake3
 from echo.core.errors import DataError
 from echo.core.rollout import NO_OPINION
 from echo.engine.engine import Request, Sampling
-from echo.roles.worker import Worker
+from echo.roles.sampling import NoResult
+from echo.roles.worker import GroupFinished, LeaseDropped, LeasesAlive, LeasesDemanded, Worker
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.agents.dialogue import Dialogue
 from echo.runtime.agents.sessions import Episodes, Session, SessionError, Turn, group_of
-from echo.runtime.node import Node
+from echo.runtime.node import DialingNode
 from echo.runtime.threads import Pool
 from echo.tasks.task import Example
 from echo.tasks.tokenization import UNUSABLE, unmarked
@@ -85,7 +86,7 @@ class Agents:
         role: Worker,
         sampler: CallSampler,
         *,
-        node: Node,
+        node: DialingNode,
         pool: Pool,
     ) -> None:
         """Take the parts; `watch` must run beside the callers."""
@@ -117,8 +118,7 @@ class Agents:
             num_ticks += 1
             for lease, why in self._episodes.expire(now=self._node.now):
                 self._give_up(lease, "agent_timeout", why)
-            for lease in self._episodes.leases:
-                self.role.progress(lease, num_ticks)
+            self._node.report(LeasesAlive(self._episodes.leases, num_ticks))
             self._demand()
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Agents:
         self._is_over = True
         for lease in self._episodes.leases:
             if not self._episodes.has_sessions(lease):
-                self._node.perform(self.role.dropped(lease, now=self._node.now))
+                self._node.report(LeaseDropped(lease))
         self._has_news.set()
 
     def _demand(self) -> None:
@@ -134,10 +134,10 @@ class Agents:
         missing = max(0, self._num_waiting - self._episodes.num_free)
         held = len(self._episodes.leases) + len(self.role.outbox)
         wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
-        self._node.perform(self.role.demand(wanted, now=self._node.now))
+        self._node.report(LeasesDemanded(wanted))
 
     def _give_up(self, lease: Lease, reason: str, why: str) -> None:
-        self._node.perform(self.role.failed(lease, reason, why, now=self._node.now))
+        self._node.report(NoResult(lease, reason, why))
 
     # --- sessions --------------------------------------------------------------------------------
 
@@ -192,16 +192,16 @@ class Agents:
         session = self._episodes.find(session_id, now=self._node.now)  # it may be over by now
         outcomes = self._episodes.finish(session, judged)
         if outcomes is not None:
-            lease, now = session.lease, self._node.now
+            lease = session.lease
             for outcome in outcomes:
-                self.role.count("agents/tokens_sampled", outcome.num_sampled)
-                self.role.count("agents/tokens_trained", outcome.leaf.num_sampled)
+                self.role.counters.add("agents/tokens_sampled", outcome.num_sampled)
+                self.role.counters.add("agents/tokens_trained", outcome.leaf.num_sampled)
             try:
                 group = group_of(lease, self.role.settings.node_id, outcomes)
             except SessionError as error:
                 self._give_up(lease, "agent_error", str(error))
             else:
-                self._node.perform(self.role.finished(group, now=now))
+                self._node.report(GroupFinished(group))
         self._demand()
         return reward
 

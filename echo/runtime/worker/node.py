@@ -43,16 +43,35 @@ from echo.engine.engine import (
 )
 from echo.engine.weights import tensors_from_image
 from echo.leases.held import GroupState, PartialGroup
-from echo.leases.keeper import Save
+from echo.leases.keeper import PartialsFound, PartialsSaved, Save
 from echo.leases.partials import PartialRules
 from echo.net.transport import Transport
 from echo.records.files import write_file
-from echo.roles.departure import Drained, Release
+from echo.roles.departure import Drained, DrainRequested, MachineReleased, Release
 from echo.roles.engine_facts import EngineFacts, Sampler
-from echo.roles.installing import Install
+from echo.roles.installing import (
+    EngineDamaged,
+    Install,
+    InstallFailed,
+    InstallMissed,
+    VersionInstalled,
+)
 from echo.roles.joining import Configure, NodeState
-from echo.roles.sampling import EngineCall, OfferEpisodes, Recall, Sample, Score, Withdraw
-from echo.roles.worker import Worker
+from echo.roles.sampling import (
+    CallRaised,
+    CallRefused,
+    CallReturned,
+    EngineCall,
+    MembersGrown,
+    NonfiniteFound,
+    NoResult,
+    OfferEpisodes,
+    Recall,
+    Sample,
+    Score,
+    Withdraw,
+)
+from echo.roles.worker import EngineBuilt, GroupFinished, GroupScored, Worker, answer_to
 from echo.runtime.agents.agents import AgentParts, Agents
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.disk_store import MemoryStore
@@ -352,20 +371,20 @@ class WorkerNode(DialingNode):
         except OSError as error:
             raise StorageError(f"cannot read {parts.partials_path}: {error}") from error
         else:
-            self.perform(self.role.restore(left))
+            self.report(PartialsFound(left))
         if parts.agents is not None:
             self._begin_agents(parts.agents)
-        self.perform(self.role.built(parts.facts, parts.digests, now=self.now))
+        self.report(EngineBuilt(parts.facts, parts.digests))
 
     def before_expire(self) -> None:
         """Count what the threads have seen, for the heartbeat."""
         if self._parts is None:
             return
         for call in self._calls:
-            self.role.counted(call, num_tokens=call.seen_tokens, num_signs=call.seen_signs)
+            call.credit()
         for counts in (self._parts.host.take_counts(), self._parts.engine.take_counts()):
             for name, number in counts.items():
-                self.role.count(name, number)
+                self.role.counters.add(name, number)
 
     # --- sampling --------------------------------------------------------------------------------
 
@@ -378,7 +397,7 @@ class WorkerNode(DialingNode):
 
     async def _sample(self, call: EngineCall) -> None:
         """See one call of the engine through."""
-        parts, role, watcher = self.parts, self.role, CallWatcher(self, call)
+        parts, watcher = self.parts, CallWatcher(self, call)
         members = {
             f"{group.lease.group_id}.{group.lease.attempt}.{index}": (group, index)
             for group in call.groups
@@ -394,8 +413,7 @@ class WorkerNode(DialingNode):
         def extend(completion: Completion) -> None:
             group, index = members[completion.request_id]
             if completion.finish_reason == "nonfinite":
-                why = describe_nonfinite(completion)
-                self.perform(role.on_nonfinite(group, why, now=self.now))
+                self.report(NonfiniteFound(group, describe_nonfinite(completion)))
                 return
             longer = list(group.members)
             longer[index] = longer[index].extended(
@@ -404,7 +422,7 @@ class WorkerNode(DialingNode):
                 completion.policy_versions,
                 finish_reason=completion.finish_reason,
             )
-            self.perform(role.sampled(call, group, longer, now=self.now))
+            self.report(MembersGrown(call, group, longer))
 
         try:
             while (completion := await watcher.ended.get()) is not None:
@@ -422,11 +440,11 @@ class WorkerNode(DialingNode):
             if completion.finish_reason == "abort":
                 extend(completion)
         num_tokens = sum(len(completion.token_ids) for completion in completions)
-        self.perform(role.returned(call, num_tokens=num_tokens, now=self.now))
+        self.report(CallReturned(call, num_tokens))
 
     async def _play(self, call: EngineCall) -> None:
         """See groups of episodes through, whose answers take several turns."""
-        parts, role = self.parts, self.role
+        parts = self.parts
         assert parts.runner is not None
         runner, leases = parts.runner, [group.lease for group in call.groups]
         openings = openings_of(leases, group_size=parts.group_size)
@@ -450,8 +468,9 @@ class WorkerNode(DialingNode):
                 self._give_up(lease, result)
                 continue
             num_tokens += sum(int(rollout.completion_mask.sum()) for rollout in result)
-            self.perform(role.played(lease, result, now=self.now))
-        self.perform(role.returned(call, num_tokens=num_tokens, now=self.now))
+            group = answer_to(lease, result, worker_id=self.role.settings.node_id)
+            self.report(GroupFinished(group))
+        self.report(CallReturned(call, num_tokens))
 
     async def _raised(self, call: EngineCall, error: Exception) -> None:
         """Tell the role what a call has raised.
@@ -463,7 +482,7 @@ class WorkerNode(DialingNode):
             return
         if isinstance(error, VersionError):
             # Newer weights came first.
-            self.perform(self.role.refused(call, str(error), now=self.now))
+            self.report(CallRefused(call, str(error)))
             return
         text, frames = describe_error(error), "".join(traceback.format_exception(error))
         line = self._reports.say("engine", text, f"the engine has raised: {text}", now=self.now)
@@ -473,9 +492,7 @@ class WorkerNode(DialingNode):
         is_usable = not is_out_of_memory(error) and await self._sample_pool.run(
             self.parts.engine.can_sample
         )
-        self.perform(
-            self.role.raised(call, text, traceback=frames, is_usable=is_usable, now=self.now)
-        )
+        self.report(CallRaised(call, text, frames, is_usable))
         if not is_usable:
             if isinstance(error, EchoError):
                 raise error
@@ -500,7 +517,7 @@ class WorkerNode(DialingNode):
             self._give_up(group.lease, error)
         else:
             if not self.has_ended:
-                self.perform(self.role.scored(group, rewards, now=self.now))
+                self.report(GroupScored(group, rewards))
 
     def _score_all(self, group: PartialGroup) -> list[float]:
         """Return one reward per completion, fewer once no caller waits; runs in another thread."""
@@ -513,17 +530,14 @@ class WorkerNode(DialingNode):
         return rewards
 
     def _give_up(self, lease: Lease, error: RewardError) -> None:
-        frames = error.traceback
-        self.perform(
-            self.role.failed(lease, error.reason, str(error), traceback=frames, now=self.now)
-        )
+        self.report(NoResult(lease, error.reason, str(error), error.traceback))
 
     async def _install(self, version: PolicyVersion) -> None:
         parts, broadcast = self.parts, self.role.broadcast
         work, digest = broadcast.patch_of(version), None
         source = work.patch.base if work is not None else version
         if source not in broadcast.store:
-            self.perform(self.role.install_missed(now=self.now))
+            self.report(InstallMissed())
             return
         image = broadcast.store[source]
         try:
@@ -535,22 +549,22 @@ class WorkerNode(DialingNode):
         except EngineError as error:
             if work is not None:
                 self.perform(self.role.worked(work, str(error), now=self.now))
-            self.perform(self.role.install_failed(version, error, now=self.now))
+            self.report(InstallFailed(version, error))
             return
         if work is not None:
             self.perform(self.role.worked(work, "", now=self.now))
             if version not in broadcast.store:  # its memory was found to be damaged meanwhile
-                self.perform(self.role.install_missed(now=self.now))
+                self.report(InstallMissed())
                 return
         if digest is not None:
             self._record(version, digest)
         self._is_damaged = False
-        self.perform(self.role.installed(version, now=self.now))
+        self.report(VersionInstalled(version))
 
     def _audited(self, result: VersionAudited | VersionDamaged) -> None:
         if isinstance(result, VersionDamaged):
             self._is_damaged = True
-            self.perform(self.role.damaged(now=self.now))
+            self.report(EngineDamaged())
         elif self.role.installed_version == result.version:
             self._record(result.version, result.image_hash.hex())
 
@@ -569,7 +583,7 @@ class WorkerNode(DialingNode):
             await self._file_pool.run(write_file, path, data)
         except OSError as error:
             fault = f"{path}: {error}"
-        self.perform(self.role.saved(fault, now=self.now))
+        self.report(PartialsSaved(fault))
 
     # --- stopping --------------------------------------------------------------------------------
 
@@ -582,11 +596,11 @@ class WorkerNode(DialingNode):
         return reason
 
     async def _give_back(self, reason: str) -> None:
-        self.perform(self.role.released(await self._machine.give_back(reason)))
+        self.report(MachineReleased(await self._machine.give_back(reason)))
 
     async def drain(self) -> None:
         """Finish what is in hand, then say goodbye."""
-        self.perform(self.role.drain(now=self.now))
+        self.report(DrainRequested())
         await self._drained.wait()
         await super().drain()
 
