@@ -6,8 +6,8 @@
                        v   |
                     interrupted
 
-All states and events (`TABLE`): what an event moves a group to; `-` leaves the state as it is, and
-`!` cannot happen there, so it is refused as a fault of this node.
+All states and events (`TABLE`), with the state that an event leads to. `-`: the event leaves the
+state as it is. `!`: the event cannot happen in this state, so it raises an error.
 
                  Taken    Whole    Stopped      Reclaimed  HandedOver  Reported   Closed    Dropped
     queued       running  !        !            -          ended       delivered  ended     !
@@ -19,8 +19,8 @@ All states and events (`TABLE`): what an event moves a group to; `-` leaves the 
     delivered    !        -        -            -          !           -          ended     -
     ended        !        -        -            -          !           -          -         -
 
-A heartbeat lists every group that has not ended, so the learner knows what it must send again. The
-number of groups in a state is bounded by the number of leases that the learner grants.
+A heartbeat lists every group that has not ended, so the learner knows which leases it must send
+again. The number of leases that the learner grants bounds the number of groups here.
 """
 
 from __future__ import annotations
@@ -47,53 +47,55 @@ def key_of(lease: Lease) -> LeaseKey:
 
 
 class GroupState(StrEnum):
-    """Where a group is at its worker."""
+    """The state of a group at its worker."""
 
     QUEUED = "queued"
     """Not begun."""
     RUNNING = "running"
     """In the engine, or with agents."""
     RECLAIMED = "reclaimed"
-    """In the engine; another worker continues it as soon as it leaves the engine unfinished."""
+    """In the engine. Once the engine returns it unfinished, another worker continues it."""
     INTERRUPTED = "interrupted"
     """Begun, and waiting to be continued."""
     SCORING = "scoring"
-    """All members have ended; they are being rewarded."""
+    """All members have ended, and the task computes their rewards."""
     UNWANTED = "unwanted"
-    """The engine or a reward still has it; the learner wants no result."""
+    """The learner wants no result, but the engine or the task is still working on it."""
     DELIVERED = "delivered"
-    """Its result, or why there is none, is in the outbox until the learner acknowledges it."""
+    """Its result, or the reason for having none, is in the outbox until the learner acknowledges
+    it.
+    """
     ENDED = "ended"
-    """Nothing of it is kept."""
+    """This worker has dropped it."""
 
 
 WAITING = (GroupState.QUEUED, GroupState.INTERRUPTED)
-"""The states of groups that no engine has."""
+"""The states in which a group waits for the engine."""
 BUSY = (GroupState.RUNNING, GroupState.RECLAIMED, GroupState.SCORING, GroupState.UNWANTED)
-"""The states of groups that an engine, agents or a reward may have."""
+"""The states in which the engine, agents or the task work on a group."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PartialGroup:
-    """A leased group; it keeps its lease, whichever worker has held it before."""
+    """A leased group, with the tokens that this worker and earlier ones have sampled for it."""
 
     lease: Lease
     members: list[PartialRollout]
     state: GroupState = GroupState.QUEUED
     """`HeldLeases.handle` alone changes it."""
     num_progress: int = 0
-    """Signs of life, tokens and rewards, since it came here: what renews the lease."""
+    """Signs of life (tokens and rewards) since the lease was granted; they renew the lease."""
     shipped_at: float = -1e18
     """When its members were last sent to the learner."""
     num_shipped: int = 0
-    """Tokens of the members that were sent then."""
+    """Tokens of all members when they were last sent to the learner."""
     began_at: float | None = None
-    """When the engine took it."""
+    """When it last entered the engine; None before that."""
     is_continued: bool = False
-    """Whether it was begun before that, here or elsewhere."""
+    """Whether it had tokens when it last entered the engine, sampled here or by another worker."""
 
     def seconds(self, now: float) -> float:
-        """Return how long all of it took; 0 where that is not known."""
+        """Return the seconds since it entered the engine; 0 (unknown) for a continued group."""
         return 0.0 if self.began_at is None or self.is_continued else now - self.began_at
 
     @property
@@ -108,22 +110,22 @@ class PartialGroup:
 
     @property
     def num_unfinished(self) -> int:
-        """Members that have not come to their end."""
+        """Members that have no finish reason yet."""
         return sum(not member.is_finished for member in self.members)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all members have come to their end."""
+        """Whether all members have a finish reason."""
         return not self.num_unfinished
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the engine is to go on with it."""
+        """Whether the engine is to continue sampling it."""
         return self.state in (GroupState.RUNNING, GroupState.RECLAIMED)
 
     @property
     def oldest_step(self) -> int | None:
-        """Step of the oldest version that has sampled for it; None without a token."""
+        """Step of the oldest version that sampled any of its tokens; None without a token."""
         steps = [int(m.policy_versions[:, 1].min()) for m in self.members if m.num_tokens]
         return min(steps, default=None)
 
@@ -141,7 +143,7 @@ class PartialGroup:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The engine takes the group, or agents are offered it."""
+    """The group enters the engine, or is offered to agents."""
 
     now: float | None
 
@@ -163,12 +165,12 @@ class Reclaimed:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The group is given up for another worker."""
+    """The group is left to another worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The learner is to be sent the result of the group, or why there is none."""
+    """The group has this result, or this reason for having none, for the learner."""
 
     message: Message
     payload: tuple[Frame, ...] = ()
@@ -176,12 +178,12 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The learner wants nothing more of the group: it acknowledges it, or has it from another."""
+    """The learner has acknowledged the group: it has a result, from this worker or another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """No agent works on the group, nor will."""
+    """No agent will work on the group, or its result is no longer wanted."""
 
 
 Event = Taken | Whole | Stopped | Reclaimed | HandedOver | Reported | Closed | Dropped
@@ -191,19 +193,19 @@ EVENTS: tuple[type[Event], ...] = (
 
 
 class HeldLeases:
-    """The leases of a worker, with what has been sampled for them."""
+    """The leases of a worker, with the tokens sampled for them."""
 
     def __init__(self, outbox: Outbox) -> None:
         """Begin without leases; `outbox` holds the messages of delivered groups."""
         self.outbox = outbox
         self._groups: dict[LeaseKey, PartialGroup] = {}
-        """All that have not ended."""
+        """All groups that have not ended."""
         self._by_state: dict[GroupState, dict[LeaseKey, PartialGroup]] = {
             state: {} for state in GroupState
         }
-        """The same, by state; none has ended."""
+        """The same groups, by state."""
         self._waiting_since: dict[LeaseKey, float] = {}
-        """Since when a group has waited for a newer version, as `overdue` found it."""
+        """When `overdue` first found a group waiting for a newer version."""
 
     def __contains__(self, key: LeaseKey) -> bool:
         return key in self._groups
@@ -216,16 +218,16 @@ class HeldLeases:
         return self._groups.get(key)
 
     def of(self, *states: GroupState) -> list[PartialGroup]:
-        """Return the groups in these states, in the order in which they came to them."""
+        """Return the groups in these states, state by state, in the order in which they came."""
         return [group for state in states for group in self._by_state[state].values()]
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
-        """Enter a new lease, with what others have sampled for it."""
+        """Add a new lease, with the members that other workers have sampled for it."""
         state = GroupState.INTERRUPTED if members else GroupState.QUEUED
         self._enter(PartialGroup(lease, list(members), state, is_continued=bool(members)))
 
     def restore(self, groups: Sequence[PartialGroup]) -> None:
-        """Enter what a former process of this worker has left."""
+        """Add the groups that a former process of this worker has saved."""
         for group in groups:
             if group.key not in self:
                 group.state = GroupState.INTERRUPTED
@@ -235,7 +237,7 @@ class HeldLeases:
         self._groups[group.key] = self._by_state[group.state][group.key] = group
 
     def handle(self, group: PartialGroup, event: Event) -> None:
-        """Do what the table says of an event: the one place where a state changes.
+        """Apply an event to a group, as the table says; no other method changes a state.
 
         Raises:
             LocalProtocolError: if it cannot happen in the state of the group.
@@ -257,9 +259,9 @@ class HeldLeases:
     # --- into the engine ---
 
     def limit_tokens(self, max_tokens: int) -> int:
-        """Have members begin again that are longer than a completion may be; return their tokens.
+        """Reset the members that are longer than a completion may be; return their token count.
 
-        A former process may have left such members before the run was resumed with a lower limit.
+        A former process may have saved such members before the run was resumed with a lower limit.
         """
         num_dropped = 0
         for group in self.of(GroupState.INTERRUPTED):
@@ -278,16 +280,16 @@ class HeldLeases:
         now: float | None = None,
         installed: PolicyVersion | None = None,
     ) -> list[PartialGroup]:
-        """Move groups into the engine: begun ones first, oldest first; none is passed over.
+        """Move groups into the engine: interrupted ones first, oldest first, without skipping any.
 
-        Groups that want a newer version than `installed` stay where they are. A group that does not
-        have `group_size` members, such as one from before a change of the configuration, begins
-        again.
+        Groups that require a newer version than `installed` stay where they are. A group with
+        another number of members than `group_size`, such as one from before a change of the
+        configuration, begins again.
 
         Args:
-            max_groups: take no more than these.
-            group_size: rollouts of a group.
-            max_rollouts: the most rollouts to be sampled; None for any number.
+            max_groups: the most groups to move.
+            group_size: rollouts per group.
+            max_rollouts: the most unfinished rollouts to move; None for any number.
             now: the present instant.
             installed: the newest version that can sample them.
         """
@@ -309,7 +311,7 @@ class HeldLeases:
         return taken
 
     def awaiting(self, installed: PolicyVersion | None) -> list[PartialGroup]:
-        """Return the groups that want a newer version than the one that is installed."""
+        """Return the waiting groups that require a newer version than the installed one."""
         return [
             group
             for group in self.of(*WAITING)
@@ -329,12 +331,12 @@ class HeldLeases:
     # --- to the learner ---
 
     def begun(self) -> list[PartialGroup]:
-        """Return every group with tokens that is still wanted and not delivered, oldest first."""
+        """Return every group with tokens that has no result yet and is wanted, oldest first."""
         held = self.of(*WAITING, GroupState.RUNNING, GroupState.RECLAIMED, GroupState.SCORING)
         return sorted((group for group in held if group.num_tokens), key=lambda group: group.key)
 
     def take_due(self, *, interval_s: float, now: float) -> list[PartialGroup]:
-        """Return the interrupted groups that have grown since they were shipped, and note it."""
+        """Return the interrupted groups with tokens that were not shipped; mark them as shipped."""
         due = [
             group
             for group in sorted(self.of(GroupState.INTERRUPTED), key=lambda group: group.key)
@@ -345,12 +347,12 @@ class HeldLeases:
         return due
 
     def forget_shipments(self) -> None:
-        """Have all of them shipped again: the learner may have lost them."""
+        """Make every group due for shipment again, after the learner may have lost them."""
         for group in self._groups.values():
             group.num_shipped = 0
 
     def states(self, *, now: float = 0.0) -> list[LeaseState]:
-        """Return the leases here as a heartbeat lists them, now."""
+        """Return the lease states that a heartbeat lists."""
         return [
             *(_lease_state(group, is_waiting=True) for group in self.of(*WAITING)),
             *(

@@ -1,8 +1,8 @@
 """Outbox of finished groups: kept and retried until the learner acknowledges them.
 
-At-least-once: a group stays in the outbox until the learner acknowledges that its ledger holds
-it, and is sent again while that has not happened. The learner removes duplicates by group id. The
-outbox is bounded: a worker whose outbox is full stops sampling, it does not drop.
+Delivery is at-least-once: a group stays in the outbox, and is sent again every `retry_s`, until the
+learner acknowledges that its ledger has the group. The learner removes duplicates by group id. The
+outbox is bounded: a worker with a full outbox stops sampling and drops nothing.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from echo.wire.messages import Message
 
 @dataclass(slots=True)
 class Unacknowledged:
-    """One message that must reach the learner."""
+    """A message that must reach the learner."""
 
     message: Message
     payload: tuple[Frame, ...]
     sent_at: float | None = None
-    """When it was last sent; None if not since the last reconnection."""
+    """When it was last sent over the present link; None if not yet."""
 
 
 class Outbox:
     """Deliveries by (group, attempt), oldest first, until they are acknowledged."""
 
     def __init__(self, *, max_deliveries: int, retry_s: float) -> None:
-        """Start empty; what is not acknowledged is sent again after `retry_s`."""
+        """Start empty; an unacknowledged delivery is sent again after `retry_s` seconds."""
         self.max_deliveries = max_deliveries
         self.retry_s = retry_s
         self._deliveries: dict[tuple[int, int], Unacknowledged] = {}
@@ -50,18 +50,18 @@ class Outbox:
 
     @property
     def deadline(self) -> float | None:
-        """When the next delivery is due; now (0.0) for one that was never sent."""
+        """When the next delivery is due: 0.0 if one was never sent, None if the outbox is empty."""
         if not self._deliveries:
             return None
         sent = [delivery.sent_at for delivery in self._deliveries.values()]
         return min(0.0 if at is None else at + self.retry_s for at in sent)
 
     def put(self, key: tuple[int, int], message: Message, *payload: Frame) -> None:
-        """Add a delivery; one with the same key is replaced."""
+        """Add a delivery, which replaces a delivery with the same key."""
         self._deliveries[key] = Unacknowledged(message, payload)
 
     def take_due(self, *, now: float) -> list[Unacknowledged]:
-        """Return what is to be sent now, oldest first, and note that they were sent."""
+        """Return the deliveries that are due, oldest first, and mark them as sent."""
         due = [
             delivery
             for delivery in self._deliveries.values()
@@ -72,7 +72,7 @@ class Outbox:
         return due
 
     def acknowledge(self, key: tuple[int, int]) -> bool:
-        """Forget a delivery; return whether it was there."""
+        """Remove a delivery; return whether the outbox had it."""
         return self._deliveries.pop(key, None) is not None
 
     def resend_all(self) -> None:

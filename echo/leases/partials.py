@@ -1,8 +1,9 @@
 """Partial groups: sampled token by token, kept, shipped, and continued elsewhere.
 
 A **partial group** is a leased group while it is sampled. A worker keeps it among its leases
-(`leases/held.py`), applies the staleness policy whenever it goes back into an engine, and ships it
-to the learner now and then (`ShippedPartials`), which hands it to the next worker of the group.
+(`leases/held.py`), applies the staleness policy whenever the group enters an engine again, and
+ships it to the learner every `ship_s` seconds (`leases/keeper.py`). The learner keeps it
+(`ShippedPartials`) and sends it to the next worker that gets the group.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ from echo.wire.messages import Grant, Heartbeat, Lease
 
 # --- Partial groups and the staleness policy ---
 #
-# Each member has its tokens so far, with the log-probability and the version that each was sampled
-# with, so no token is sampled twice and no token is a guess: a continued rollout is exact token by
-# token, whichever worker continues it.
+# A member has its tokens so far, each with its log-probability and the version that sampled it. So
+# no token is sampled twice, and a rollout that another worker continues is exact for each token.
 #
 #     empty --sampled--> unfinished <--continued--> ... --> finished          one member
 #     all members finished --> the group is scored and delivered              the partial group
 #
-# What old tokens are worth is decided whenever a partial group goes (back) into an engine
-# (`apply_staleness_policy`):
+# Whenever a partial group enters an engine, `apply_staleness_policy` keeps, masks or drops its old
+# tokens:
 #
-# * Tokens of an abandoned lineage are useless: the member is reset.
+# * A member with tokens of an abandoned lineage is reset.
 # * Tokens older than the age cap (at most S, the bound on staleness) are never trained on. They are
 #   masked and stay as context; with stale_tokens = "drop" the member is reset.
 # * Tokens of older versions within the cap: "keep" trains on them with their own log-probabilities;
-#   "mask" masks them once the rollout is finished, so that only what its newest version sampled is
-#   trained on; "drop" resets every unfinished member, which begins again under the present weights.
-# * A finished member without one token to train on is reset: a group must not lose a member.
-# * Where one version alone may sample a group, a member of another version is reset.
+#   "mask" masks them once the rollout is finished, so that only the tokens of its newest version
+#   are trained on; "drop" resets every unfinished member, which begins again under the present
+#   weights.
+# * A finished member without a token to train on is reset, because a group must not lose a member.
+# * If a single version may sample a group, members with tokens of other versions are reset.
 #
-# Each segment has a seed of its own: with the old one the random choices would repeat themselves.
+# Each segment has its own seed: with the old seed the engine would repeat its random choices.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,26 +65,27 @@ class PartialRules:
     """The settings for unfinished rollouts."""
 
     over_submission: float = 1.0
-    """Groups in the engine for each that is waited for, at least 1."""
+    """Groups in the engine for each group that a batch waits for, at least 1."""
     stale_tokens: StaleTokens = "keep"
     one_version: bool = False
-    """Whether one version alone samples each group: an engine that holds one version gets newer
-    weights once the groups in it are whole."""
+    """Whether a single version samples each group. Then an engine that holds one version gets newer
+    weights once all its groups are whole.
+    """
     max_age: int = 1 << 30
-    """Steps that a token may be old when its rollout is continued."""
+    """Largest age of a token, in steps, when its rollout is continued."""
     ship_s: float | None = 30.0
-    """Seconds between two shipments; None ships only where the worker pauses or leaves."""
+    """Seconds between two shipments; None ships only when the worker pauses or leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreshPartials:
-    """The members that are continued, and how many of their tokens were masked or dropped."""
+    """The members to continue, with the number of their tokens that were masked or dropped."""
 
     members: list[PartialRollout]
     num_masked: int
     """Tokens that will not be trained on and stay as context."""
     num_dropped: int
-    """Tokens that were thrown away."""
+    """Tokens of members that were reset."""
 
 
 def apply_staleness_policy(
@@ -96,14 +98,14 @@ def apply_staleness_policy(
     lineages: Sequence[Lineage],
     only_version: PolicyVersion | None = None,
 ) -> FreshPartials:
-    """Return members as they may be continued now; see the rules above.
+    """Return members in the form in which they may be continued now, by the rules above.
 
     Args:
         members: of one group.
-        only_version: the only one that may have sampled any of it; None for any.
-        stale_tokens: what becomes of old tokens.
-        max_age: steps that a token may be old; at most the bound on staleness.
-        step: optimizer steps that the learner has done, as far as is known here.
+        only_version: the single version whose tokens may stay; None for any.
+        stale_tokens: whether old tokens are kept, masked or dropped.
+        max_age: largest age of a token in steps; at most the bound on staleness.
+        step: the learner's optimizer steps, as last reported to this worker.
         installed: the version that will continue them.
         lineages: the learner's histories so far, oldest first.
     """
@@ -145,15 +147,15 @@ def _refresh_one(
 
 # --- Shipped partial groups: the learner keeps them for the next worker of the group ---
 #
-# Only the newest of each group is kept, in memory: after the learner's restart the workers ship
-# again. Rollouts beyond the bound are dropped and counted; if their worker is lost, their group is
-# sampled from the start, which costs tokens and nothing else.
+# The learner keeps only the newest shipment of each group, in memory: after its restart the workers
+# ship again. Shipments beyond the bound are dropped and counted. If the worker of such a group is
+# lost, the group is sampled from the start, which costs tokens only.
 
 
 MAX_HELD_BYTES = 1 << 30
-"""Of shipped rollouts: at nine bytes per token, 100 million tokens."""
+"""Bound on the shipped rollouts: at nine bytes per token, 100 million tokens."""
 _LIST_BYTES = 16
-"""At most, of a list of one frame beside the frame itself."""
+"""Most bytes that the encoding of a list with a single frame adds to the frame."""
 PARTIAL_COUNTS = (
     "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "age_sum",
     "shipped",
@@ -164,7 +166,7 @@ PARTIAL_COUNTS = (
 def _split(
     leases: Sequence[Lease], begun: Sequence[bytes]
 ) -> Iterator[tuple[tuple[Lease, ...], list[bytes]]]:
-    """Yield the leases in order, with what was sampled for each, as many as fit into a message."""
+    """Yield parts of the leases, in order, with the members of each; a part fits into a message."""
     start = num_bytes = 0
     for index, (lease, frame) in enumerate(zip(leases, begun, strict=True)):
         size = len(msgspec.msgpack.encode(lease)) + len(frame)
@@ -192,7 +194,9 @@ class ShippedPartials:
         self._counters = counters
         self._kept: dict[int, _Kept] = {}
         self._counted: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_WORKERS)
-        """Of each worker, what is added already of its counts, which go on over a cut."""
+        """The counts of each worker that were added already; a worker's counts continue after a
+        lost link.
+        """
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._kept
@@ -201,7 +205,7 @@ class ShippedPartials:
         return len(self._kept)
 
     def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
-        """Keep what was sampled for a group, unless a newer attempt has got further."""
+        """Keep the members of a group, unless a newer attempt has more tokens."""
         kept = self._kept.get(group_id)
         if kept is not None and kept.attempt > attempt and kept.num_tokens >= num_tokens:
             return
@@ -214,13 +218,13 @@ class ShippedPartials:
         self.num_bytes += len(frame)
 
     def discard(self, group_id: int) -> None:
-        """Forget a group that has come to its end."""
+        """Drop the members of a group that has ended."""
         kept = self._kept.pop(group_id, None)
         if kept is not None:
             self.num_bytes -= len(kept.frame)
 
     def grants(self, leases: Sequence[Lease]) -> list[tuple[Grant, tuple[Frame, ...]]]:
-        """Return the messages that carry these leases, with what there is of each."""
+        """Return the messages that grant these leases, with the members shipped for each."""
         kept = [self._kept.get(lease.group_id) for lease in leases]
         self._counters.add("partials/handed_over", len(kept) - kept.count(None))
         frames = [b"" if each is None else each.frame for each in kept]
@@ -230,7 +234,7 @@ class ShippedPartials:
         ]
 
     def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
-        """Add what has become of a worker's unfinished rollouts since its last heartbeat."""
+        """Add the growth of a worker's counts of unfinished rollouts since its last heartbeat."""
         counts = message.stats.partials
         counted = self._counted.get(worker.node_id) or {}
         for name in PARTIAL_COUNTS:
@@ -245,8 +249,8 @@ class ShippedPartials:
 
 # --- Codec: to the learner, along with a lease, and into a worker's own file ---
 #
-# Versions travel as runs, because hundreds of tokens in a row come from the same one; so a token
-# costs nine bytes. Everything is checked before anything is believed, as for finished groups.
+# Versions are encoded as runs, because one version samples hundreds of tokens in a row; so a token
+# costs nine bytes. A decoder checks every field before it returns anything, as for finished groups.
 
 
 _HEADER_LENGTH_BYTES = 4
@@ -255,7 +259,7 @@ _SAVED_BYTES_PER_TOKEN = 4 + 4 + 1
 
 
 class MemberHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Everything of a member except its arrays."""
+    """The fields of a member other than its arrays."""
 
     finish_reason: Word
     num_segments: Step
@@ -264,7 +268,7 @@ class MemberHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SavedPartialGroup(msgspec.Struct, frozen=True, array_like=True):
-    """One partial group in a worker's file."""
+    """A partial group in a worker's file."""
 
     lease: Lease
     members: bytes
@@ -297,12 +301,12 @@ def encode_members(members: Sequence[PartialRollout]) -> bytes:
 
 
 def encode_continuations(frames: Sequence[bytes]) -> bytes:
-    """Return the payload of a Grant: of each lease `encode_members`, or nothing."""
+    """Return the payload of a Grant: for each lease the result of `encode_members`, or no bytes."""
     return _encoder.encode(frames)
 
 
 def decode_continuations(frame: Frame) -> list[list[PartialRollout]]:
-    """Read back what was sampled for each lease of a Grant; an empty list for nothing.
+    """Return the members that a Grant carries for each lease; an empty list for none.
 
     Raises:
         RemoteProtocolError: if it is malformed.
@@ -352,7 +356,7 @@ def decode_members(frame: Frame) -> list[PartialRollout]:
 
 
 def _checked_size(header: MemberHeader) -> int:
-    """Return the number of tokens of a member after checking what can be checked without them."""
+    """Return the number of tokens of a member, after checks that need only its header."""
     size = sum(count for _, _, count in header.spans)
     if size > MAX_TOKENS:
         raise RemoteProtocolError(f"partial rollout of {size} tokens; at most {MAX_TOKENS}")
@@ -388,7 +392,7 @@ def encode_groups(run_id: str, partials: Sequence[PartialGroup]) -> bytes:
 
 
 def decode_groups(data: Frame, *, run_id: str) -> list[PartialGroup]:
-    """Read a worker's file of partial groups; those of another run are none.
+    """Return the partial groups in a worker's file; none if the file is of another run.
 
     Raises:
         RemoteProtocolError: if it is damaged.

@@ -1,27 +1,29 @@
 """The dialling role: control link, weights link, heartbeats and timeouts.
 
-Relay and worker have this in common. A node has two outbound links. Over the **control link**,
-dialled to one of its configured addresses (the learner's or a relay's), routed messages go to and
-from the learner. Over the **weights link**, dialled to the parent that the learner's plan names,
-chunks are pulled. Both are replaced independently, and neither loss stops the node's work.
+Relays and workers share this role. A node has two outbound links. The **control link**, dialled to
+one of the configured addresses (the learner's or a relay's), carries routed messages to and from
+the learner. Over the **weights link**, dialled to the parent that the learner's plan names, the
+node fetches chunks. Each link is replaced independently, and the node goes on working while a link
+is lost.
 
-The states of a node and what moves it from one to the next are a table (`roles/joining.py`). Around
-it:
+The states of a node and the events that change them are a table (`roles/joining.py`). The rules of
+the links:
 
-* Whatever is sent in a state is repeated every `retry_s` until the state is left. While task and
-  engine are being built (it can take minutes) Hello is repeated with the heartbeat's period, so
-  that both sides know of each other.
-* If the link is lost, or nothing was heard from the learner for `dead_after_s`, the next address
-  is dialled: the configured ones in turn, and the learner's own where a plan told it. So the
-  workers of a dead relay find the learner without help.
-* After `reconnect_for_s` without the learner the node stops with an error that says what to do,
-  and once every address was of no use three times in a row, since that does not mend itself: its
-  keys are refused there, another protocol version is spoken, or a Welcome comes that the learner
-  has not signed (`roles/joining.py`). One such address alone may be that of a relay that lies.
-* Welcome of another run or with other settings, or hashes that differ, end the node: retrying
-  cannot help.
-* All else that the learner has not sealed (`wire/seals.py`) is refused and counted, with the name
-  of the node that has passed it on.
+* The message of a state is repeated every `retry_s` until the node enters the next state. While
+  task and engine are being built (which can take minutes) Hello is repeated with the heartbeat's
+  period, so that each side knows that the other is alive.
+* If the control link is lost, or no message of the learner has arrived for `dead_after_s`, the node
+  dials the next address: the configured addresses in turn, and the learner's own address if a plan
+  has named it. So the workers of a dead relay find the learner by themselves.
+* After `reconnect_for_s` without the learner the node stops with an error that says what to do. It
+  also stops once every address has been useless three times in a row, because waiting cannot help:
+  the address refuses the node's keys, speaks another protocol version, or sends a Welcome that the
+  learner has not signed (`roles/joining.py`). A single such address does not stop the node, because
+  it may be a relay that lies.
+* A Welcome of another run, with other settings, or with other hashes ends the node, because
+  retrying cannot help.
+* Any other message that the learner has not sealed (`wire/seals.py`) is refused and counted, under
+  the name of the node that has passed it on.
 * The weights link follows the newest plan (`weights/parents.py`).
 """
 
@@ -72,15 +74,15 @@ from echo.wire.messages import (
 )
 
 MAX_REFUSALS = 3
-"""Attempts in a row that each address must have refused before a node gives up."""
+"""Number of refusals in a row, at each address, after which a node gives up."""
 TELL_AFTER_S = 5.0
-"""Seconds without the learner before the operator hears of it."""
+"""Seconds without the learner before a node warns its operator."""
 MAX_REASON_LENGTH = 500
-"""Characters of why a node leaves."""
+"""Characters of the reason in a Goodbye."""
 LOST_LINK = "lost link"
-"""Topic of what is told of a lost link to the learner."""
+"""Topic of the notes on a lost link to the learner."""
 MAX_PEER_NAMES = 10_000
-"""Inbound peers whose names are remembered, for messages to the operator."""
+"""Inbound peers whose names are kept, for messages to the operator."""
 
 
 Handler: TypeAlias = Callable[[Any, Any, float], list[Action]]
@@ -101,7 +103,7 @@ class Leaving:
 
 
 class DialingRole:
-    """A relay's or worker's conversation with all other nodes, without IO and without a clock."""
+    """Decides what a relay or worker sends, and which addresses it dials; without IO or a clock."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
         """Start disconnected; `Started` returns the first actions."""
@@ -118,7 +120,7 @@ class DialingRole:
         self.learner_step = 0
         self._complaints = Complaints()
         self._faults: dict[str, str] = {}
-        """Why the last attempt at an address failed."""
+        """The fault of the last attempt at each address."""
         self._num_refusals: Counter[str] = Counter()
         self._told_at: dict[str, float] = {}
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
@@ -129,10 +131,10 @@ class DialingRole:
         )
         self._weights.retry_preferred_s = settings.dead_after_s
 
-    # --- what subclasses fill in -----------------------------------------------------------------
+    # --- what subclasses override ----------------------------------------------------------------
 
     def version_in_use(self) -> PolicyVersion | None:
-        """Return the newest version in use; for a relay the newest held whole."""
+        """Return the newest version in use; for a relay the newest complete version."""
         return self.broadcast.newest_complete
 
     def capacity(self) -> int:
@@ -144,7 +146,7 @@ class DialingRole:
         return ()
 
     def stats(self) -> NodeStats:
-        """Return what to tell the learner about this node."""
+        """Return the status of this node that a heartbeat reports."""
         version, num_held, num_chunks = self.broadcast.progress()
         return NodeStats(
             state="relaying",
@@ -162,7 +164,7 @@ class DialingRole:
         )
 
     def on_version(self, *, now: float) -> list[Action]:
-        """Handle that a version of the weights is here as a whole."""
+        """Handle that a version of the weights has arrived completely."""
         return []
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
@@ -175,7 +177,7 @@ class DialingRole:
 
     @property
     def state(self) -> NodeState:
-        """Where this node is on its way to the learner."""
+        """The state of this node's admission."""
         return self._joining.state
 
     @property
@@ -185,7 +187,7 @@ class DialingRole:
 
     @property
     def is_admitted(self) -> bool:
-        """Whether the learner has admitted this node and the link stands."""
+        """Whether the learner has admitted this node and the control link is connected."""
         return self.state is NodeState.ADMITTED
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
@@ -205,17 +207,18 @@ class DialingRole:
             self._control.peer = self._control.peer or peer
 
     def connected(self, peer: str, *, now: float) -> list[Action]:
-        """Handle that a dialled link stands (for the first time or again)."""
+        """Handle that a dialled link is connected (for the first time or again)."""
         if self._control is not None and self._control.peer == peer:
             self._control.greeted_at = now
             return [self._greet(peer, "control")]
         return [self._greet(peer, "weights")] if self._weights.connected(peer, now=now) else []
 
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool, now: float) -> list[Action]:
-        """Handle that an attempt to dial failed; stop where all addresses refuse this node.
+        """Handle that an attempt to dial failed; stop if all addresses refuse this node.
 
         Args:
-            peer: whom it was made for; parents are left by their silence.
+            peer: the dialled peer; a failed attempt at a parent is ignored, because its silence
+                counts.
             reason: for the operator.
             is_refused: whether another attempt cannot help.
             now: the present.
@@ -230,7 +233,7 @@ class DialingRole:
         return []
 
     def _refused(self, address: str, reason: str, text: str, now: float) -> list[Action]:
-        """Count that an address is of no use to this node; stop where none is."""
+        """Count that an address is useless to this node; stop if every address is."""
         self._num_refusals[address] += 1
         addresses = self._weights.learner_addresses
         if any(self._num_refusals[each] < MAX_REFUSALS for each in addresses):
@@ -239,7 +242,7 @@ class DialingRole:
         return self._joining.give_up(reason, error, now=now)
 
     def _leave_address(self, reason: str, text: str, now: float) -> list[Action]:
-        """Try another address: the process that answers at this one may not be honest."""
+        """Dial another address: the process that answers at this address may not be honest."""
         if self._control is None or self.state is NodeState.STOPPED:
             return []
         address = self._control.address
@@ -248,7 +251,7 @@ class DialingRole:
         return stop or [Note("warning", text, reason), *self._next_address(now)]
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Handle that a link is gone, inbound or outbound."""
+        """Handle that a link is lost, inbound or outbound."""
         if self._control is not None and self._control.peer == peer:
             text = f"lost the link to {self._control.address}: {reason}"
             return [Note("warning", text, LOST_LINK), *self._next_address(now)]
@@ -270,7 +273,7 @@ class DialingRole:
         return [*lost, Dial(address, "control")]
 
     def _next_address(self, now: float) -> list[Action]:
-        """Leave the control link and try the next address."""
+        """Close the control link and dial the next address."""
         actions: list[Action] = []
         if self._control is not None and self._control.peer:
             actions.append(HangUp(self._control.peer))
@@ -280,7 +283,7 @@ class DialingRole:
     # --- messages --------------------------------------------------------------------------------
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle one message; a peer's mistake is counted and noted, never raised."""
+        """Handle a message; a peer's mistake is counted and noted, and raises no exception."""
         try:
             return self._receive(peer, decode_envelope(frames), frames, now)
         except RemoteProtocolError as error:
@@ -294,7 +297,7 @@ class DialingRole:
             return actions
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Leave the link that a message came over; one for another node is only not forwarded."""
+        """Close the link of a message, unless the message was for another node: it is dropped."""
         self.counters.add("internal_errors")
         _, target, _ = describe(frames)
         if target not in ("", self.settings.node_id):
@@ -331,11 +334,11 @@ class DialingRole:
         return self._on_learner_message(message, frames[1:], now)
 
     def is_from_learner(self, peer: str) -> bool:
-        """Return whether messages of the learner come over this link."""
+        """Return whether this link is the control link, over which the learner's messages come."""
         return self._control is not None and self._control.peer == peer
 
     def _on_other_protocol(self, peer: str, source: str, fault: str, now: float) -> list[Action]:
-        """Stop if it is whom we dialled; answer in our version if it is who dialled us."""
+        """Leave a dialled address; answer an inbound peer with a Refuse."""
         if self.is_from_learner(peer):
             return self._leave_address("protocol_version", one_line(fault), now)
         self.counters.add("refused/protocol_version")
@@ -363,7 +366,7 @@ class DialingRole:
         return self._perform(self.broadcast.receive(peer, message, payload, now=now), now)
 
     def _perform(self, actions: Iterable[Action | ParentFailed], now: float) -> list[Action]:
-        """Carry out what concerns this role in the broadcast's actions; pass on the rest."""
+        """Handle failed parents and new versions among the actions; pass on the rest."""
         rest: list[Action] = []
         for action in actions:
             if isinstance(action, ParentFailed):
@@ -376,7 +379,7 @@ class DialingRole:
         return rest
 
     def _probe(self, num_bytes: int, now: float) -> list[Action]:
-        """Show the learner what this node can send, if others may dial it."""
+        """Measure this node's uplink for the learner's plan, if other nodes may dial this node."""
         link = self._control
         if link is None or not link.node_id or self.settings.advertise is None:
             return []
@@ -397,12 +400,12 @@ class DialingRole:
     def _on_learner_message(
         self, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        if not isinstance(message, Rehello):  # which any relay may send forever
+        if not isinstance(message, Rehello):  # a relay may send it without the learner
             self._learner_seen_at = self._lost_at = now
         return self._joining.receive(message, payload, now=now)
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle what the learner says beside joining."""
+        """Handle the learner's messages other than joining."""
         match message:
             case TopologyPlan():
                 return self._weights.on_plan(message, now=now)
@@ -430,7 +433,7 @@ class DialingRole:
         return self._joining.configured(event.digests, now=now)
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Show the uplink already while task and engine are built: a plan comes with admission."""
+        """Measure the uplink while the engine is built; the plan after admission needs it."""
         self._num_refusals.clear()
         is_known = self.broadcast.uplink.bytes_per_s is not None
         return [] if is_known else self._probe(version_bytes, now)
@@ -445,14 +448,14 @@ class DialingRole:
         return [Note("info", text, ends=LOST_LINK)]
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Take the result of work in a thread: what was wrong with it, or nothing."""
+        """Handle the result of work in a thread: its fault, or an empty text."""
         return self._perform(self.broadcast.worked(work, fault, now=now), now)
 
     # --- time ------------------------------------------------------------------------------------
 
     @property
     def _give_up_at(self) -> float:
-        """When a node without the learner ends; one that leaves already has a bound of its own."""
+        """When a node without the learner gives up, unless it is leaving."""
         return self._lost_at + self.settings.reconnect_for_s
 
     @property
@@ -497,7 +500,7 @@ class DialingRole:
         return actions + self._joining.repeat(now)
 
     def _describe_failure(self) -> str:
-        """Return what to tell the operator when no learner could be reached."""
+        """Return the error text for an operator whose learner could not be reached."""
         role, run_id = self.settings.role, self._joining.run_id
         since = f"run {run_id} was last heard of" if run_id else f"this {role} started"
         text = (
@@ -509,7 +512,7 @@ class DialingRole:
         return "\n  last attempt: ".join([text, *self._faults.values()])
 
     def _tell_wait(self, remaining_s: float, now: float) -> list[Action]:
-        """Say where the learner is looked for: after a moment, then each minute of a state."""
+        """Warn after TELL_AFTER_S without the learner, then once a minute in each state."""
         if self.state is NodeState.DIALLING and self._control is not None:
             self._faults.setdefault(
                 self._control.address,
@@ -525,7 +528,7 @@ class DialingRole:
         return [Note("warning", f"{text}: {why}" if why else text)]
 
     def heartbeat(self, *, now: float) -> list[Action]:
-        """Tell the learner this node's state, now."""
+        """Report this node's state to the learner, now."""
         self._beat_at, self._heartbeat_at = now, now + self.heartbeat_s
         beat = Heartbeat(
             installed=self.version_in_use(),
@@ -554,39 +557,39 @@ class DialingRole:
 
 
 class Role(Protocol):
-    """A node's conversation: events in, actions out, without IO and without a clock."""
+    """The decisions of a node: events in, actions out, without IO or a clock."""
 
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle one message."""
+        """Handle a message."""
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Drop the sender of a message whose handling has failed by a fault of this node.
+        """Drop the sender of a message whose handling has raised an unexpected exception.
 
-        Nothing here reads the message, which may be the cause of the fault.
+        This method does not decode the message, which may have caused the exception.
         """
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Handle that a link is gone, inbound or outbound."""
+        """Handle that a link is lost, inbound or outbound."""
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Take the result of work in a thread: what was wrong with it, or nothing."""
+        """Handle the result of work in a thread: its fault, or an empty text."""
 
-    # Events that a role which dials no node never receives:
+    # Methods that a shell calls only for roles that dial:
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
         """Note which peer a Dial has become."""
         return
 
     def connected(self, peer: str, *, now: float) -> list[Action]:
-        """Handle that a dialled link stands."""
+        """Handle that a dialled link is connected."""
         return []
 
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool, now: float) -> list[Action]:
-        """Handle that an attempt to dial failed; the transport goes on trying."""
+        """Handle that an attempt to dial failed; the transport dials again."""
         return []
 
     def expire(self, *, now: float) -> list[Action]:

@@ -1,9 +1,9 @@
 """The relay's role: forward routed messages without looking inside.
 
-A routed message for the learner goes up the control link; one for a node goes down the link from
-which that node was last heard. A message that cannot be forwarded is dropped and counted: sender
-and receiver repeat everything that matters (`wire/messages.py`), so a relay keeps no copies and its
-death loses nothing but time.
+A routed message for the learner goes up the control link. A routed message for a node goes down the
+link over which that node's last message came. A message that cannot be forwarded is dropped and
+counted: its sender repeats every message that matters (`wire/messages.py`). So a relay keeps no
+copies, and its death costs only time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo.wire.codec import Envelope, Frame, forwarded
 from echo.wire.messages import LEARNER_ID
 
 MAX_RELAYED_ROUTES = 100_000
-"""Nodes that are remembered at most, the newest; each costs some hundred bytes."""
+"""Largest number of nodes with a route; the newest are kept. A route costs some hundred bytes."""
 
 
 class Relay(DialingRole):
@@ -52,6 +52,6 @@ class Relay(DialingRole):
         return [Send(next_peer, onward)]
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Forget the routes over a link that is gone."""
+        """Drop the routes over a lost link."""
         self._routes.discard_value(peer)
         return super().disconnected(peer, reason, now=now)

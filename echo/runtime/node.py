@@ -2,13 +2,12 @@
 
     transport events, timer, results of model work  ->  role  ->  actions  ->  perform
 
-The role is called from the event loop only, so it needs no locks; model work runs in threads
-(`threads.py`) and its results come back to the loop. There is one timer. It is set again only for
-an earlier deadline; a timer that fires too early sets the next one. An unexpected exception ends
-the node, because a node of which half has failed would do more harm. While a peer's message is
-being handled the exception drops the peer instead; otherwise one malformed message could stop the
-fleet. No decision is lost by that, since the role returns all of them as actions, and the peer may
-join again.
+Only the event loop calls the role, so it needs no locks; model work runs in threads (`threads.py`)
+and its results come back to the loop. There is one timer. It is set again only for an earlier
+deadline; a timer that fires too early sets the next one. An unexpected exception ends the node,
+because a half-failed node would do more harm. While a peer's message is being handled, the
+exception drops the peer instead; otherwise one malformed message could stop the fleet. This loses
+no decision: the role returns all decisions as actions, and the peer may join again.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ REPEAT_S = 60.0
 """Seconds between two lines of one topic."""
 
 INTERRUPTED = "interrupted"
-"""Why a node has ended that its operator stopped."""
+"""The reason with which a node ends that its operator has stopped."""
 STALL_S = 0.5
-"""A timer that fires this late means that the loop did not run."""
+"""Delay of a timer, in seconds, that shows that the loop did not run."""
 CATCH_UP_S = 0.2
 """Seconds to read what arrived during a stall before anything is declared late."""
 LEAST_WAIT_S = 0.001
@@ -89,7 +88,7 @@ LINGER_S = 2.0
 
 
 class Topics:
-    """Tells the first note of a topic at once, and those that follow in one line a minute."""
+    """Logs the first note of a topic at once, and the following notes in one line a minute."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -109,7 +108,7 @@ class Topics:
         self._write(note, note.text)
 
     def tell_due(self, *, now: float) -> None:
-        """Log what was counted a minute long, and forget the topics of which no more came."""
+        """Log the notes that were counted for a minute, and drop topics without new notes."""
         due = [topic for topic, at in self._logged_at.items() if now >= at + REPEAT_S]
         for topic in due:
             del self._logged_at[topic]
@@ -150,27 +149,27 @@ class Node:
         self._weights_pool = self.threads.pool("weights", min(MAX_WORKERS, os.cpu_count() or 1))
         self._tasks: set[asyncio.Task[None]] = set()
         self.at_release: list[Callable[[], None]] = []
-        """Called when the node has ended, for whatever reason."""
+        """Functions to call when the node has ended, for any reason."""
         self.event_log: EventLog | None = None
-        """Where all that the role receives and returns is written; None for nowhere."""
+        """Log of everything that the role receives and returns; None for no log."""
 
     # --- what roles fill in ----------------------------------------------------------------------
 
     def on_action(self, action: Action) -> None:
-        """Carry out an action that is the role's own affair."""
+        """Carry out an action that only nodes of this role know."""
         raise TypeError(f"{type(action).__name__} is not for {type(self).__name__}")
 
     def before_expire(self) -> None:
-        """Bring up to date what the role is about to tell others."""
+        """Update the counts that the role is about to report."""
 
     async def work(self) -> None:
         """Do the role's work; when it returns the node goes on relaying until it is stopped."""
 
     async def drain(self) -> None:
-        """Finish what must not be lost, after the first interrupt."""
+        """Finish the work that must not be lost, after the first interrupt."""
 
     def release(self) -> None:
-        """Release what the role holds, however the node has ended."""
+        """Release the resources of this role's node, however the node has ended."""
 
     # --- running ---------------------------------------------------------------------------------
 
@@ -204,12 +203,13 @@ class Node:
                 try:
                     release()
                 except Exception:
-                    # The others follow, and the last messages of this node, which say why it ends.
+                    # The other releases follow, and the last messages of this node, with the reason
+                    # of its end.
                     self.log.exception("the node ends, and cannot release something")
             await self.transport.close()
 
     def interrupt(self) -> None:
-        """Handle that the operator wants it to end: the first call drains, others do nothing."""
+        """End because the operator wants it: the first call drains, further calls do nothing."""
         self._num_interrupts += 1
         if self._num_interrupts == 1:
             self.log.warning("stopping: finishing what must not be lost (again to stop at once)")
@@ -221,7 +221,7 @@ class Node:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the node is over, so that work in its threads is of no use any more."""
+        """Whether the node has ended, so that the results of its threads are no longer needed."""
         return self._stopped is not None and self._stopped.done()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
@@ -234,7 +234,7 @@ class Node:
             self._stopped.set_result(reason)
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Run a coroutine beside the others; its failure ends the node, the node's end ends it."""
+        """Run a coroutine as a task; its failure ends the node, and the node's end cancels it."""
         task = asyncio.create_task(self._guard(work), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -248,7 +248,7 @@ class Node:
 
     @contextlib.contextmanager
     def _ending_at_failure(self) -> Iterator[None]:
-        """Turn a failure into the end of the node."""
+        """End the node if the block raises."""
         try:
             yield
         except EchoError as error:
@@ -282,17 +282,17 @@ class Node:
             self._settle()
 
     def _refuse_public(self, event: Received) -> None:
-        """Drop what only an encrypted connection may bring."""
+        """Drop a message that may arrive over an encrypted connection only."""
         text = "dropped a message that came unencrypted and is no chunk: from somebody on the way"
         self._topics.tell(Note("warning", text, text), now=self.now)
 
     def _receive(self, peer: str, frames: list[Frame]) -> list[Action]:
-        """Have a message handled; a fault in that ends the peer, whose message it was."""
+        """Have the role handle a message; an exception drops the peer that has sent it."""
         try:
             return self._role.receive(peer, frames, now=self.now)
         except Exception as error:
             if isinstance(error, EchoError) and not isinstance(error, ProtocolError):
-                raise  # its disk or its data: this node's own affair
+                raise  # a fault of this node's disk or data
             source, _, kind = describe(frames)
             source = one_line(source or peer)
             text = f"internal error in a {one_line(kind)} from {source}: parting with it"
@@ -327,7 +327,7 @@ class Node:
             self._settle()
 
     def _settle(self) -> None:
-        """Do what is due after each decision, or after some in a row."""
+        """Log due notes and set the timer, after one decision or a burst of them."""
         self._topics.tell_due(now=self.now)
         self._arm()
 
@@ -335,14 +335,14 @@ class Node:
         try:
             peer = self.transport.dial(action.address, has_bulk=action.purpose == "weights")
         except TransportError as error:
-            # An address from another node's message; the role moves on when it times out, and
-            # tries it again.
+            # The address is from another node's message. The role tries another one after a
+            # timeout.
             self._topics.tell(Note("warning", str(error), f"dial {action.address}"), now=self.now)
         else:
             self._role.dialled(action.address, action.purpose, peer)
 
     def _work(self, work: Work) -> None:
-        """Decode a block or write a chunk in a thread, and tell the role what came of it."""
+        """Decode a block or write a chunk in a thread, and report the result to the role."""
         finished = self._weights_pool.run(work.run)
         finished.add_done_callback(functools.partial(self._on_finished, work))
 
@@ -375,9 +375,10 @@ class Node:
         self._timer = None
         is_late = self.now - self._timer_at > STALL_S
         if is_late and not self._is_catching_up:
-            # The loop was held up (a heavy import, a suspended laptop): what has arrived meanwhile
-            # is read first, or this node would take its own absence for that of the others. It is
-            # given one such pause: on a machine that starves it, it would never say that it lives.
+            # The loop did not run (a heavy import, a suspended laptop). Messages that have arrived
+            # meanwhile are read first; otherwise this node would take its own pause for the silence
+            # of others. It waits once only: on an overloaded machine it would otherwise never send
+            # a heartbeat.
             self._is_catching_up = True
             self._set_timer(self.now + CATCH_UP_S)
             return
@@ -387,10 +388,9 @@ class Node:
             self.perform(self._role.expire(now=self.now))
 
     async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
-        """Look every few milliseconds until `is_done`; return False if it takes too long.
+        """Check `is_done` every few milliseconds until it holds; return False after `within_s`.
 
-        For the few waits at the end of a node, whose conditions live in the role, which knows
-        no events.
+        For the few waits at the end of a node whose conditions are in the role.
         """
         give_up_at = self.now + within_s
         while not is_done():
@@ -415,7 +415,7 @@ class DialingNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Take what `Node` takes; without a store versions lie in memory, without a bound."""
+        """Take the arguments of `Node`, and a store; without one, memory is not bounded."""
         super().__init__(role, transport, threads=threads, log=log)
         self.role = role
         self.version_store = version_store
@@ -427,11 +427,11 @@ class DialingNode(Node):
         self.perform(self.role.handle(event, now=self.now))
 
     async def work(self) -> None:
-        """Look for the learner; everything else is an action."""
+        """Dial the learner; all other work follows from actions."""
         self.report(Started())
 
     async def recover(self) -> None:
-        """Take over what a former process of this node has left of the run's versions."""
+        """Take over the versions of the run that a former process of this node has stored."""
         version_store, broadcast = self.version_store, self.role.broadcast
         if version_store is None:
             return
@@ -450,12 +450,12 @@ class DialingNode(Node):
             self.perform(broadcast.recover(saved.version, frame, storage, has_chunk, now=self.now))
 
     def release(self) -> None:
-        """Release the version stores; what they hold is found by the next process."""
+        """Release the version stores; the next process of this node finds their contents."""
         if self.version_store is not None:
             self.version_store.close()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
-        """End `run`; tell the learner first if it is with an error."""
+        """End `run`; if it ends with an error, first send the learner a goodbye with it."""
         try:
             if error is not None and not self.has_ended:
                 self.report(Leaving(str(error), has_failed=True))
@@ -474,16 +474,19 @@ class DialingNode(Node):
 _log = logging.getLogger(__name__)
 
 MAX_ASSET_BYTES = MAX_PAYLOAD_BYTES
-"""Largest file that a worker may inherit; the largest tokenizers in use have some 35 MB."""
+"""Bytes of the largest file that a worker may inherit; the largest tokenizers have some 35 MB."""
 MAX_STRANGERS = 4096
-"""Connections at once that have not said anything yet; a quarter of all open files at most."""
+"""Open connections that have sent no message yet; a quarter of all open files at most."""
 FIRST_WINDOW_CHUNKS = 4
-"""Chunks that a child requests ahead until its link has shown its rate: several, to pipeline."""
+"""Chunks that a child requests ahead until the rate of its link is measured: several, to
+pipeline.
+"""
 MAX_FIRST_WINDOW_BYTES = 2 << 20
-"""Of that; all of it may lie in the queue of a slow uplink, for four seconds at 4 Mbit/s. The
-broadcasts in bench/results were measured with it."""
+"""Bytes that a child requests ahead at first. All of them may wait in the queue of a slow uplink,
+for four seconds at 4 Mbit/s. The broadcasts in bench/results were measured with this bound.
+"""
 MAX_IMAGE_SHARE = 0.9
-"""Share of a node's memory that one version of the weights may take at most."""
+"""Largest share of a node's memory that a version of the weights may take."""
 
 
 async def start_transport(
@@ -495,8 +498,8 @@ async def start_transport(
 ) -> ZmqTransport:
     """Return a ZeroMQ transport with the configuration's bounds, bound to its address.
 
-    Without an address it only dials; with `listens_later` the caller lets others connect, by
-    the transport's own `listen`. Without keys no link is encrypted.
+    Without an address it only dials. With `listens_later` the caller opens the port later, with the
+    transport's `listen`. Without keys no link is encrypted.
 
     Raises:
         TransportError: if the address is taken or is not this machine's.
@@ -522,7 +525,8 @@ async def start_transport(
 def tell_of_kernel(*addresses: str | None, profile: str, log: logging.Logger) -> None:
     """Log in one line which settings of the kernel cost speed on long links.
 
-    Nothing is logged if all links stay on this machine, and only information where they are short.
+    Nothing is logged if all links stay on this machine. The line is a warning only for links over a
+    wide-area network.
     """
     if all(address is None or is_loopback(address) for address in addresses):
         return
@@ -541,8 +545,8 @@ def make_broadcast(
 ) -> Broadcast:
     """Return a node's part of the weights plane with the configuration's bounds.
 
-    The learner receives no versions and has no store. `keep_versions` whole images are kept,
-    besides those that somebody takes.
+    The learner receives no versions and has no store. The node keeps `keep_versions` whole images,
+    and those that a child is fetching.
     """
     return Broadcast(
         node_id=node_id,
@@ -555,7 +559,7 @@ def make_broadcast(
 
 
 def node_name(role: str, given: str | None) -> str:
-    """Return the node's name: the given one, or one made from the host's that will be unique."""
+    """Return the node's name: the given name, or a unique one made from the host's name."""
     if given is not None:
         return given
     host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:24] or "host"
@@ -563,10 +567,10 @@ def node_name(role: str, given: str | None) -> str:
 
 
 def advertised(listen: str | None, advertise: str | None) -> str | None:
-    """Return the address that other nodes shall dial, or None if there is none.
+    """Return the address for other nodes to dial, or None if there is none.
 
-    A wildcard address says nothing to others, so such a listener needs `advertise`, to which the
-    server key is added that `listen`, the transport's address, has.
+    Other nodes cannot dial a wildcard address, so a node that listens on one needs `advertise`. The
+    server key in `listen`, the transport's address, is added to it.
     """
     if listen is not None and advertise is not None:
         key = parse_key(listen)
@@ -589,7 +593,7 @@ def node_settings(
     *,
     log: logging.Logger,
 ) -> NodeSettings:
-    """Return what a relay's or worker's role is told; warn where nobody can be told to dial it."""
+    """Return the settings of a relay's or worker's role; warn if no node can be told to dial it."""
     role = join.role
     advertise = advertised(listen, section.advertise)
     if listen is not None and advertise is None:
@@ -619,7 +623,7 @@ def node_settings(
 
 
 def stated_price(section: PricedSection) -> Price:
-    """Return what the configuration says that a machine costs."""
+    """Return the cost of a machine, as the configuration states it."""
     return Price(
         per_h=section.price_per_h,
         per_gb=section.price_per_gb,

@@ -34,7 +34,7 @@ class RelayNode(DialingNode):
                 raise LocalProtocolError(f"a relay cannot {type(action).__name__}")
 
     async def _set_up(self) -> None:
-        """Be ready: a relay has no task and no engine, only what it held before."""
+        """Recover stored versions; a relay has no task and no engine to build."""
         await self.recover()
         self.report(Built({}))
 
@@ -47,10 +47,11 @@ async def build_relay(
     profile: str,
     log: logging.Logger,
 ) -> RelayNode:
-    """Return a relay that is ready to run, listening already.
+    """Return a relay that is ready to run and listens already.
 
     Raises:
-        EchoError: if something does not fit; the message is for the user.
+        EchoError: if the configuration or this machine does not permit it; the message is for the
+            user.
     """
     transport = await node.start_transport(network, section.listen, join.keys(), listens_later=True)
     node.tell_of_kernel(section.listen, *join.addresses(), profile=profile, log=log)
@@ -73,7 +74,7 @@ def assemble_relay(
     threads: Threads | None = None,
     log: logging.Logger,
 ) -> RelayNode:
-    """Join a relay on a transport that has been started; otherwise as `build_relay`."""
+    """Return the same relay as `build_relay`, on a transport that has been started."""
     settings = node.node_settings(section, network, join, transport.listen_address, log=log)
     version_store = open_store(network.store_dir, network.store_bytes)
     role = Relay(

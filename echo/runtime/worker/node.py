@@ -1,10 +1,11 @@
 """The worker node: threads that carry out what its role decides.
 
-The role (`roles/worker.py`) decides what is sampled, stopped, scored, installed and saved; here
-each of these is a call in a thread, whose end is told to the role. Meanwhile the loop goes on
-receiving weights, forwarding them to children and delivering results. A version is installed whole,
-after its hash has been checked once more in memory, or not at all. Where the run says so the engine
-is lent to agents (`runtime/agents`), and at the end the machine is given back (`release.py`).
+The role (`roles/worker.py`) decides what is sampled, stopped, scored, installed and saved. Here
+each of these actions is a call in a thread, and its outcome is an event for the role (`report`).
+Meanwhile the loop receives weights, forwards them to children and delivers results. A version is
+installed only as a whole, after its hash has been checked again in memory. If the run takes its
+rollouts from agents, the engine samples for them (`runtime/agents`). At the end the machine is
+given back (`release.py`).
 """
 
 from __future__ import annotations
@@ -97,9 +98,9 @@ class WorkerParts:
 
     engine: Engine
     host: TaskHost
-    """Where answers are judged."""
+    """Computes the rewards of answers."""
     runner: EpisodeRunner | None
-    """Plays the episodes of an environment; None where an answer is one turn."""
+    """Plays the episodes of an environment; None if an answer is a single turn."""
     decode: Callable[[Sequence[int]], str]
     """Token ids -> text without stop and padding tokens."""
     sampling: Sampling
@@ -107,7 +108,7 @@ class WorkerParts:
     max_prompt_tokens: int
     """Longest prompt that leaves room for a completion."""
     prompt_bound: str = "the model's window"
-    """Limits on what leaves: the model's window, or this worker's memory."""
+    """The reason for `max_prompt_tokens`: the model's window, or this worker's memory."""
     groups_per_batch: int
     """Groups that the engine holds concurrently."""
     note: str = ""
@@ -115,11 +116,11 @@ class WorkerParts:
     rules: PartialRules
     """Handling of unfinished rollouts."""
     partials_path: Path
-    """File in which they outlive the process."""
+    """File of the unfinished groups, for the next process of this worker."""
     installed_path: Path
-    """File of the installed bytes, to be compared with the published ones."""
+    """File with the hash of each installed version, for comparison with the published ones."""
     agents: AgentParts | None
-    """Endpoint for outside agents, where rollouts come from them."""
+    """Endpoint for outside agents; None if rollouts do not come from agents."""
     digests: dict[str, str]
     engine_name: str = ""
     """Kind and data type of the engine, for the comparison with other workers."""
@@ -128,7 +129,7 @@ class WorkerParts:
 
     @property
     def facts(self) -> EngineFacts:
-        """The facts of it that the role needs."""
+        """The facts that the role needs."""
         sampler: Sampler = "engine" if self.runner is None else "episodes"
         return EngineFacts(
             group_size=self.group_size,
@@ -145,10 +146,11 @@ class WorkerParts:
         )
 
     def install(self, transfer: Transfer) -> str | None:
-        """Load a version into the engine; return its hash, None where its seal has yet to come.
+        """Load a version into the engine; return its hash, None if the learner has not sent it yet.
 
         Raises:
-            EngineError: if they are not what the learner signed, or the engine refuses them.
+            EngineError: if the bytes differ from those that the learner signed, or the engine
+                refuses them.
         """
         manifest, digest = transfer.manifest, None
         if transfer.is_hashed:
@@ -166,13 +168,14 @@ class WorkerParts:
         """Turn a version into the next one, in place.
 
         Args:
-            work: what changes, and where.
-            specs: what lies where in the image.
-            is_loaded: whether the memory is what the engine was given last; else it may have the
-                same version from elsewhere, as from before it was fetched again.
+            work: the changed words and their places.
+            specs: the tensors in the image.
+            is_loaded: whether the engine was last loaded from this memory. Otherwise it may have
+                loaded the same version from other memory, before the version was fetched again.
 
         Raises:
-            EngineError: if it cannot be done; nothing is changed then.
+            EngineError: if the patch cannot be applied; then the image and the engine are
+                unchanged.
         """
         patch, engine = work.patch, self.engine
         try:
@@ -192,7 +195,7 @@ class WorkerParts:
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
-    """Append which bytes are installed, so that anyone can compare them with the published ones.
+    """Append the hash of an installed version, for comparison with the published one.
 
     Raises:
         OSError: if the disk refuses it.
@@ -213,18 +216,18 @@ class NodeWatcher(Watcher):
 
 
 class EpisodeWatcher(NodeWatcher):
-    """Tells the role that groups of episodes are alive."""
+    """Counts the signs of life of groups of episodes."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
         super().__init__(node)
         self.call = call
 
     def on_tokens(self, number: int) -> None:
-        """Note a sign of life."""
+        """Count tokens as signs of life."""
         self.call.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Note a sign of life."""
+        """Count signs of life."""
         self.call.on_progress(number)
 
 
@@ -235,11 +238,11 @@ class CallWatcher(EpisodeWatcher):
         """Watch the call of a node, in its loop."""
         super().__init__(node, call)
         self.ended: asyncio.Queue[Completion | None] = asyncio.Queue()
-        """Calls that have ended; None behind the last."""
+        """Completions of the call; None after the last one."""
         self._loop = asyncio.get_running_loop()
 
     def should_stop(self) -> bool:
-        """Return whether the node is over or the role has recalled the call."""
+        """Return whether the node has ended or the role has recalled the call."""
         return self.call.is_recalled or self.node.has_ended
 
     def on_tokens(self, number: int) -> None:
@@ -254,7 +257,7 @@ class WorkerNode(DialingNode):
     """A worker."""
 
     _sample_pool: Pool
-    """Made once it is known how many groups the engine samples concurrently."""
+    """Created after the engine, which decides how many groups are sampled concurrently."""
 
     def __init__(
         self,
@@ -267,16 +270,16 @@ class WorkerNode(DialingNode):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Join the parts; `run` starts them.
+        """Connect the parts; `run` starts them.
 
         Args:
-            role: decides.
+            role: its decisions.
             transport: its links.
             build: (inherited settings, inherited files) -> parts; slow, called in a thread.
             on_release: shell command that gives the machine back; None for none.
             version_store: see `DialingNode`.
             threads: see `Node`.
-            log: where to tell what happens.
+            log: of this node.
         """
         super().__init__(role, transport, version_store=version_store, threads=threads, log=log)
         self.role: Worker = role
@@ -286,16 +289,16 @@ class WorkerNode(DialingNode):
         self._file_pool = self.threads.pool("partials")
         self._parts: WorkerParts | None = None
         self._agents: Agents | None = None
-        """Borrowers of the engine, where the run says so."""
+        """The outside agents that the engine samples for; None if the run has none."""
         self._machine = RentedMachine(on_release, log=log)
         self._drained = asyncio.Event()
         self._calls: set[EngineCall] = set()
-        """Under way."""
+        """Calls of the engine that have not ended."""
         self._is_damaged = False
-        """Whether what the engine has lies in memory that was given up."""
+        """Whether the installed version was found to be damaged in memory."""
 
     def view(self) -> WorkerView:
-        """Return what this worker does, for its operator."""
+        """Return the status of this worker, for its operator."""
         role = self.role
         version = role.installed_version
         has_learner = role.state not in (NodeState.DIALLING, NodeState.JOINING)
@@ -308,14 +311,14 @@ class WorkerNode(DialingNode):
 
     @property
     def parts(self) -> WorkerParts:
-        """Parts of this worker; there once it is configured."""
+        """Parts of this worker, once it is configured."""
         assert self._parts is not None
         return self._parts
 
     # --- actions ---------------------------------------------------------------------------------
 
     def on_action(self, action: Action) -> None:
-        """Carry out what concerns a worker; what takes its time goes on beside everything else."""
+        """Carry out an action of a worker; a slow one runs in a task of its own."""
         match action:
             case OfferEpisodes():
                 assert self._agents is not None  # they ask for leases
@@ -354,7 +357,7 @@ class WorkerNode(DialingNode):
         self._parts = parts
         if parts.note:
             self.log.info("%s", parts.note)
-        # Their processes would outlive this one.
+        # Otherwise their processes would outlive this one.
         self.at_release += [parts.host.close, parts.engine.close]
         if parts.runner is not None:
             self.at_release.append(parts.runner.close)
@@ -377,7 +380,7 @@ class WorkerNode(DialingNode):
         self.report(EngineBuilt(parts.facts, parts.digests))
 
     def before_expire(self) -> None:
-        """Count what the threads have seen, for the heartbeat."""
+        """Credit what the threads have counted, before the heartbeat."""
         if self._parts is None:
             return
         for call in self._calls:
@@ -396,7 +399,7 @@ class WorkerNode(DialingNode):
             self._calls.discard(call)
 
     async def _sample(self, call: EngineCall) -> None:
-        """See one call of the engine through."""
+        """Run one call of the engine and report its results."""
         parts, watcher = self.parts, CallWatcher(self, call)
         members = {
             f"{group.lease.group_id}.{group.lease.attempt}.{index}": (group, index)
@@ -443,7 +446,7 @@ class WorkerNode(DialingNode):
         self.report(CallReturned(call, num_tokens))
 
     async def _play(self, call: EngineCall) -> None:
-        """See groups of episodes through, whose answers take several turns."""
+        """Play the episodes of groups, which take several turns, and report their results."""
         parts = self.parts
         assert parts.runner is not None
         runner, leases = parts.runner, [group.lease for group in call.groups]
@@ -473,7 +476,7 @@ class WorkerNode(DialingNode):
         self.report(CallReturned(call, num_tokens))
 
     async def _raised(self, call: EngineCall, error: Exception) -> None:
-        """Tell the role what a call has raised.
+        """Report the error that a call has raised.
 
         Raises:
             EchoError: if the engine no longer samples.
@@ -481,14 +484,15 @@ class WorkerNode(DialingNode):
         if self.has_ended:
             return
         if isinstance(error, VersionError):
-            # Newer weights came first.
+            # Newer weights have taken the place of its version.
             self.report(CallRefused(call, str(error)))
             return
         text, frames = describe_error(error), "".join(traceback.format_exception(error))
         line = self._reports.say("engine", text, f"the engine has raised: {text}", now=self.now)
         if line is not None:
             self.log.warning("%s", line, exc_info=error)
-        # Where memory does not hold one rollout a token says nothing, and others may have more.
+        # If memory is too small for one rollout, sampling one token would prove nothing; another
+        # worker may have more memory.
         is_usable = not is_out_of_memory(error) and await self._sample_pool.run(
             self.parts.engine.can_sample
         )
@@ -520,7 +524,7 @@ class WorkerNode(DialingNode):
                 self.report(GroupScored(group, rewards))
 
     def _score_all(self, group: PartialGroup) -> list[float]:
-        """Return one reward per completion, fewer once no caller waits; runs in another thread."""
+        """Return a reward per completion, or fewer if the group becomes unwanted; blocks."""
         parts, rewards = self.parts, []
         texts = [parts.decode(member.token_ids.tolist()) for member in group.members]
         for reward in parts.host.score_all(Example(**group.lease.example), texts):
@@ -569,7 +573,7 @@ class WorkerNode(DialingNode):
             self._record(result.version, result.image_hash.hex())
 
     def _record(self, version: PolicyVersion, image_hash: str) -> None:
-        """Record what is installed; a disk that is full is told of, and no reason to end."""
+        """Record the hash of an installed version; a full disk causes a warning only."""
         path = self.parts.installed_path
         try:
             record_installed(path, version, image_hash)
@@ -590,7 +594,7 @@ class WorkerNode(DialingNode):
     async def run(self) -> str:
         """Run until stopped; give the machine back if the run has ended."""
         reason = await super().run()
-        # Calls that have begun go on: the run may have ended in the middle of it.
+        # A release that has begun goes on: the run may have ended while the command was running.
         if self._num_interrupts == 0 or self._machine.is_releasing:
             await self._machine.give_back(reason)
         return reason
@@ -599,20 +603,20 @@ class WorkerNode(DialingNode):
         self.report(MachineReleased(await self._machine.give_back(reason)))
 
     async def drain(self) -> None:
-        """Finish what is in hand, then say goodbye."""
+        """Finish or hand over the present groups, then say goodbye."""
         self.report(DrainRequested())
         await self._drained.wait()
         await super().drain()
 
 
 async def serve_agents(agents: Agents, *, log: logging.Logger) -> None:
-    """Serve agents until cancelled.
+    """Serve outside agents until cancelled.
 
     Raises:
-        ConfigError: if the package for that is missing.
+        ConfigError: if aiohttp cannot be imported.
     """
     try:
-        # Only here: workers without agents lack the package.
+        # Imported here because workers without agents may lack the package.
         from echo.runtime.agents.endpoint import serve
     except ImportError as error:
         raise ConfigError(
@@ -623,7 +627,7 @@ async def serve_agents(agents: Agents, *, log: logging.Logger) -> None:
 
 
 def _request(name: str, group: PartialGroup, index: int) -> Request:
-    """Return what is to be sampled of a member, from where it stopped."""
+    """Return the request to sample a member from where it stopped."""
     return Request(
         request_id=name,
         prompt_ids=np.array(group.lease.prompt_ids, dtype=np.int32),

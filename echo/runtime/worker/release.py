@@ -1,13 +1,12 @@
 """Release of a rented worker machine: the drain and the command.
 
-A worker on standby still bills. So with `worker.release_after_s` a worker leaves by itself: after
-so long on standby, or without the learner (`roles/worker.py`). It then takes no more leases,
-delivers what it has in hand, runs the user's command that gives the machine back, and says goodbye
-with the news of how that went: only a release that is confirmed ends the learner's counting.
+A worker on standby still costs money. So with `worker.release_after_s` a worker leaves by itself
+after that time on standby or without the learner (`roles/departure.py`). It then takes no more
+leases, delivers its results, runs the user's command that gives the machine back, and reports in
+its goodbye whether the command has succeeded: the learner stops counting the cost only if it has.
 
 The command also runs when the learner reports the end of the run. It does not run after Ctrl-C or
-an
-error: then the operator will want to look at the machine.
+an error, because the operator may want to look at the machine.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from echo.config.schema import NetworkSection, WorkerSection
 from echo.roles.departure import ReleaseTerms
 
 RELEASE_TIMEOUT_S = 60.0
-"""That worker.on_release may take: a provider answers within seconds, its retries within this."""
+"""Time limit of worker.on_release: a provider answers within seconds, and retries fit, too."""
 MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
-"""Of the release command's output that are logged, the last ones."""
+"""The end of the release command's output that is logged."""
 
 
 def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
     """Return the terms that a configuration states.
 
-    A short silence of the learner is no reason to leave; and after `reconnect_for_s` a worker would
-    give up with an error, and give nothing back.
+    A worker does not leave for a silence shorter than `dead_after_s`. It leaves before
+    `reconnect_for_s` has passed, because it would then end with an error and keep the machine.
     """
     after_s = section.release_after_s
     if after_s is None:
@@ -45,17 +44,17 @@ class RentedMachine:
     """The machine that a worker runs on, which is given back once."""
 
     def __init__(self, command: str | None, *, log: logging.Logger) -> None:
-        """Take the shell command that gives it back; None for none."""
+        """Take the shell command that gives the machine back; None for no command."""
         self._command, self._log = command, log
         self._releasing: asyncio.Task[bool] | None = None
 
     @property
     def is_releasing(self) -> bool:
-        """Whether the command has begun; it goes on when the worker's node has ended."""
+        """Whether the command has begun; it continues after the worker's node has ended."""
         return self._releasing is not None
 
     async def give_back(self, reason: str) -> bool:
-        """Run the command, once; return whether it says that the machine is given back."""
+        """Run the command, at most once; return whether it has succeeded."""
         if self._command is None:
             return False
         if self._releasing is None:
@@ -72,12 +71,12 @@ async def release(
     Args:
         command: for the shell; finds the reason in ECHO_RELEASE_REASON.
         reason: why the machine is given back.
-        log: where its output goes.
+        log: for its output.
         timeout_s: seconds after which it and its children are killed.
     """
     log.info("giving the machine back: running worker.on_release")
     outcome = f"did not end within {timeout_s:g} s and was killed"
-    # A file and no pipe: what the command leaves in the background may hold a pipe open.
+    # Its output goes to a file: a background process of the command could hold a pipe open.
     with tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_shell(
             command,

@@ -61,13 +61,13 @@ class WorkerTask:
 
     host: TaskHost
     turns: int | None
-    """Most turns of an episode; None where an answer is one turn."""
+    """Most turns of an episode; None if an answer is a single turn."""
     digests: dict[str, str]
-    """Hashes of its code and data, as far as this node has them."""
+    """Hashes of the task's code and data; only those that this node has."""
 
 
 def make_worker_task(config: Config) -> WorkerTask:
-    """Return the task of a worker, and where its code runs.
+    """Return the task of a worker, with the host that runs its code.
 
     Raises:
         ConfigError: if the task cannot be loaded.
@@ -80,16 +80,16 @@ def make_worker_task(config: Config) -> WorkerTask:
 
 
 DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
-"""Rollouts sampled at once where memory would hold more: beyond, a CPU or GPU gains little."""
+"""Most rollouts sampled at once, even if memory holds more: further ones add little speed."""
 
 
 def join_source(config: Config) -> JoinSource:
-    """Return where a worker finds the learner."""
+    """Return the source of the learner's addresses and keys for a worker."""
     return JoinSource("worker", config.worker.connect, config.security, config.run_dir)
 
 
 async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
-    """Return a worker that is ready to run, listening already if it listens at all.
+    """Return a worker that is ready to run, and listens already if its configuration says so.
 
     Raises:
         EchoError: if something does not fit; the message is for the user.
@@ -119,7 +119,7 @@ def assemble_worker(
     threads: Threads | None = None,
     log: logging.Logger,
 ) -> WorkerNode:
-    """Join a worker on a transport that has been started; otherwise as `build_worker`."""
+    """Return the same worker as `build_worker`, on a transport that has been started."""
     network = config.network
     if config.model.name is not None and not has_own_model(config):
         log.info(
@@ -215,7 +215,7 @@ def build_parts(
 
 
 def own_model(config: Config) -> Path | None:
-    """Return the directory of the worker's own copy of the model; None if it takes the learner's.
+    """Return the directory of the worker's own model; None if it inherits the learner's.
 
     Raises:
         DataError: if it cannot be found.
@@ -227,7 +227,7 @@ def own_model(config: Config) -> Path | None:
 
 
 def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
-    """Return the adapter of a worker, over a base with the learner's hash; None for none.
+    """Return the adapter of a worker, over a base with the learner's hash; None without LoRA.
 
     Raises:
         ConfigError: if no such base can be found here.
@@ -239,13 +239,13 @@ def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
 
 
 def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
-    """Return how many rollouts a worker plans its memory for, and how long they are.
+    """Return the number and the length of the rollouts for which a worker plans its memory.
 
     Args:
         config: the worker's, with what it inherits.
         expected: the learner's settings for them.
     """
-    # Twice the longest of the prompts that the learner has looked at: later ones may be longer.
+    # Twice the longest prompt that the learner has tokenized so far: later prompts may be longer.
     prompt_tokens = 2 * expected["prompt_tokens"] if expected else 1024
     num_tokens = prompt_tokens + config.sampling.max_completion_tokens
     if config.agent.listen is not None:
@@ -281,7 +281,7 @@ def inherit(config: Config, settings: Mapping[str, Any], node_dir: Path) -> Conf
     if contradictions:
         raise ConfigError("\n  ".join(["the learner's settings differ:", *contradictions]))
     config = apply_inherited(config, settings)
-    # Before a file is written or a module imported.
+    # Check before a file is written or a module is imported.
     check_inherited_code(config.task, config.reward, settings, inherited_dir=node_dir)
     return config
 
@@ -295,7 +295,7 @@ def _agent_parts(
     *,
     window: int,
 ) -> AgentParts:
-    """Return what outside agents get to work with."""
+    """Return the parts of the endpoint for outside agents."""
     return AgentParts(
         dialogue=Dialogue(text),
         sampling=make_sampling(config.sampling, text.stop_ids),
@@ -312,7 +312,7 @@ def _agent_parts(
 
 
 def make_rules(config: Config) -> PartialRules:
-    """Return what becomes of unfinished rollouts."""
+    """Return the rules for unfinished rollouts."""
     rollout = config.rollout
     return PartialRules(
         over_submission=rollout.over_submission,
@@ -324,9 +324,9 @@ def make_rules(config: Config) -> PartialRules:
 
 
 def import_engine(config: Config, *, log: logging.Logger) -> None:
-    """Import the engine's code, which may take its time, and the model's where it is this worker's.
+    """Import the code of the engine, which may be slow, and of the worker's own model.
 
-    Of a model that it inherits it does not know the architecture yet: one more module then.
+    The architecture of an inherited model is not known yet; its module is imported later.
     """
     model_dir = own_model(config)
     if model_dir is not None:
@@ -384,7 +384,7 @@ def make_engine(
     is_gpu = device.startswith("cuda")
     dtype = engine_dtype(config)
     if isinstance(how, VllmSection):
-        # Only here: no other code uses its modules.
+        # Imported here because vLLM may not be installed.
         from echo.engine.vllm.engine import VllmEngine
 
         by_device: Process = "engine" if is_gpu else "inline"
@@ -411,10 +411,10 @@ def make_engine(
 
 
 def read_local_image(config: Config) -> tuple[bytearray, bytes] | None:
-    """Return the worker's own model as the learner would publish it, and the hash of that.
+    """Return the worker's own model as an image of a version, with the hash of the image.
 
-    It is used if it is, by hash, the first version that is announced; None if the worker
-    names no model or has only its configuration, and where the learner publishes an adapter.
+    The worker need not fetch the first announced version if that version has the same hash. The
+    result is None if the worker has no weights of its own, or if the learner publishes an adapter.
     """
     model_dir = None if config.lora.rank else own_model(config)
     if model_dir is None:
