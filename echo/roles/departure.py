@@ -66,7 +66,7 @@ class DepartureState(StrEnum):
     DELIVERING = "delivering"
     """Unfinished groups are handed over; results are being scored and acknowledged."""
     DRAINED = "drained"
-    """Nothing here needs this process any more."""
+    """The process may end without losing anything."""
 
 
 class Departure:

@@ -164,8 +164,8 @@ class CallRefused:
 class CallRaised:
     """Event: a call has raised an error.
 
-    If the engine is not usable any more, this worker ends, and the learner grants the groups of all
-    its calls to others. The learner counts how many engines a group has ended.
+    If the engine is no longer usable, this worker ends, and the learner grants the groups of all its
+    calls to others. The learner counts how many engines a group has ended.
     """
 
     call: EngineCall
@@ -269,7 +269,7 @@ class EngineCalls:
         Args:
             newest: the newest version that has arrived completely.
             learner: its progress.
-            is_leaving: whether this worker leaves, so that nothing is installed or begun any more.
+            is_leaving: whether this worker leaves; then nothing is installed or begun.
             now: the present.
         """
         decisions: list[Decision] = []

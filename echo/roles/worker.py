@@ -26,7 +26,7 @@ and reports their outcome as events, which `Worker.handle` looks up in one table
     Install        ->  VersionInstalled, InstallFailed or InstallMissed
     Save           ->  PartialsSaved
     Release        ->  MachineReleased
-    Drained            this process holds nothing any more that would be lost with it
+    Drained            the process may end without losing anything
 
 After every event the role does whatever has become possible (`_advance`): install, begin, recall,
 ship, send and leave.

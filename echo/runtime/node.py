@@ -84,7 +84,7 @@ LEAST_WAIT_S = 0.001
 MAX_WORKERS = 8
 """Threads that decode deltas and write chunks; each takes some GB of weights per second."""
 LINGER_S = 2.0
-"""Seconds for the last messages of a node to leave after its work is over."""
+"""Seconds for the last messages of a node to leave after its work has ended."""
 
 
 class Topics:
