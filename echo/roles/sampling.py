@@ -164,8 +164,8 @@ class CallRefused:
 class CallRaised:
     """Event: a call has raised an error.
 
-    If the engine is no longer usable, this worker ends, and the learner grants the groups of all its
-    calls to others. The learner counts how many engines a group has ended.
+    If the engine is no longer usable, this worker ends, and the learner grants the groups of all
+    its calls to others. The learner counts how many engines a group has ended.
     """
 
     call: EngineCall
@@ -472,8 +472,8 @@ class EngineCalls:
     def reclaim(self, groups: Sequence[PartialGroup]) -> list[Decision]:
         """Recall the calls with groups that another worker is to continue.
 
-        Only an engine can stop and go on elsewhere: no other worker has the environment of an
-        episode or the agents of a session.
+        A group that the engine alone samples can be continued elsewhere. An episode cannot: no
+        other worker has its environment, or the agents that play it.
         """
         if self.engine.sampler != "engine":
             return []
