@@ -91,6 +91,8 @@ def learning_curve(run_dir: Path, out_png: Path) -> Path:
 
 def _draw_curves(axes: Axes, history: MetricsHistory) -> None:
     """Draw the mean rewards of steps and of held-out prompts on the same axis."""
+    from matplotlib.ticker import MaxNLocator
+
     # A reward that was not finite was written as null.
     rows = [row for row in history.train if row["reward/mean"] is not None]
     steps, rewards = [row["step"] for row in rows], [row["reward/mean"] for row in rows]
@@ -100,7 +102,7 @@ def _draw_curves(axes: Axes, history: MetricsHistory) -> None:
     shown = []
     if rewards:
         axes.plot(steps, rewards, color=_REWARD, alpha=0.3, linewidth=1)
-        label = f"reward, mean of {_SMOOTHED_STEPS} steps"
+        label = f"reward of the steps, mean of {_SMOOTHED_STEPS}"
         shown += axes.plot(steps, _smoothed(rewards), color=_REWARD, label=label)
     if evaluated:
         for style, color, name, values in (
@@ -108,12 +110,15 @@ def _draw_curves(axes: Axes, history: MetricsHistory) -> None:
             ("D--", _GREEDY, "greedy", greedy),
         ):
             label = f"{held_out(history.evals_are_rates)}, {name}"
-            shown += axes.plot(evaluated, values, style, color=color, label=label, markersize=4)
+            [line] = axes.plot(evaluated, values, style, color=color, label=label, markersize=4)
+            line.set_clip_on(False)  # a point at step 0 is whole
+            shown.append(line)
     if all(0 <= value <= 1 for value in (*rewards, *sampled, *greedy)):
         axes.set_ylim(0, 1)
     axes.set_ylabel("mean reward")
     axes.set_xlim(left=0)
     axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     tidy(axes, lines="y")
     axes.legend(handles=shown, loc="best", frameon=False)
 
