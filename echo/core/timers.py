@@ -148,8 +148,8 @@ class DeadlineOwner(Protocol[Item]):
 class Deadlines(Generic[Key]):
     """Items whose deadlines may move to later instants, ordered by deadline.
 
-    When the stored deadline of an item is the first, the owner is asked for the current one, which
-    is stored again if it has moved. A deadline that moves to an earlier instant would be missed.
+    The owner is asked for an item's current deadline when the stored deadline is the earliest; if
+    it has moved, the current one is stored. A deadline must not move to an earlier instant.
     """
 
     def __init__(self, owner: DeadlineOwner[Key]) -> None:

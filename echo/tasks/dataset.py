@@ -144,7 +144,7 @@ class RowsTask(Task):
         ]
 
     def data_problems(self) -> list[str]:
-        """Read every local or cached row; ask the hub whether the other splits exist."""
+        """Return the faults of local and cached datasets; ask the hub whether it has the others."""
         if not self.path:
             return [NO_PATH]
         problems = []

@@ -303,7 +303,7 @@ async def _result_of(value: Awaitable[Any]) -> Any:
 
 
 def _opinion(value: object, where: str) -> float | None:
-    """Return a reward as a float, or None; refuse anything else than a finite number."""
+    """Return a reward as a float, or None; refuse other values than finite numbers."""
     if value is None:
         return None
     try:

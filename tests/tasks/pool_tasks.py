@@ -133,7 +133,7 @@ class Counting(Environment):
 
     def reply(self, state: dict[str, int], text: str) -> str | None:
         if not text.strip().isdigit():
-            return f"{Misbehaving().reward(self.example(0, split='train'), text):g}"
+            return f"{Misbehaving().reward(self.example(0, split='train'), text):.12g}"
         is_next = int(text) == state["said"] + 1
         state["said"] += is_next
         if state["said"] == state["last"]:

@@ -473,10 +473,9 @@ def test_an_episode_keeps_its_state_among_others(episodes: PoolHost) -> None:
 @pytest.mark.slow
 def test_a_stuck_episode_takes_only_its_own_process_along(episodes: PoolHost) -> None:
     stuck, *others = (episodes.begin(EXAMPLE) for _ in range(3))
-    homes = episodes._homes.copy()
-    home = homes[stuck._episode]
-    lost = [episode for episode in others if homes[episode._episode] is home]
-    assert (len(set(homes.values())), len(lost)) == (2, 1), "they are spread over two processes"
+    pids = [episode.reply("pid") for episode in (stuck, *others)]
+    lost = [episode for episode, pid in zip(others, pids[1:], strict=True) if pid == pids[0]]
+    assert len(lost) == 1, "they are spread over two processes"
     what = r"reply on rows\.jsonl:4 did not return .* task\.step_timeout_s"
     with pytest.raises(RewardError, match=what), hurried(episodes, step_s=0.3):
         stuck.reply("regex")
