@@ -1,4 +1,8 @@
-"""Artifacts: which chunks are here, which are missing, and how each travels."""
+"""Artifacts: which chunks of an item are held, which are missing, and how a chunk travels.
+
+Memory that may be patched is never lent: `Transfer.read` returns a copy in which the old words are
+put back, also those of a patch that is being written. So readers need no lock.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from echo.wire.messages import OPEN_END
 
 
 class Chunked(abc.ABC):
-    """An item with some chunks here."""
+    """An item, of which some chunks are held."""
 
     has_chunk: bytearray
     """One byte per chunk: 1 if held and verified."""
@@ -30,17 +34,17 @@ class Chunked(abc.ABC):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that are known so far."""
+        """Number of known chunks: the tables of an encoded version arrive one by one."""
         return len(self.has_chunk)
 
     @property
     @abc.abstractmethod
     def is_encrypted(self) -> bool:
-        """Whether its chunks travel encrypted, so that the link need not."""
+        """Whether its chunks travel encrypted, so that the link need not encrypt them."""
 
     @property
     def can_be_sent(self) -> bool:
-        """Whether what is held of it can be passed on."""
+        """Whether its held chunks can be sent to children."""
         return True
 
     @property
@@ -56,35 +60,35 @@ class Chunked(abc.ABC):
     @property
     @abc.abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of all chunks that are known so far."""
+        """Bytes of all known chunks."""
 
     @abc.abstractmethod
     def place(self, index: int) -> memoryview:
-        """Return where the bytes of a chunk are, or are to be written."""
+        """Return the memory of a chunk, held or not."""
 
     def chunk(self, index: int) -> Frame:
-        """Return a chunk that is held as it travels, mostly without copying.
+        """Return a held chunk as it travels, mostly without a copy.
 
         Raises:
-            StorageError: if it is no longer what the learner signed.
+            StorageError: if its bytes no longer match their hash.
         """
         return self.place(index).toreadonly()
 
     @abc.abstractmethod
     def chunk_size(self, index: int) -> int:
-        """Return the bytes that a chunk must have."""
+        """Return the number of bytes of a chunk."""
 
     @abc.abstractmethod
     def chunk_hash(self, index: int) -> bytes:
         """Return the BLAKE3-256 hash that a chunk must have as it travels."""
 
     def put(self, index: int, data: Frame, write: Write | None = None) -> None:
-        """Write a chunk that has come to its place, from any thread.
+        """Write a verified chunk to its memory; from any thread.
 
         Args:
             index: of the chunk.
-            data: as it travels, and known to be right.
-            write: the store's; None for memory.
+            data: as it travels.
+            write: the version store's `write`; None for memory.
 
         Raises:
             OSError: if the disk refuses it.
@@ -92,7 +96,7 @@ class Chunked(abc.ABC):
         (write or fill)(self.place(index), data)
 
     def mark(self, index: int) -> None:
-        """Count a chunk that has been written and verified as held."""
+        """Mark a verified and written chunk as held."""
         self.has_chunk[index] = 1
         self.num_held += 1
 
@@ -107,13 +111,13 @@ class Chunked(abc.ABC):
 
     @property
     def is_missing(self) -> bool:
-        """Whether a chunk has not come, or more may be added."""
+        """Whether a known chunk is neither held nor being written, or more may be added."""
         return self.is_open or self._come().find(0) >= 0
 
     def missing(self) -> tuple[tuple[int, int], ...]:
-        """Return the half-open runs of chunks that have not come, ascending.
+        """Return the half-open runs of missing chunks, ascending.
 
-        While chunks may be added the last run stops at OPEN_END.
+        While chunks may be added the last run ends at OPEN_END.
         """
         has_chunk = self._come()
         runs, start = [], 0
@@ -130,26 +134,30 @@ class Chunked(abc.ABC):
 
 @dataclass(slots=True)
 class Transfer(Chunked):
-    """A version's image in the store, whole or on its way."""
+    """A version's image in the store, complete or partial."""
 
     signed: SignedManifest | None
-    """None until the learner's seal has come."""
+    """None until the learner's seal has arrived."""
     manifest: Manifest
-    """Without any hash until then."""
+    """Without hashes until `signed` is known."""
     storage: bytearray | memoryview
     has_chunk: bytearray
     num_held: int = 0
     writing: set[int] = field(default_factory=set)
     may_change: bool = False
-    """Whether its memory may become that of a later version: it is never lent."""
+    """Whether a patch may turn its memory into a later version; then it is never lent."""
     is_hashed: bool = True
-    """Whether each chunk was hashed when it came; else it is made of signed changes."""
+    """Whether each chunk was hashed on arrival; otherwise signed changes have made the image."""
     later: list[Patch] = field(default_factory=list)
-    """Patches that have been, or are being, written over it since: oldest first."""
+    """Patches written, or being written, over its memory; oldest first.
+
+    `read` notices a patch by a longer list, and one that was begun and taken back by another list:
+    so a patch is appended in place, and taken back by assigning a new list.
+    """
     sent: SentChunks = field(default_factory=SentChunks)
-    """Its chunks as they travel, the most recent ones."""
+    """The chunks that were sent most recently, as they travel."""
     is_damaged: bool = False
-    """Whether a chunk was found that is not what the learner signed; the audit will find it too."""
+    """Whether a chunk no longer matches its hash; the audit will find it too."""
 
     @property
     def is_current(self) -> bool:
@@ -157,17 +165,16 @@ class Transfer(Chunked):
         return not self.later
 
     def seal(self, signed: SignedManifest, manifest: Manifest) -> str:
-        """Take the manifest that the learner has made meanwhile; return what contradicts it."""
+        """Take the manifest of an image without one; return why it does not fit, or nothing."""
         if provisional(manifest, manifest.version) != self.manifest:
             return f"the seal of {manifest.version} describes another image than its deltas"
         self.signed, self.manifest = signed, manifest
         return ""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes of this version, copied where the memory under them may change.
+        """Return bytes of this version, as a copy where its memory may change; from any thread.
 
-        A patch that begins while this reads is noticed: what it writes is taken back as well. So
-        any thread may read.
+        If a patch begins during the read, the bytes are read again.
         """
         if not self.may_change:
             return memoryview(self.storage)[start:stop].toreadonly()
@@ -179,7 +186,7 @@ class Transfer(Chunked):
             piece = np.frombuffer(self.storage, np.uint8)[first : -(-stop // size) * size].copy()
             for patch in reversed(later):
                 patch.take_back(piece.data, first // size)
-            # A patch that was begun and taken back meanwhile has left another list.
+            # See `later`: no patch has begun, and none was taken back, during the copy.
             if known is self.later and len(later) == len(known):
                 return piece.data[start - first : stop - first].toreadonly()
 
@@ -190,7 +197,7 @@ class Transfer(Chunked):
 
     @property
     def can_be_sent(self) -> bool:
-        """Whether its manifest is here, and with it the key, and nothing wrong was found."""
+        """Whether manifest and chunk key are known, and no chunk was found damaged."""
         return self.signed is not None and not self.is_damaged
 
     @property
@@ -198,7 +205,7 @@ class Transfer(Chunked):
         return b"" if self.signed is None else self.signed.key
 
     def put(self, index: int, data: Frame, write: Write | None = None) -> None:
-        """Write a chunk to its place, decrypted: straight into memory, or beside it for a disk."""
+        """Write a chunk decrypted: directly into memory, or by way of a buffer to a disk."""
         place = self.place(index)
         if not self.is_encrypted:
             (write or fill)(place, data)
@@ -209,7 +216,7 @@ class Transfer(Chunked):
             write(place, plain)
 
     def chunk(self, index: int) -> Frame:
-        """Return a chunk that is held as it travels: encrypted again, to what it was."""
+        """Return a held chunk as it travels: encrypted again, to the same bytes."""
         plain = self.read(*self.manifest.chunk_range(index))
         if not self.is_encrypted:
             return plain
@@ -225,12 +232,12 @@ class Transfer(Chunked):
         return encrypted.toreadonly()
 
     def passed_on(self, index: int, data: Frame) -> None:
-        """Keep a chunk for a while, as it travels: more nodes may ask for it."""
+        """Keep a chunk as it travels for a while, for the next child that requests it."""
         if self.is_encrypted:
             self.sent.add(self._key, index, data)
 
     def is_right(self, index: int) -> bool:
-        """Return whether a chunk is still what the learner signed."""
+        """Return whether the bytes of a chunk still match their hash."""
         piece = self.read(*self.manifest.chunk_range(index))
         return blake3(piece).digest() == self.manifest.chunk_hash(index)
 
@@ -263,7 +270,7 @@ class AuditChunks(Work):
     stop: int
 
     def run(self) -> str:
-        """Return which chunk is not what the learner signed, or nothing."""
+        """Return the first chunk that does not match its hash, or nothing."""
         for index in range(self.first, self.stop):
             if not self.image.is_right(index):
                 return f"chunk {index}"

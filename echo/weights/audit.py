@@ -1,4 +1,9 @@
-"""Audit: the sealed images that deltas have made are hashed in the background."""
+"""Audit: when the chunks of a sealed image that deltas have made are hashed.
+
+The learner signs the old and new words of each delta, so patched words are correct. The other words
+of the image have not been verified since they were written. When the seal of a version arrives its
+chunks are hashed, AUDIT_BYTES at a time and at most AUDIT_SHARE of the time.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +13,25 @@ from echo.weights.store import ItemStore
 from echo.wire.actions import Action
 
 AUDIT_BYTES = 32 << 20
-"""Hashed at a time: some 4 ms of a core."""
+"""Bytes hashed in one piece of work: some 4 ms of a core."""
 AUDIT_SHARE = 0.05
-"""Of the time, at most."""
+"""Largest share of the time that hashing may take."""
 
 
 class Audit:
-    """Hashes one sealed image after the other, in the background."""
+    """Hashes sealed images in the background, one at a time."""
 
     def __init__(self, store: ItemStore) -> None:
-        """Start with nothing to be looked at."""
+        """Start without an image."""
         self._store = store
         self._image: Transfer | None = None
         self._next = 0
-        """The chunk to go on with."""
+        """Index of the next chunk to hash."""
         self._work: AuditChunks | None = None
         self._began_at = self._due_at = 0.0
 
     def begin(self, image: Transfer, *, now: float) -> None:
-        """Look at an image once the one that is being looked at is done."""
+        """Hash an image, unless another one that is still held is being hashed."""
         if self._image is None or self._store.images.get(self._image.manifest.version) is None:
             self._image, self._next, self._due_at = image, 0, now
 

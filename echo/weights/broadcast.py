@@ -1,39 +1,43 @@
 """Weights pulled chunk by chunk from a parent, forwarded to children on arrival.
 
-Every node takes weights from one parent and serves any number of children;
-the learner has no parent and gets its versions from `publish`. A node keeps a **store** of items
-(`store.py`): images, and encoded versions (deltas and keyframes).
+Every node fetches weights from one parent and serves any number of children; the learner has no
+parent and gets its versions from `publish`. A node keeps a **store** of items (`store.py`): images,
+and encoded versions (deltas and keyframes).
 
     child                         parent
-      Subscribe(newest held)  ->            once per link, and when something seems to be missing
-                              <-  Announce  what can be had, and again whenever that changes
+      Subscribe(newest held)  ->            once per link, and when an Announce may be lost
+                              <-  Announce  the items here, and again when they change
       Fetch(missing, credit)  ->            one item at a time
                               <-  Segment   the tables of an encoded version, as they are signed
-                              <-  Chunk     ascending, as soon as the parent holds it, or some
+                              <-  Chunk     one or more, ascending, as soon as they are held
       Credit(bytes)           ->            every quarter of the window
-                              <-  Waiting   "I live, but wait for that chunk (or version) myself"
-                              <-  Gone      the parent has that item no more
+                              <-  Waiting   the parent lives, and lacks that chunk (or version), too
+                              <-  Gone      the parent no longer has that item
 
 Rules
-* A parent announces an item as soon as it begins to fetch it: chains are pipelined, a chunk leaves
-  as soon as it has arrived and its hash has matched.
-* A node never stores or forwards a chunk that does not match what the learner signed.
-* A chunk is held, forwarded and credited when it has been written, in a thread where that may take
-  long (`receiver.py`): a node whose disk is slow takes less, and does the rest as before.
+* A parent announces an item as soon as it begins to fetch it. Chains are pipelined: a chunk is
+  forwarded as soon as it has arrived and its hash has matched.
+* A node never stores or forwards a chunk that does not match the hash that the learner signed.
+* A chunk is held, forwarded and credited when it has been written, in a thread if a write may take
+  long (`receiver.py`). So a slow disk lowers only the rate at which its node receives.
 * A child fetches the first step of the path to the newest version that costs the fewest bytes: the
   image in full, a keyframe, or deltas from a version that it holds whole.
-* A newer version pre-empts the one being fetched if less than half of that has come, and going to
-  the newer one directly costs no more than finishing and going on from there; and not twice in a
-  row, or a link slower than the pace of publication would never complete any.
-* Whatever is lost is asked for again: a parent that is silent for too long (`link.py`) is left for
-  the spare parent if there is one; otherwise the child repeats its request, and gives the parent up
-  at the second silence. Chunks with wrong hashes end a parent too, and so does an offer without a
-  single chunk (`receiver.py`). `parents.py` finds another one (`ParentFailed`), whose Fetch names
-  only what is missing: no chunk that is held is requested again.
-* An item for which there is no space is left, and retried with a backoff (`receiver.py`).
-* Where the parent says Gone, the item is given up. The offers of a parent are forgotten with it.
+* A newer version preempts the one that is being fetched if less than half of the present one has
+  arrived, and if the direct path to the newer one costs no more than the path by way of the present
+  one. A fetch is not preempted twice in a row; otherwise a link slower than the pace of publication
+  would never complete a version.
+* Lost messages are requested again. A parent that is silent for too long (`link.py`) is left for
+  the spare parent. Without a spare the child repeats its request, and leaves the parent at the
+  second silence. A parent is also left for chunks with wrong hashes, and for an item that it
+  announced and does not deliver (`watchdog.py`). Then `parents.py` chooses another one
+  (`ParentFailed`), and the next Fetch names the missing chunks only.
+* An item without space is abandoned, and tried again with a backoff (`receiver.py`).
+* A child abandons an item for which the parent sends Gone. A child that leaves a parent forgets its
+  offers.
 
-This file joins the two halves, `receiver.py` (the child's) and `sender.py` (the parent's).
+`Broadcast` owns the two halves, `receiver.py` (the child's) and `sender.py` (the parent's). They
+share the store and do not call each other: `changes.py` has the values that the receiver returns
+for the sender.
 """
 
 from __future__ import annotations
@@ -80,15 +84,15 @@ from echo.wire.messages import (
 )
 
 GIVE_UP_STALLS = 4
-"""Silences (of stall_s) that a parent may lack a version that the learner has."""
+"""Silences (of stall_s) for which a parent may lack a version that the learner has."""
 
 
 class Broadcast:
     """One node's part in the distribution of weights, parent and child at once.
 
-    A role hands in messages (`receive`), time (`expire`), results of work (`worked`) and what the
-    learner says there is (`expect`), a learner versions too (`publish`, `publish_segment`); each
-    returns actions. `receiver` is told the parent, `trust` the learner's key. All else is read.
+    A role passes messages (`receive`), time (`expire`), results of work (`worked`), the learner's
+    newest version (`expect`) and the parent (`set_parent`); a learner passes versions (`publish`,
+    `publish_segment`). Each of these returns actions. `trust` is given the learner's key.
     """
 
     def __init__(
@@ -106,8 +110,8 @@ class Broadcast:
             node_id: name of this node.
             window_bytes: credit that a child keeps outstanding while its link's rate is unknown.
             stall_s: seconds of silence that a parent is allowed while its link's rate is unknown.
-            keep_versions: complete versions to keep for children and for falling back, at least 1.
-            version_store: where images lie; None for memory without a bound.
+            keep_versions: complete versions to keep for children and for a fall back, at least 1.
+            version_store: the memory of images; None for memory without a bound.
         """
         if window_bytes < 1 or keep_versions < 1 or stall_s <= 0:
             raise ValueError("window_bytes, keep_versions and stall_s must be positive")
@@ -122,28 +126,28 @@ class Broadcast:
             window_bytes=window_bytes,
             stall_s=stall_s,
         )
-        """The child's half, which is told the parent."""
+        """The child's half."""
         self.trust = self.receiver.trust
-        """Signatures that are accepted: nothing before the learner's key is set."""
+        """Accepts manifests and tables with the learner's signature, once its key is set."""
         self.store = self._store.images
-        """Images by version, whole or on their way."""
+        """Images by version, complete or partial."""
         self.encoded_versions = self._store.encoded_versions
-        """Coded forms of versions, whole or on their way."""
+        """Coded forms of versions, complete or partial."""
         self.children = self._sender.children
         """Children of this node, by link."""
         self.uplink = self._sender.rate
-        """Uplink of this node to all its children together."""
+        """Rate of this node's uplink to all its children together."""
 
     # --- state that others read ------------------------------------------------------------------
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
-        """Newest version held whole."""
+        """Newest complete version."""
         return self._store.newest_complete
 
     @property
     def is_serving(self) -> bool:
-        """Whether a child is taking an item from this node."""
+        """Whether a child is fetching an item from this node."""
         return any(child.fetching is not None for child in self.children.values())
 
     @property
@@ -172,11 +176,11 @@ class Broadcast:
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` should be called next; None while nothing is awaited."""
+        """When `expire` should be called next; None without a deadline."""
         return earliest(self.receiver.deadline, self._sender.deadline)
 
     def progress(self) -> tuple[PolicyVersion | None, int, int]:
-        """Return (version being fetched, chunks held, chunks known of)."""
+        """Return (version that is being fetched, its held chunks, its known chunks)."""
         item_id = self.receiver.item
         item = None if item_id is None else self._store.get(item_id)
         if item_id is None or item is None:
@@ -185,7 +189,7 @@ class Broadcast:
 
     @property
     def patch_mode(self) -> PatchMode:
-        """The state of a delta on its base."""
+        """When a delta is written over its base."""
         return self._store.in_place.mode
 
     @patch_mode.setter
@@ -193,9 +197,9 @@ class Broadcast:
         self._store.in_place.mode = mode
 
     def patch_of(self, version: PolicyVersion) -> ApplyPatch | None:
-        """Begin to write a version over its base; None if it is here whole.
+        """Return the work that writes a version over its base; None if no such patch is ready.
 
-        The caller has to do the work, and to report its result with `worked`.
+        The caller does the work, and reports its result with `worked`.
         """
         ready = self._store.in_place.ready
         if ready is None or ready.version != version:
@@ -203,14 +207,14 @@ class Broadcast:
         return self._store.in_place.begin(ready)
 
     def offer(self, image: bytearray, image_hash: bytes) -> None:
-        """Offer bytes that lie on this machine already, as of the model's own directory.
+        """Offer bytes of this machine, such as those of the model's own directory.
 
-        If the first version announced has this image by its signed hash, nothing is transferred;
-        otherwise the offer is dropped and the version fetched.
+        If the signed hash of the first version announced is that of these bytes, the version is not
+        fetched. Otherwise the bytes are dropped and the version is fetched.
 
         Args:
-            image: laid out as a version's image; not changed any more.
-            image_hash: of it (`hash_image`), computed here and now.
+            image: in the layout of a version's image; the caller does not change it afterwards.
+            image_hash: its hash (`hash_image`), computed on this machine.
         """
         self.trust.local_image = (image, image_hash)
 
@@ -223,10 +227,10 @@ class Broadcast:
         *,
         now: float,
     ) -> list[Action]:
-        """Take an image, or what is right of it; `frame` is its manifest, as signed.
+        """Hold an image, or its correct chunks; `frame` is its signed manifest.
 
-        The manifest is looked at again: while the chunks were hashed, newer versions may have come
-        and this one's manifest been forgotten.
+        The manifest is verified again: newer versions may have arrived while the chunks were
+        hashed, and `trust` may have forgotten the manifest.
         """
         manifest = self.trust.manifest(version, frame)
         signed, _ = self.trust.manifests[version]
@@ -264,13 +268,14 @@ class Broadcast:
         expected_bytes: int,
         now: float,
     ) -> list[Action]:
-        """Add the next segment of an encoded version made here, and pass it on to children.
+        """Add the next segment of an encoded version made here, and forward it to children.
 
         Args:
-            table: what it consists of.
-            frame: the same, signed and encoded.
-            payload: its coded blocks, one after the other; not changed any more.
-            expected_bytes: what the whole encoded version will probably have.
+            table: of the segment.
+            frame: the table, signed and encoded.
+            payload: its coded blocks, one after the other; the caller does not change it
+                afterwards.
+            expected_bytes: estimated size of the whole encoded version.
             now: the present.
         """
         item = (table.version, form_of(table.base))
@@ -284,21 +289,20 @@ class Broadcast:
     def set_parent(
         self, peer: str | None, *, rtt_s: float | None = None, now: float
     ) -> list[Action]:
-        """Fetch weights from `peer` from now on, or from no node; what is held is kept."""
+        """Fetch weights from `peer` from now on, or from no node; held chunks are kept."""
         found = self._pass_on(self.receiver.set_parent(peer, rtt_s=rtt_s, now=now), now)
         return [each for each in found if isinstance(each, Action)]
 
     def remove_child(self, peer: str, *, now: float) -> list[Action]:
-        """Forget a child whose link is gone."""
+        """Forget a child whose link has ended."""
         self.children.pop(peer, None)
         return self.evict(now=now)
 
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
-        """Ask the parent about a version that the learner says there is, unless it is known.
+        """Ask the parent about the learner's newest version, unless it is known here.
 
-        Either its Announce is still on its way down the chain, or it was lost on a link. A parent
-        from which nothing can be fetched for GIVE_UP_STALLS silences, although there is something
-        newer, has no space for it or is cut off, and is left.
+        Its Announce may be on its way, or may have been lost on a link. A parent that announces no
+        newer version for GIVE_UP_STALLS silences has no space for it or is cut off, and is left.
         """
         held = self.newest_complete
         heard_of = (self._store.newest_known, self.receiver.offers.newest)
@@ -322,7 +326,7 @@ class Broadcast:
     def receive(
         self, peer: str, message: Message, payload: list[Frame], *, now: float
     ) -> list[Action | ParentFailed]:
-        """Handle one link message of the weights plane.
+        """Handle one message of the weights plane.
 
         Raises:
             RemoteProtocolError: if the peer broke a rule; the state is unchanged.
@@ -337,7 +341,7 @@ class Broadcast:
         raise RemoteProtocolError(f"{type(message).__name__} does not belong to the weights plane")
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Take the result of work in a thread: what was wrong with it, or nothing."""
+        """Take the result of work in a thread: its fault, or nothing."""
         match work:
             case WriteChunk():
                 found = self.receiver.written(work, fault, now=now)
@@ -353,13 +357,13 @@ class Broadcast:
         return self._pass_on(found, now)
 
     def tend(self, *, now: float) -> list[Action]:
-        """Look after the children: all that is due where there is no parent."""
+        """Serve the children: the part of `expire` of a node without a parent."""
         return self._sender.expire(now)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Repeat what brought nothing; report a parent that is silent."""
+        """Repeat requests without an answer; report a silent parent."""
         actions = [*self.tend(now=now), *self._pass_on(self.receiver.expire(now=now), now)]
-        # Time alone lets little be dropped: what children pin that were silent for long.
+        # The items that silent children have pinned may be dropped after a while.
         if now >= self._evicted_at + self._stall_s:
             actions += self.evict(now=now)
         return actions
@@ -369,7 +373,7 @@ class Broadcast:
     def _pass_on(
         self, found: Iterable[Action | ParentFailed], now: float
     ) -> list[Action | ParentFailed]:
-        """Return the receiver's actions, with the sender's in place of changes of the store."""
+        """Return the receiver's actions, with the sender's actions in place of store changes."""
         actions: list[Action | ParentFailed] = []
         for each in found:
             if not isinstance(each, StoreChange):

@@ -1,7 +1,7 @@
 """Changes of a node's store, which the receiver reports and the sender passes on to children.
 
 The receiver returns them among its actions, in order. `Broadcast`, which owns both halves, replaces
-each by what the sender has to say about it, so neither half calls the other.
+each by the actions with which the sender answers it, so neither half calls the other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SegmentKnown(StoreChange):
 
 @dataclass(frozen=True, slots=True)
 class ItemsChanged(StoreChange):
-    """What can be announced may have changed."""
+    """The items that can be announced may have changed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,23 @@
-"""Encoded versions: deltas and keyframes, their segments and the blocks in them."""
+"""Encoded versions: how a delta or keyframe is divided into segments, chunks and blocks.
+
+A delta is coded against a version that the receiver holds, a keyframe against nothing.
+
+* A **block** is a run of the image, a whole number of image chunks (the last block may be shorter).
+  Each block is coded on its own, so blocks are coded and decoded in parallel (`delta.py`).
+* A **segment** is a run of blocks. Its table holds the length of each coded block and the hash of
+  each of its payload chunks. The learner signs each table, so chunks travel while later blocks are
+  still being coded, and a relay verifies and forwards them without the base. Tables arrive in
+  order.
+* A **hashed** table holds the hashes that the decoded image chunks must have. The last table of an
+  encoded version also holds the signed manifest of the image, with the same hashes. The image is
+  decoded into new memory. Keyframes are hashed, and so are deltas in which much has changed.
+* The table of a delta **on its base** holds instead, for each block, the hash of the words that the
+  block replaces. Neither learner nor receiver hashes the image, so the work on both sides grows
+  with the number of changes. The manifest, the **seal** of the version, follows. Until it arrives
+  the image may be installed and may be the base of the next delta, but it is not offered in full.
+* Every size is checked against the image's before memory is allocated, and the decoder is bounded
+  by the block that it fills.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +52,7 @@ from echo.wire.messages import Form
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenBlock(Work):
-    """Work for a thread: find what one block changes of its base; then call `worked`."""
+    """Work for a thread: find the changes of one block to its base; then call `worked`."""
 
     encoded: EncodedVersion
     block: int
@@ -43,10 +62,10 @@ class OpenBlock(Work):
     base: memoryview
     old_hash: bytes
     out: memoryview | None
-    """Where the patched copy of the base goes; None where it is patched in place."""
+    """Memory of the patched copy of the base; None if the base is patched in place."""
 
     def run(self) -> str:
-        """Return what is wrong with block or base, or nothing."""
+        """Return the fault of the block or its base, or nothing."""
         patch = self.encoded.patch
         assert patch is not None
         try:
@@ -63,7 +82,7 @@ class OpenBlock(Work):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeBlock(Work):
-    """Work for a thread: decode one block and check what comes out; then call `worked`."""
+    """Work for a thread: decode one block and check the result's hashes; then call `worked`."""
 
     encoded: EncodedVersion
     block: int
@@ -73,21 +92,21 @@ class DecodeBlock(Work):
     base: memoryview | None
     out: memoryview
     hashes: bytes
-    """Of the image chunks in `out`."""
+    """Hashes of the image chunks in `out`."""
     chunk_bytes: int
 
     @property
     def version(self) -> PolicyVersion:
-        """The version that it is a part of."""
+        """The version of the block."""
         return self.encoded.version
 
     @property
     def form(self) -> Form:
-        """The form in which that version came."""
+        """The form of the encoded version."""
         return self.encoded.form
 
     def run(self) -> str:
-        """Return what is wrong with the block, or nothing."""
+        """Return the fault of the block, or nothing."""
         try:
             decode_block(_plain(self.coded, self.encrypted), self.base, self.out)
         except RemoteProtocolError as error:
@@ -113,11 +132,11 @@ class _Part:
     payload: memoryview
     first_chunk: int
     offsets: list[int]
-    """Where each coded block begins, and where the last ends."""
+    """Start of each coded block in `payload`, and the end of the last."""
 
 
 class EncodedVersion(Chunked):
-    """The coded form of a version, whole or on its way."""
+    """The coded form of a version, complete or partial."""
 
     def __init__(self, version: PolicyVersion, form: Form) -> None:
         """Start without segments."""
@@ -129,11 +148,11 @@ class EncodedVersion(Chunked):
         self.num_held = 0
         self.writing: set[int] = set()
         self.storage: memoryview | None = None
-        """Where the image is decoded to, of `image_bytes`; the caller provides it."""
+        """Memory of the decoded image, `image_bytes` long; the item store sets it."""
         self.patch: Patch | None = None
-        """Its changes, where it is a delta on its base, until they have been written."""
+        """The changes of a delta on its base, until they are written over it; otherwise None."""
         self.expected_bytes = 0
-        """Size that was announced, before all segments are known."""
+        """Announced size, used until all segments are known."""
         self._key = b""
         self._parts: list[_Part] = []
         self._starts: list[int] = []
@@ -149,12 +168,12 @@ class EncodedVersion(Chunked):
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of the image that comes out; 0 before the first segment."""
+        """Bytes of the decoded image; 0 before the first segment."""
         return self._parts[0].table.image_bytes if self._parts else 0
 
     @property
     def is_on_base(self) -> bool:
-        """Whether it says what it replaces, and not what comes out."""
+        """Whether its tables hash the words that it replaces, and not the result."""
         return bool(self._parts) and self._parts[0].table.is_on_base
 
     @property
@@ -169,7 +188,7 @@ class EncodedVersion(Chunked):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all that it changes in place is known, and has yet to be written."""
+        """Whether all blocks of its patch are open, and the patch is not written yet."""
         return (
             self.patch is not None
             and self.storage is None
@@ -179,23 +198,23 @@ class EncodedVersion(Chunked):
 
     @property
     def is_being_coded(self) -> bool:
-        """Whether this is the learner's, which has yet to code the rest."""
+        """Whether this node is the learner and codes further segments."""
         return self.is_open and not self.is_half
 
     @property
     def is_half(self) -> bool:
-        """Whether it is being fetched, or was given up, or its image has yet to come out."""
+        """Whether chunks are missing, or its image is not decoded yet."""
         is_in_work = self.storage is not None or self.patch is not None
         return not self._parts or is_in_work or self.num_held < self.num_chunks
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all segments; what was announced while they are not all known."""
+        """Bytes of all segments; the announced size while some are unknown."""
         known = sum(part.table.num_bytes for part in self._parts)
         return max(known, self.expected_bytes) if self.is_open else known
 
     def add(self, table: SegmentTable, frame: bytes, payload: memoryview | None = None) -> None:
-        """Append the next segment, with its payload at the learner, as it travels."""
+        """Append the next segment; the learner passes its payload too, as it travels."""
         if not self._parts and table.key_hash:
             self._key = msgspec.msgpack.decode(frame, type=SignedManifest).key
         first_chunk = len(self.has_chunk)
@@ -213,7 +232,7 @@ class EncodedVersion(Chunked):
         self, frame: bytes | bytearray | memoryview, *, public_key: bytes, run_id: str,
         max_bytes: int,
     ) -> SegmentTable:  # fmt: skip
-        """Check a table that came from the network and is to be the next.
+        """Return the next table after checking its frame, which came from the network.
 
         Raises:
             RemoteProtocolError: if signature, run, order or any size is wrong.
@@ -276,18 +295,18 @@ class EncodedVersion(Chunked):
     # --- blocks ----------------------------------------------------------------------------------
 
     def base_among(self, images: Mapping[PolicyVersion, Transfer]) -> Transfer | None:
-        """Return the image that this delta is coded against, if `images` has it whole."""
+        """Return the complete image in `images` that this delta is coded against; None without."""
         image = None if self.form.base is None else images.get(self.form.base)
         return image if image is not None and image.is_complete else None
 
     def decodable(self, index: int, base: memoryview | None) -> list[DecodeBlock | OpenBlock]:
-        """Return the work that has become possible with a chunk, each piece once.
+        """Return the work for blocks whose chunks are all held now; each block once.
 
         Args:
-            index: the chunk that has just been kept.
-            base: the whole image of `form.base`, of the same size; None for a keyframe.
+            index: the chunk that was written last.
+            base: the complete image of `form.base`, of the same size; None for a keyframe.
 
-        `storage` or `patch` must have been given before.
+        `storage` or `patch` must be set before.
         """
         part, start, stop = self._span(index)
         first = max(0, bisect.bisect_right(part.offsets, start) - 1)
@@ -338,16 +357,16 @@ class EncodedVersion(Chunked):
         )
 
     def decoded(self, work: DecodeBlock | OpenBlock) -> bool:
-        """Note that a block came out right; return whether it was the last."""
+        """Note a correctly decoded block; return whether it was the last."""
         self._decoded_blocks.add(work.block)
         last = self._parts[-1].table
         return last.is_last and len(self._decoded_blocks) == last.num_blocks_in_image
 
     def image(self, base: Transfer | None) -> Transfer:
-        """Return the image that has come out; from now on the memory under it is its own.
+        """Return the decoded image, which owns the memory from now on.
 
         Args:
-            base: what it was coded against.
+            base: the image that the delta is coded against; None for a keyframe.
         """
         body = self._parts[-1].table.manifest
         signed = None if body is None else msgspec.msgpack.decode(body, type=SignedManifest)

@@ -1,6 +1,13 @@
-"""Deltas that are written over their base: which may be, which is being, and how to go back.
+"""In place: which delta may be written over its base, and how a patch is taken back.
 
-The base is read through the patch from `begin` on, so that its readers need no lock.
+A delta on its base is opened block by block as its chunks arrive: positions, old and new words
+(`BlockPatch`). When all blocks are open the image is still unchanged, and plain stores remain to be
+done. `PatchMode` says which thread does them: one of this node, or the engine that installs the
+version, between two tokens that it samples. Afterwards the same memory holds the new version.
+
+The base can still be read, by children and by an engine that returns to it: a reader copies a block
+and puts the old words back (`artifacts.py`). If an engine must keep the bytes that it was given,
+the base is copied and the copy is patched.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ class ApplyPatch(Work):
     store: VersionStore
 
     def run(self) -> str:
-        """Return what the disk has against it, or nothing."""
+        """Return the error of the disk, or nothing."""
         try:
             self.store.begin_patch(self.patch)
         except OSError as error:
@@ -52,12 +59,12 @@ class InPlace:
 
     @property
     def is_on(self) -> bool:
-        """Whether a delta on its base is written over it."""
+        """Whether deltas are written over their base."""
         return self.mode != "copy"
 
     @property
     def ready(self) -> EncodedVersion | None:
-        """The delta that is ready to be written over its base, which is current."""
+        """The delta whose blocks are all open and whose base is current; None without one."""
         return next((each for each in self.open if not self.is_being_written(each)), None)
 
     @property
@@ -71,14 +78,14 @@ class InPlace:
         return found
 
     def is_being_written(self, encoded: EncodedVersion) -> bool:
-        """Return whether a delta has begun and has not ended."""
+        """Return whether `begin` was called for a delta whose new words are not all written."""
         base = encoded.base_among(self._images) if encoded.is_ready else None
         return base is not None and encoded.patch in base.later
 
     def begin(self, encoded: EncodedVersion) -> ApplyPatch:
-        """Return the work that writes a delta that is ready over its base.
+        """Return the work that writes a ready delta over its base.
 
-        From now on the base is read through the patch.
+        From now on readers of the base take the patch back in their copy.
         """
         base, patch = encoded.base_among(self._images), encoded.patch
         if base is None or patch is None:
@@ -93,7 +100,7 @@ class InPlace:
         return encoded if encoded is not None and encoded.patch is patch else None
 
     def take_back(self, encoded: EncodedVersion) -> None:
-        """Forget a patch whose words are not, or no longer, in the image."""
+        """Remove a patch whose words are not in the image."""
         base = encoded.base_among(self._images)
         for image in [] if base is None else self._images_in(base.storage):
             image.later = [patch for patch in image.later if patch is not encoded.patch]

@@ -22,44 +22,43 @@ nothing):
                       --silence--> requested_again     --silence_with_spare--> alone
                       --complete--> idle
 
-**Rate.** Bytes over *busy* time: time in which more was wanted than had come. Between the arrivals
-of two chunks of one burst a link is busy; before the first of them, and while the other side has
-nothing to give (`pause`), it is not. So the first chunk after a pause only starts the clock, and a
-burst of one chunk says nothing.
+**Rate.** Bytes over *busy* time: the time in which requested bytes were under way. A link is busy
+between the arrivals of two chunks of one burst. It is not busy before the first chunk, and while
+the other side has nothing to send (`pause`). So the first chunk after a pause only starts the
+clock, and a burst of one chunk is no measurement.
 
-* A receiver measures each link and sizes its window by it: chunks as they arrive, `pause` when all
-  that was asked for has come or the parent says Waiting.
-* A sender measures its **uplink**, all children together: bytes as they are acknowledged, `pause`
-  when no child fetches anything. Children that have been sent all that is here, or one alone, may
-  be the limit themselves: a sample in which most of the time passed like that only shows that the
-  uplink is *at least* that good. One in which the uplink was the limit may still be low, as where
-  TCP lost time: only so many of them in a row lower the estimate, to the best of them. A plan that
-  forgets what an uplink has shown wanders for ever.
-* A receiver's **downlink** cannot be read from what it receives: as a rule its parents are slower.
-  `topology/sites.py` tells when it is a limit.
+* A receiver measures each link, and sizes its window by the rate. It adds chunks as they arrive,
+  and pauses when all requested chunks have arrived or the parent sends Waiting.
+* A sender measures its **uplink**, all children together. It adds bytes as they are acknowledged,
+  and pauses when no child fetches. Children that have been sent all held chunks, or a child alone,
+  may be the limit themselves. A sample that consists mostly of such time shows only a lower bound
+  of the uplink. A sample in which the uplink was the limit may still be low, because TCP lost time.
+  So the estimate falls only after LOWER_SAMPLES low samples in a row, and then to the highest of
+  them. Otherwise the plan would oscillate.
+* A receiver's **downlink** does not follow from the rate at which it receives, because its parents
+  are usually slower. `topology/sites.py` decides when the downlink is a limit.
 
-**Credit and backpressure.** The window is what may be under way or wait to be written: 1.5 x rate x
-round trip + 2 chunks for each connection (a long link has several, `echo/net/zmq.py`), of the rate
-that this link has shown: it grows by half with every round trip until the link is full, and shrinks
-with it.
+**Credit and backpressure.** The window bounds the bytes that are under way or wait to be written:
+1.5 x rate x round trip + 2 chunks for each connection (a long link has several,
+`echo/net/zmq.py`). The rate is the measured rate of this link, so the window grows by half with
+each round trip until the link is full, and shrinks with the rate.
 
-**Timeout.** The parent is silent when something is awaited and neither a chunk nor a Waiting has
-come for `patience_s`: four round trips, or the time of four chunks at the rate that the link has
-shown, or three times the longest gap between two recent chunks (where many children share an
-uplink, each of them starves at times). With a spare the parent is left at its first silence,
-without one it is asked once more and left at the second. The bounds of `patience_s`:
+**Timeout.** The parent is silent when the node awaits a message and neither a chunk nor a Waiting
+has arrived for `patience_s`. That is the longest of four round trips, the time of four chunks at
+the measured rate, and three times the longest gap between two recent chunks (many children that
+share an uplink each have such gaps). With a spare the parent is left at its first silence. Without
+one it is asked once more, and left at the second. The bounds of `patience_s`:
 
-* At least MIN_PATIENCE_S where a spare parent stands by.
-* At least the configured time where no spare does, and for the first chunk, for which everybody
-  asks at once.
-* The configured time while the link has not shown its rate, with a backoff: twice as long with each
-  parent that was left for its silence. On a slow link nothing would ever come otherwise.
-* A parent that waits itself says within how long it will say so again, and has PROMISE_GRACE_S
-  more.
-* No limit while a chunk of the link is being written: where the disk is slower than the link, no
-  credit is left with which the parent could send more.
+* At least MIN_PATIENCE_S with a spare parent.
+* At least the configured time without a spare, and for the first chunk, which all children request
+  at the same time.
+* The configured time while the rate of the link is unknown, doubled for each parent that was left
+  for its silence. Otherwise a slow link would never deliver a chunk.
+* A parent that waits announces when its next Waiting follows, and has PROMISE_GRACE_S more.
+* No limit while a chunk of the link is being written: if the disk is slower than the link, the
+  parent has no credit and cannot send.
 
-**Probe.** One message shows the uplink of a node that has not served anybody yet.
+**Probe.** One message measures the uplink of a node that has not served a child yet.
 """
 
 from __future__ import annotations
@@ -77,42 +76,43 @@ from echo.wire.messages import Probe, ProbeAck
 # --- rate and window ------------------------------------------------------------------------------
 
 SAMPLE_S = 0.1
-"""Busy time that makes one sample, at least."""
+"""Least busy time of a sample."""
 
 SAMPLE_CHUNKS = 4
-"""Chunks that make one sample, at least: coarser than that, a rate is a matter of rounding."""
+"""Least number of chunks of a sample: with fewer, rounding dominates the rate."""
 
 UPLINK_SAMPLE_S = (2.0, 5.0)
-"""Busy time that makes one sample of an uplink with many acknowledgements, and with few."""
+"""Least busy time of a sample of an uplink: with many acknowledgements, and with few."""
 
 UPLINK_SAMPLE_ACKS = 128
-"""So many are many. Each child acknowledges several chunks at once, at a time of its own: over
-fewer a rate is a matter of chance, and the highest of them far too high."""
+"""Number from which acknowledgements are many. Each child acknowledges several chunks at once, at a
+time of its own, so over fewer acknowledgements chance dominates the rate, and the highest sample
+is far too high."""
 
 IDLE_SHARE = 0.25
-"""Share of its time that children may wait in a sample whose limit was the uplink."""
+"""Largest share of waiting children, over time, in a sample whose limit was the uplink."""
 
 LOWER_SAMPLES = 4
-"""So many samples in a row, each lower though the uplink was the limit, show that it is lower."""
+"""Lower samples in a row, each with the uplink as its limit, after which the estimate falls."""
 
 RISE_S = 4.0
-"""Busy time after which a lower estimate of an uplink weighs 1/e of what it did."""
+"""Busy time in which the weight of a lower estimate of an uplink falls to 1/e."""
 
 LOOP_S = 0.001
-"""What a busy node takes to answer, beside the round trip of the network."""
+"""Time in which a busy node answers, beyond the round trip of the network."""
 
 RATE_WINDOW_S = 1.0
-"""Busy time after which an old sample weighs 1/e of what it did."""
+"""Busy time in which the weight of an old sample falls to 1/e."""
 
 MOST_BYTES_PER_S = 1e12
-"""Bound of an estimate: no clock is fine enough to prove more."""
+"""Bound of an estimate: clocks are too coarse to measure more."""
 
 
 class RateEstimate:
     """Bytes per second over busy time, averaged with exponential weights; of constant size."""
 
     def __init__(self) -> None:
-        """Know nothing."""
+        """Start without an estimate."""
         self._rate: float | None = None
         self._last_at: float | None = None
         self._began_at = 0.0
@@ -131,18 +131,18 @@ class RateEstimate:
         return self._last_at is None
 
     def add(self, num_bytes: float, *, now: float, since: float = math.inf) -> None:
-        """Count bytes that have come through; the first after a pause only start the clock.
+        """Add bytes that have arrived; the first after a pause only start the clock.
 
         Args:
-            num_bytes: how many.
-            now: when the last of them came.
-            since: when the first of them came, if not all at once.
+            num_bytes: number of bytes.
+            now: arrival of the last byte.
+            since: arrival of the first byte, if not all arrived at once.
         """
         if self._last_at is None:
             self._last_at = self._began_at = now
             return
         if since < self._began_at <= now:
-            # Of many children's lumps all but one would count whole, as if sent since then.
+            # Count only the share of these bytes that was sent after the sample began.
             num_bytes *= (now - self._began_at) / (now - since)
         self._busy_s += max(0.0, now - self._last_at)
         self._last_at = now
@@ -154,46 +154,46 @@ class RateEstimate:
             self._busy_s, self._num_bytes, self._num_chunks = 0.0, 0.0, 0
 
     def pause(self) -> None:
-        """Note that nothing is under way: the time until the next chunk does not count."""
+        """Stop the clock: no bytes are under way until the next chunk."""
         self._last_at = None
 
     def _least_s(self, num_chunks: int) -> float:
-        """Return the busy time that makes a sample of so many chunks."""
+        """Return the least busy time of a sample of `num_chunks`."""
         return SAMPLE_S
 
     def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
-        """Return the estimate after a sample."""
+        """Return the new estimate after a sample."""
         return sample if rate is None else _towards(sample, rate, busy_s / RATE_WINDOW_S)
 
 
 class UplinkEstimate(RateEstimate):
-    """What a node can send to all its children together, as they acknowledge it."""
+    """Rate at which a node can send to all its children together, by their acknowledgements."""
 
     def __init__(self) -> None:
-        """Know nothing."""
+        """Start without an estimate."""
         super().__init__()
         self._share = self._shared_at = self._waited_s = 0.0
         self._lower: list[float] = []
         self.is_measured = False
-        """Whether it has been the limit, so that the estimate is more than a lower bound."""
+        """Whether the uplink was the limit of a sample; otherwise the estimate is a lower bound."""
 
     def wait(self, share: float, *, now: float) -> None:
-        """Note which share of the children, 0 to 1, waits from now on for other than the uplink."""
+        """Note the share of children, 0 to 1, that do not wait for the uplink from now on."""
         if not self.is_paused:
             since = max(self._shared_at, self._began_at)
             self._waited_s += self._share * max(0.0, now - since)
         self._share, self._shared_at = share, now
 
     def show(self, bytes_per_s: float) -> None:
-        """Note that so much has been sent, by whatever way."""
+        """Raise the estimate to a rate that was measured otherwise."""
         self._rate = bytes_per_s if self._rate is None else max(self._rate, bytes_per_s)
 
     def _least_s(self, num_chunks: int) -> float:
-        """Return the busy time that makes a sample of so many acknowledgements."""
+        """Return the least busy time of a sample of acknowledgements."""
         return UPLINK_SAMPLE_S[num_chunks < UPLINK_SAMPLE_ACKS]
 
     def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
-        """Return the estimate after a sample."""
+        """Return the new estimate after a sample."""
         idle_share, self._waited_s = self._waited_s / busy_s, 0.0
         was_limit = idle_share <= IDLE_SHARE
         self.is_measured |= was_limit
@@ -212,23 +212,22 @@ class UplinkEstimate(RateEstimate):
 
 
 def _towards(sample: float, rate: float, age: float) -> float:
-    """Return a rate that forgets: its past weighs 1/e of what it did after an age of 1."""
+    """Return the exponential average of both; `age` 1 lowers the weight of `rate` to 1/e."""
     return rate + (1 - math.exp(-age)) * (sample - rate)
 
 
 def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, first: int) -> int:
-    """Return how many bytes a receiver should have asked for at a time.
+    """Return the bytes that a receiver should have requested at any time.
 
-    One bandwidth-delay product keeps the link full; half of one more lets the estimate grow where
-    the window itself was the limit; two chunks are under way at the ends of each connection, of
-    which a long link has several. More would lie in the queue of a slow uplink, before all that
-    comes later.
+    One bandwidth-delay product keeps the link full. Half of one more lets the estimate grow if the
+    window itself is the limit. Two chunks are at the ends of each connection, and a long link has
+    several. A larger window would fill the queue of a slow uplink and delay later messages.
 
     Args:
         rate: bytes per second of this link; None if not known yet.
         rtt_s: its round trip; None if not known yet.
         chunk_bytes: unit of transfer.
-        first: what to ask for while nothing is known.
+        first: window while rate or round trip is unknown.
     """
     least = 2 * chunk_bytes * (1 if rtt_s is None else num_connections(rtt_s))
     if rate is None or rtt_s is None:
@@ -240,31 +239,31 @@ def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, f
 
 
 class LinkState(StrEnum):
-    """What a node awaits of its parent."""
+    """The messages that a node awaits of its parent."""
 
     ALONE = "alone"
-    """There is no parent."""
+    """The node has no parent."""
     IDLE = "idle"
-    """Nothing is awaited."""
+    """The node awaits no message."""
     SUBSCRIBED = "subscribed"
-    """An answer to Subscribe."""
+    """The node awaits the answer to Subscribe."""
     SUBSCRIBED_AGAIN = "subscribed_again"
     """The same, after a silence."""
     REQUESTED = "requested"
-    """Chunks of which none has come since they were asked for."""
+    """The node awaits chunks, and none has arrived since the request."""
     REQUESTED_AGAIN = "requested_again"
     """The same, after a silence."""
     FETCHING = "fetching"
-    """More chunks."""
+    """The node awaits further chunks."""
     WAITING = "waiting"
-    """Chunks for which the parent says that it waits itself."""
+    """The node awaits chunks for which the parent itself waits."""
 
 
 class LinkEvent(StrEnum):
-    """What can happen to a link."""
+    """The events of a link."""
 
     CONNECT = "connect"
-    """A parent has been reached."""
+    """A parent has answered."""
     DISCONNECT = "disconnect"
     """The parent is lost or left."""
     SUBSCRIBE = "subscribe"
@@ -272,21 +271,21 @@ class LinkEvent(StrEnum):
     FETCH = "fetch"
     """Fetch is sent."""
     HEARD = "heard"
-    """The parent has sent a message that is not of the item."""
+    """The parent has sent any message."""
     LIVES = "lives"
-    """It has sent something of the item."""
+    """The parent has sent a chunk or table of the item."""
     WAITS = "waits"
-    """It says that it waits for the item itself."""
+    """The parent has sent Waiting for the item."""
     COMPLETE = "complete"
-    """No more chunks are awaited."""
+    """No further chunks are awaited."""
     SILENCE = "silence"
-    """Nothing has come for `patience_s`, and no spare parent stands by."""
+    """The parent was silent for `patience_s`, and there is no spare parent."""
     SILENCE_WITH_SPARE = "silence_with_spare"
-    """The same, and one stands by."""
+    """The same, with a spare parent."""
 
 
 def _row(state: LinkState, moves: dict[LinkEvent, LinkState]) -> dict[LinkEvent, LinkState]:
-    """Return what each event leads to: where `moves` does not name it, it changes nothing."""
+    """Return the next state of each event; events that `moves` does not name keep the state."""
     return {event: moves.get(event, state) for event in LinkEvent}
 
 
@@ -344,20 +343,20 @@ _ASKED_AGAIN = frozenset({LinkState.SUBSCRIBED_AGAIN, LinkState.REQUESTED_AGAIN}
 MIN_PATIENCE_S = 0.5
 MAX_PATIENCE_S = 60.0
 PROMISE_GRACE_S = 0.5
-"""Beyond the time within which a parent that waits has promised to be heard from."""
+"""Patience beyond the time at which a waiting parent announced its next message."""
 MAX_PROMISE_S = 2.0
-"""Longest such time that is believed."""
+"""Longest announced time that is accepted."""
 GAP_MEMORY = 0.98
-"""What is left of the longest gap with every chunk that comes sooner."""
+"""Factor of the longest gap with each chunk that arrives sooner."""
 MAX_WINDOW_BYTES = 64 << 20
-"""What a parent may have to hold for one child, at most."""
+"""Most bytes that a parent may have to hold for one child."""
 MAX_WRITING_WINDOWS = 4
-"""Largest windows of a link that may wait to be written: what was under way when chunks were asked
-for anew comes besides."""
+"""Unwritten bytes of a link, in largest windows: after a repeated request, the chunks of the first
+may still arrive."""
 MAX_DOUBLINGS = 4
-"""Of the patience with parents that have not shown a rate: 16 times the configured time."""
+"""Doublings of the patience with parents without a rate: up to 16 times the configured time."""
 MAX_BAD_CHUNKS = 3
-"""Chunks with a wrong hash after which a parent is given up; one can be a memory error."""
+"""Chunks with a wrong hash after which a parent is left; a single one can be a memory error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,25 +375,25 @@ class ParentLink:
 
     first_window_bytes: int
     stall_s: float
-    """Patience while the link has not shown its rate."""
+    """Patience while the rate of the link is unknown."""
     state: LinkState = LinkState.ALONE
     peer: str | None = None
     has_spare: bool = False
-    """Whether another parent stands by, so that this one is left at its first silence."""
+    """Whether there is a spare parent, so that this one is left at its first silence."""
     rtt_s: float | None = None
     rate: RateEstimate = field(default_factory=RateEstimate)
     window: int = 0
     unspent_bytes: int = 0
-    """Bytes that have come and been written since credit was given last."""
+    """Bytes written since credit was last given."""
     writing_bytes: int = 0
-    """Bytes that have come and are being written: no credit was given for them yet."""
+    """Bytes that are being written; no credit was given for them yet."""
     progress_at: float = 0.0
     longest_gap_s: float = 0.0
-    """Between two recent chunks."""
+    """Longest gap between two recent chunks."""
     promised_s: float = 0.0
-    """Within how long a parent that waits will say so again."""
+    """Time to the next Waiting that a waiting parent announced."""
     num_failures: int = 0
-    """Parents left for their silence before they had shown a rate."""
+    """Parents that were left for their silence before a rate was measured."""
     num_bad_chunks: int = 0
 
     def _move(self, event: LinkEvent) -> None:
@@ -411,32 +410,32 @@ class ParentLink:
         return self.state in _AWAITS_CHUNKS
 
     def connect(self, peer: str | None, *, rtt_s: float | None) -> None:
-        """Take another parent, or none."""
+        """Change to another parent, or to none."""
         self._move(LinkEvent.DISCONNECT)
         if peer is not None:
             self._move(LinkEvent.CONNECT)
         if peer is None or rtt_s is not None:
             self.rtt_s = rtt_s
         self.peer, self.num_bad_chunks = peer, 0
-        # What the former link could carry may be far too much for this one.
+        # The former link's window may be far too large for this one.
         self.rate, self.window = RateEstimate(), 0
         self.unspent_bytes = self.writing_bytes = 0
         self.longest_gap_s = self.promised_s = 0.0
 
     def subscribe(self, *, now: float) -> None:
-        """Note that the parent is asked what can be had."""
+        """Note that Subscribe is sent."""
         if self.state is LinkState.IDLE:
             self.progress_at = now
         self._move(LinkEvent.SUBSCRIBE)
 
     def heard(self) -> None:
-        """Note that the parent has sent any message."""
+        """Note a message of the parent."""
         self._move(LinkEvent.HEARD)
 
     def fetch(self, *, now: float) -> int:
-        """Note that chunks are asked for; return the credit to give with it.
+        """Note that Fetch is sent; return its credit.
 
-        What is still being written takes its part of the window, of whatever item it is.
+        Bytes that are still being written, of any item, take their part of the window.
         """
         self._move(LinkEvent.FETCH)
         self.window = self.window or self.first_window_bytes
@@ -446,16 +445,16 @@ class ParentLink:
         return max(0, self.window - self.writing_bytes)
 
     def has_space(self, num_bytes: int) -> bool:
-        """Return whether so much more may wait to be written; an honest parent heeds its credit."""
+        """Return whether `num_bytes` more may wait to be written; credit allows far fewer."""
         return self.writing_bytes + num_bytes <= MAX_WRITING_WINDOWS * MAX_WINDOW_BYTES
 
     @property
     def can_bring(self) -> bool:
-        """Whether something is awaited, and the parent has credit left for it."""
+        """Whether chunks are awaited and the parent has credit for them."""
         return self.awaits_chunks and self.window > self.unspent_bytes + self.writing_bytes
 
     def came(self, num_bytes: int, *, now: float) -> None:
-        """Note that a chunk has come, and is to be verified and written."""
+        """Note that a chunk has arrived, to be verified and written."""
         gap_s = 0.0 if self.rate.is_paused else now - self.progress_at
         self.longest_gap_s = max(gap_s, GAP_MEMORY * self.longest_gap_s)
         self.lives(now=now)
@@ -465,12 +464,12 @@ class ParentLink:
             self.num_failures = 0
 
     def settle(self, num_bytes: int, *, now: float) -> None:
-        """Note that a chunk was written, or is of no use; its parent has patience from now on."""
+        """Note that a chunk was written or discarded; the silence counts from now on."""
         self.writing_bytes -= num_bytes
         self.progress_at = now
 
     def took(self, num_bytes: int, *, chunk_bytes: int) -> tuple[int, int]:
-        """Note that a chunk is held; return (bytes to acknowledge, credit), mostly (0, 0)."""
+        """Note that a chunk is held; return (bytes to acknowledge, credit), usually (0, 0)."""
         self.unspent_bytes += num_bytes
         if self.unspent_bytes < self.window // 4:
             return 0, 0
@@ -481,24 +480,24 @@ class ParentLink:
         return taken, credit
 
     def lives(self, *, now: float) -> None:
-        """Note that the parent has sent something of what is awaited."""
+        """Note that the parent has sent a part of the item."""
         self._move(LinkEvent.LIVES)
         self.progress_at, self.promised_s = now, 0.0
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note that the parent waits itself, and within how long it will say so again."""
+        """Note that the parent itself waits, and sends its next Waiting within `again_s`."""
         self._move(LinkEvent.WAITS)
         self.progress_at = now
-        self.promised_s = min(again_s, MAX_PROMISE_S)  # it is not believed beyond reason
+        self.promised_s = min(again_s, MAX_PROMISE_S)  # a longer time is not accepted
         self.rate.pause()
 
     def complete(self) -> None:
-        """Note that nothing more is awaited of the item."""
+        """Note that no further part of the item is awaited."""
         self._move(LinkEvent.COMPLETE)
         self.rate.pause()
 
     def silence(self, *, now: float) -> bool:
-        """Note that the parent has been silent for too long; return whether it is to be left."""
+        """Note that the parent was silent for too long; return whether to leave it."""
         event = LinkEvent.SILENCE_WITH_SPARE if self.has_spare else LinkEvent.SILENCE
         is_left = TABLE[self.state][event] is LinkState.ALONE
         if is_left:
@@ -517,7 +516,7 @@ class ParentLink:
     def _usual_patience_s(self, chunk_bytes: int) -> float:
         rate = self.rate.bytes_per_s
         if rate is None or self.rtt_s is None:
-            # Over a link too slow for the configured time nothing would ever come.
+            # Otherwise a link too slow for the configured time would never deliver a chunk.
             doubled = math.ldexp(self.stall_s, min(self.num_failures, MAX_DOUBLINGS))
             return min(doubled, max(MAX_PATIENCE_S, self.stall_s))
         is_first = self.state in (LinkState.REQUESTED, LinkState.REQUESTED_AGAIN)
@@ -528,21 +527,21 @@ class ParentLink:
         return longest if longest < most else most
 
     def silence_s(self, chunk_bytes: int, *, now: float) -> float:
-        """Return how long nothing has come of what is awaited."""
+        """Return how long the parent has been silent."""
         was_asked_again = self.state in _ASKED_AGAIN
         return now - self.progress_at + self.patience_s(chunk_bytes) * was_asked_again
 
     def deadline(self, chunk_bytes: int) -> float | None:
-        """Return when the parent counts as silent; None while nothing is awaited of it."""
+        """Return when the parent counts as silent; None while no message of it is awaited."""
         if self.writing_bytes or not (self.awaits_chunks or self.awaits_answer):
             return None
         return self.progress_at + self.patience_s(chunk_bytes)
 
     def validate(self) -> None:
-        """Check what holds after every event.
+        """Check the invariants of the state, which hold after every event.
 
         Raises:
-            LocalProtocolError: if it does not.
+            LocalProtocolError: if one does not hold.
         """
         is_sound = (
             (self.peer is None) == (self.state is LinkState.ALONE)
@@ -554,55 +553,55 @@ class ParentLink:
             raise LocalProtocolError(f"the link to the parent is in disorder: {self}")
 
 
-# --- uplink probe: one message, and how soon it has come ------------------------------------------
+# --- uplink probe: one message, and the time in which it arrives ----------------------------------
 #
-#     node  -> parent    Probe, with bytes that mean nothing
+#     node  -> parent    Probe, with bytes without meaning
 #     parent -> node     ProbeAck
 #
-# Transfers show the rate of whoever serves others, and only as much of it as its children could
-# take. A fleet that has just joined is planned as if all were equal, so the slow hold up the fast,
-# which then never show what they have: on paper (bench/bench_uplink_errors.py) three such fleets
-# ended at 0.72, 0.46 and 0.89 of the rate that their uplinks allow, and at 0.83, 0.89 and 0.89 with
-# probes.
+# Transfers measure the uplinks of nodes that serve children, up to the rate at which the children
+# receive. A fleet that has just joined is planned as if all uplinks were equal. Then slow nodes
+# delay fast ones, whose uplinks are never measured in full. In the simulation of
+# bench/bench_uplink_errors.py three such fleets ended at 0.72, 0.46 and 0.89 of the rate that their
+# uplinks allow, and at 0.83, 0.89 and 0.89 with probes.
 #
-# So a node that can serve, and has not been the limit of a transfer yet, sends a message up its
-# control link when the learner welcomes it, and when it holds a version; and the learner sends one
-# down a heartbeat after a node has told what came of that, so that they never meet. If one comes
-# within QUICK_S, one four times as long follows, up to MAX_PROBE_BYTES: on a slow link the first
-# says enough, and what the node has to say besides waits for a second at most. The time counts
-# whole, with the round trip and the start of a connection, so a probe never shows too much; of a
-# fast link it shows less than all, and transfers raise it. It is repeated after the next versions,
-# MAX_PROBES times in all: what others sent at the same time makes the first one tell less than the
-# truth.
+# So a node that can serve, and whose uplink has not been the limit of a transfer, sends a probe up
+# its control link when the learner welcomes it, and when it holds a version. The learner sends its
+# own probe a heartbeat after a node has reported a result, so the two probes are never under way
+# together. After a probe that is acknowledged within QUICK_S, a probe four times as large follows,
+# up to MAX_PROBE_BYTES. On a slow link the first probe is enough, and other messages of the node
+# wait for one second at most. The measured time includes the round trip and the start of a
+# connection, so a probe never overestimates. It underestimates a fast link, and transfers raise the
+# estimate. Other traffic lowers the result of a probe, so it is repeated after the next versions,
+# MAX_PROBES times in all.
 
 FIRST_BYTES, MAX_PROBE_BYTES = 256 << 10, 4 << 20
 GROWTH = 4
 QUICK_S = 0.25
 PAYLOAD_SHARE = 1 / 8
-"""What a message may have at most, in relation to the version that it is to speed up."""
+"""Largest size of a probe, as a share of the version that is sent next."""
 MAX_PROBES = 3
 UNANSWERED_S = 3.0
-"""After which another may be asked, whatever the first was waiting for."""
+"""Seconds after which a probe without an answer is ignored, and another peer may be probed."""
 
 
 class UplinkProbe:
     """A node's own probes."""
 
     def __init__(self, uplink: UplinkEstimate, *, node_id: str) -> None:
-        """Show what probes tell to `uplink`."""
+        """Start without a probe; results raise `uplink`."""
         self._uplink = uplink
         self._node_id = node_id
         self._num_probes = 0
         self._awaited: tuple[str, int, float] | None = None
-        """(who is to acknowledge, bytes, when they were sent)."""
+        """(peer that acknowledges it, bytes, time of sending) of the probe under way."""
         self._most_bytes = 0
 
     def begin(self, peer: str, *, payload_bytes: int, now: float) -> list[Action]:
         """Send a probe to `peer`, if one is needed.
 
         Args:
-            peer: who acknowledges it.
-            payload_bytes: of a version; where those are small, a wrong place costs less than this.
+            peer: the node that acknowledges it.
+            payload_bytes: of a version; if it is small, a probe costs more than a bad plan.
             now: the present.
         """
         self._most_bytes = min(MAX_PROBE_BYTES, int(PAYLOAD_SHARE * payload_bytes))
@@ -620,7 +619,7 @@ class UplinkProbe:
         return [Send(peer, encode(Probe(), [bytes(num_bytes)], source=self._node_id))]
 
     def acknowledged(self, peer: str, *, now: float) -> list[Action]:
-        """Learn from a probe that has come; an answer that is not awaited is ignored."""
+        """Learn from the acknowledgement of a probe; one that is not awaited is ignored."""
         if self._awaited is None or self._awaited[0] != peer:
             return []
         _, num_bytes, sent_at = self._awaited
@@ -642,14 +641,14 @@ def acknowledge(peer: str, *, source: str) -> list[Action]:
 
 @dataclass(slots=True)
 class Connection:
-    """One connection that a node has dialled: to the learner's side, or to a parent."""
+    """One connection that a node has dialled, to its control peer or to a parent."""
 
     address: str
     peer: str = ""
     node_id: str = ""
-    """Who answered; empty until Greeted."""
+    """Node that answered; empty until Greeted."""
     dialled_at: float = 0.0
     greeted_at: float = 0.0
-    """When Greet was sent."""
+    """Time at which Greet was sent."""
     rtt_s: float | None = None
     """From Greet to Greeted; None until then."""

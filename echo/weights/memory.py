@@ -1,4 +1,4 @@
-"""Version memory: where the bytes of images lie."""
+"""Version memory: where the bytes of an image lie, and when memory is reused."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from echo.wire.codec import Frame
 
 
 def allocate(num_bytes: int) -> memoryview:
-    """Return room for an image; its bytes mean nothing until they are written.
+    """Return memory for an image, with undefined bytes.
 
-    The system finds the memory chunk by chunk, as they come. A bytearray would be filled with zeros
-    here and now, 0.6 s for each GB in which the node does nothing else.
+    The system allocates its pages at the first write, chunk by chunk. A bytearray would be filled
+    with zeros at once, which blocks the node for 0.6 s per GB.
     """
     return np.empty(num_bytes, dtype=np.uint8).data
 
 
 def touched_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return zeros whose pages have been found."""
+    """Return zeros whose pages the system has already allocated."""
     piece = np.empty(num_bytes, np.uint8)
     piece.fill(0)
     return piece
 
 
 class RecycledMemory:
-    """Memory for images, handed out again once its last image can no longer be reached.
+    """Memory for images, reused once no view of the last image is left.
 
-    An exporter lends the memory, and only views of it keep the exporter alive: slices of them, what
-    torch or numpy make of them, and what libzmq has yet to send.
+    An exporter lends the memory, and only its views keep the exporter alive: slices, tensors and
+    arrays over it, and frames that libzmq has yet to send.
     """
 
     def __init__(
@@ -43,13 +43,12 @@ class RecycledMemory:
         num_pieces: int = 1,
         make: Callable[[int], npt.NDArray[np.uint8]] = touched_memory,
     ) -> None:
-        """Start without any.
+        """Start without memory.
 
         Args:
-            num_pieces: how many of a size will be in use at a time, at least; all of them are made
-                with the first image. Their pages are found then, and not when a version is waited
-                for.
-            make: makes a piece of this number of zeros.
+            num_pieces: least number of pieces that will be in use at the same time; all of them are
+                made with the first image, so that no later version waits for its pages.
+            make: returns a piece of zeros, given its bytes.
         """
         self._num_pieces = num_pieces
         self._make = make
@@ -57,11 +56,11 @@ class RecycledMemory:
         self._lent: list[tuple[npt.NDArray[np.uint8], weakref.ref[npt.NDArray[np.uint8]]]] = []
 
     def take(self, num_bytes: int) -> memoryview:
-        """Return memory of a size; zeros, or what was in it before."""
+        """Return memory of this size: zeros, or the bytes of an earlier image."""
         self._free += [piece for piece, exporter in self._lent if exporter() is None]
         self._lent = [each for each in self._lent if each[1]() is not None]
         room = max(1, self._num_pieces - len(self._lent))
-        # Of another size, or more than are in use at a time: no longer of use.
+        # Free pieces of another size are dropped, and those beyond the number in use.
         self._free = [piece for piece in self._free if piece.nbytes == num_bytes][:room]
         while len(self._free) < room:
             self._free.append(self._make(num_bytes))
@@ -76,24 +75,24 @@ Write: TypeAlias = Callable[[memoryview, Frame], None]
 
 
 class VersionStore:
-    """Where images lie: in this process's memory, without a bound.
+    """Keeps images in this process's memory, without a bound.
 
-    `runtime/disk_store.py` has those that have one, and those that survive the process.
+    `runtime/disk_store.py` has a bounded store, and one that survives the process.
     """
 
     may_block = False
-    """Whether `write` may take long, so that it belongs into a thread."""
+    """Whether `write` may take long, so that a thread must call it."""
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
-        """Return room for an image.
+        """Return memory for an image.
 
         Raises:
-            StorageError: if there is none.
+            StorageError: if there is no space.
         """
         return allocate(num_bytes)
 
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
-        """Note the manifest of an image that was created without it."""
+        """Keep the manifest of an image that was created without one."""
 
     def drop(self, version: PolicyVersion) -> None:
         """Drop an image; its readers keep it."""
@@ -114,7 +113,7 @@ class VersionStore:
         """
 
     def cancel_patch(self, patch: Patch) -> None:
-        """Take the mark back: the image is the base again; from the thread of `begin_patch`."""
+        """Remove the mark, as the image is the base again; from the thread of `begin_patch`."""
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Count the memory of a version as that of the one which it has become."""
+        """Note that the memory of `base` holds `version` now."""

@@ -1,4 +1,8 @@
-"""Offers: what the parent has announced, and which item to fetch next."""
+"""Offers: which item to fetch next, given those that the parent has announced.
+
+The path to the newest version with the fewest bytes is taken step by step. Chunks of an item that
+are held already cost nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,22 @@ from echo.weights.store import ItemStore
 from echo.wire.messages import FULL, Announce, Form, ItemId
 
 MAX_REFUSED = 64
-"""Encoded versions that did not decode, which are remembered so as not to be tried again."""
+"""Items remembered because their result was wrong; they are not fetched again."""
 
 
 class Offers:
-    """Sizes of what the parent has."""
+    """The items that the parent has announced, with their sizes."""
 
     def __init__(self, store: ItemStore) -> None:
-        """Start with nothing; `store` tells what is held."""
+        """Start without offers; `store` has the items that are held."""
         self._store = store
         self._sizes: dict[ItemId, int] = {}
         self._refused: dict[ItemId, None] = {}
         self.has_preempted = False
-        """Whether a fetch was given up since a version was last completed."""
+        """Whether a fetch was abandoned for a newer version since the last complete version."""
 
     def replace(self, message: Announce, manifest: Manifest | None) -> None:
-        """Take an Announce; it replaces what the parent said before."""
+        """Take an Announce; it replaces all earlier offers."""
         offers = {(offer.version, form_of(offer.base)): offer.num_bytes for offer in message.offers}
         if manifest is not None:
             offers[manifest.version, FULL] = manifest.num_bytes
@@ -37,7 +41,7 @@ class Offers:
         self._sizes = {}
 
     def withdraw(self, item: ItemId) -> None:
-        """Note that the parent has an item no more."""
+        """Note that the parent no longer has an item."""
         self._sizes.pop(item, None)
 
     def __contains__(self, item: ItemId | None) -> bool:
@@ -45,15 +49,15 @@ class Offers:
         return item in self._sizes
 
     def num_bytes(self, item: ItemId) -> int:
-        """Return how large an item is said to be."""
+        """Return the announced size of an item."""
         return self._sizes.get(item, 0)
 
     def is_refused(self, item: ItemId) -> bool:
-        """Return whether an item is never to be taken again."""
+        """Return whether an item was refused, and so is never fetched again."""
         return item in self._refused
 
     def refuse(self, item: ItemId) -> None:
-        """Never fetch an item again: what came out of it was wrong."""
+        """Never fetch an item again: its result was wrong."""
         self._refused[item] = None
         while len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
@@ -64,19 +68,19 @@ class Offers:
         return max((version for version, _ in self._sizes), default=None)
 
     def items(self) -> Iterable[ItemId]:
-        """Go through all that the parent has announced."""
+        """Iterate over the announced items."""
         return self._sizes.keys()
 
     def next_step(self, current: ItemId | None) -> ItemId | None:
-        """Return what to fetch now: `current` to go on with it, None for nothing.
+        """Return the item to fetch now: `current` to continue with it, None for no item.
 
         Args:
-            current: what is being fetched.
+            current: the item that is being fetched.
         """
         held = self._store.held
         offers = self._useful()
         paths = cheapest_paths(held, offers)
-        # Not to each that is announced there is a way.
+        # Some announced versions cannot be reached from the held ones.
         target = max(paths.keys() - held, default=None)
         if target is None:
             return current
@@ -91,9 +95,9 @@ class Offers:
         return step
 
     def _useful(self) -> dict[ItemId, int]:
-        """Return what leads on from what is held, and the bytes that are missing of it.
+        """Return the items that are newer than every held version, with their missing bytes.
 
-        A way back over versions that were passed already would be walked again and again.
+        Older items would lead back to versions that this node has passed already.
         """
         newest = self._store.newest_complete
         offers = {}
@@ -106,12 +110,12 @@ class Offers:
         return offers
 
     def _may_preempt(self, current: ItemId, direct: FetchPath, onward: FetchPath | None) -> bool:
-        """Return whether the present fetch is to be given up for the newest version.
+        """Return whether to abandon the present fetch for the newest version.
 
         Args:
-            current: what is being fetched.
-            direct: the way to the newest version from what is held.
-            onward: the way to it from `current`; None if there is none.
+            current: the item that is being fetched.
+            direct: the path to the newest version from the held ones.
+            onward: the path to it from `current`; None if there is none.
         """
         item = self._store.get(current)
         if item is None:

@@ -1,23 +1,23 @@
 """Parents of a node: follow the plan, fall back, quarantine, return.
 
-The plan names parents in order of preference. One connection is in use, and there may be a
-**spare** that is dialled and greeted but idle, to the next parent of the list. When the connection
-in use is lost, does not answer or does not deliver, the spare takes its place at once, even while
-another is dialled; without one the next parent of the list is dialled, and after the last the first
-again. The connection in use is kept until the one that replaces it has answered, so a new plan
-never breaks a transfer.
+The plan names parents in order of preference. One connection is in use. A **spare** connection to
+the next parent of the list may be dialled and greeted, and stays idle. When the connection in use
+is lost, does not answer or does not deliver, the spare takes its place at once, even while another
+is dialled. Without a spare the next parent of the list is dialled, and after the last the first
+again. The connection in use is kept until its replacement has answered, so a new plan never breaks
+a transfer.
 
-A parent that failed while the plan stayed the same is retried when the learner repeats the plan (it
-does so while the node's parent is another), but not before `retry_preferred_s`, and with a backoff:
-otherwise a node could alternate endlessly between two parents that both lack the item. One that
-sent chunks with wrong hashes is **quarantined**: it is passed over for QUARANTINE_S, unless it is
-the learner.
+A parent that failed under an unchanged plan is tried again when the learner repeats the plan (which
+the learner does while the node uses another parent). It is tried after `retry_preferred_s` at the
+earliest, with a backoff: otherwise a node could alternate endlessly between two parents that both
+lack the item. A parent that sent chunks with wrong hashes is **quarantined**: it is not dialled for
+QUARANTINE_S, unless it is the learner.
 
-A node that no parent of the plan serves any more has a **last resort** away from the learner: it
-dials the addresses at which it looks for the learner itself, and takes weights there from the
-learner alone. A plan may lack them (a learner that listens on a wildcard tells nobody its address,
-and the relay on the way may have changed the plan). Where that fails, too, a parent is quarantined
-for no longer than ALONE_S: there is nobody else to ask.
+If no parent of the plan serves a node, the node uses its **last resort**: it dials the addresses at
+which it looks for the learner, and fetches weights there from the learner only. A plan may lack
+these addresses, because a learner that listens on a wildcard does not know its own, and a relay may
+have changed the plan. If the last resort fails as well, a quarantine ends after ALONE_S, because no
+other parent is left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONNECT_TIMEOUT_S = 3.0
 """Seconds to wait for a dialled address before the next; a WAN handshake takes under 1."""
 QUARANTINE_S = 600.0
 ALONE_S = 10.0
-"""Quarantine of a parent where nobody else can be asked: its fault may have passed."""
+"""Quarantine of a parent without an alternative: its fault may have passed."""
 
 
 class Parents:
@@ -50,11 +50,11 @@ class Parents:
         self.retry_s = retry_s
         self.retry_preferred_s = 0.0
         self.learner_address = ""
-        """As plans say; empty where they do not."""
+        """Learner's address in the plans; empty if they have none."""
         self.control: Connection | None = None
-        """To the learner's side, which a plan may name without an address."""
+        """The control connection; a plan may name its node without an address."""
         self.quarantined: dict[str, float] = {}
-        """Node id -> since when it is passed over."""
+        """Node id -> start of its quarantine."""
         self.current: Connection | None = None
         self.next: Connection | None = None
         self.spare: Connection | None = None
@@ -70,7 +70,7 @@ class Parents:
 
     @property
     def learner_addresses(self) -> list[str]:
-        """Where to look for the learner: as this node was told, then as plans say."""
+        """Addresses of the learner: those of this node's settings, then that of the plans."""
         told = self.learner_address
         return [*self._addresses, *([told] if told and told not in self._addresses else [])]
 
@@ -95,7 +95,7 @@ class Parents:
 
     @property
     def connections(self) -> list[Connection]:
-        """The connections that there are."""
+        """All present connections."""
         return [
             connection
             for connection in (self.current, self.next, self.spare)
@@ -132,7 +132,7 @@ class Parents:
         return self._follow(now)
 
     def _rest(self, now: float) -> list[Action]:
-        """Leave the parent; what is held of a version is kept for the next plan."""
+        """Leave the parent; held chunks are kept for the next plan."""
         peers = [connection.peer for connection in self.connections if connection.peer]
         self.current = self.next = self.spare = None
         self._follow_at = self._spare_at = self._failed_at = None
@@ -143,19 +143,19 @@ class Parents:
 
     @property
     def _hops(self) -> list[tuple[str, str]]:
-        """All (node id, address) to dial in turn: the plan's, and those of the last resort."""
+        """All (node id, address) to dial in turn: those of the plan, then the last resort."""
         planned = {address for _, address in self._parents}
         others = [each for each in self.learner_addresses if each not in planned]
         return [*self._parents, *((LEARNER_ID, each) for each in others), *self._parents]
 
     def _address(self, index: int, now: float) -> str:
-        """Return where one of the hops can be dialled, "" if it cannot be now."""
+        """Return the address of a hop, "" if it cannot be dialled now."""
         hops, control = self._hops, self.control
         node_id, address = hops[index]
         is_alone = index >= len(hops) - len(self._parents)
         since = self.quarantined.get(node_id)
         if is_alone and (since is None or node_id == LEARNER_ID):
-            return ""  # it was asked a moment ago
+            return ""  # dialled a moment ago, as a parent of the plan
         patience_s = ALONE_S if is_alone else QUARANTINE_S
         if since is not None and now < since + patience_s and node_id != LEARNER_ID:
             return ""
@@ -186,7 +186,7 @@ class Parents:
         return actions
 
     def _keep_spare(self, now: float) -> list[Action]:
-        """Have a connection to the next parent of the list stand by, and no other."""
+        """Keep a spare connection to the next parent of the list, and no other."""
         self._spare_at = None
         wanted, address = "", ""
         for index in range(self._index + 1, len(self._parents)):
@@ -209,14 +209,14 @@ class Parents:
     # --- connections -----------------------------------------------------------------------------
 
     def dialled(self, address: str, peer: str) -> None:
-        """Note which peer a Dial has become."""
+        """Note the peer of a Dial."""
         for connection in self.connections:
             if connection.address == address and not connection.peer:
                 connection.peer = peer
                 return
 
     def connected(self, peer: str, *, now: float) -> bool:
-        """Note that a link stands; return whether it is one of these and is to be greeted."""
+        """Note that a link is up; return whether it is to a parent, and so must be greeted."""
         for connection in self.connections:
             if connection.peer == peer and not connection.node_id:
                 connection.greeted_at = now
@@ -224,14 +224,14 @@ class Parents:
         return False
 
     def parent_failed(self, failure: ParentFailed, *, now: float) -> list[Action]:
-        """Go on without a parent that does not deliver."""
+        """Leave a parent that does not deliver."""
         connection = next((each for each in self.connections if each.peer == failure.peer), None)
         if connection is None:
             return []
         return self.fail(connection, failure.reason, now=now, is_corrupt=failure.is_corrupt)
 
     def greeted(self, peer: str, node_id: str, *, now: float) -> list[Action]:
-        """Take weights from the parent that has answered, or have it stand by."""
+        """Fetch from the parent that has answered, or keep it as the spare."""
         connection = next((each for each in self.connections if each.peer == peer), None)
         if connection is None or connection.node_id:
             return []
@@ -255,7 +255,7 @@ class Parents:
         now: float,
         is_corrupt: bool = False,
     ) -> list[Action]:
-        """Go on with the spare, or with the next parent of the plan."""
+        """Change to the spare, or to the next parent of the plan."""
         name = connection.node_id or connection.address
         actions: list[Action] = [HangUp(connection.peer)] if connection.peer else []
         if connection is self.spare:
@@ -285,7 +285,7 @@ class Parents:
         connection, self.spare = self.spare, None
         assert connection is not None
         self.current = connection
-        if self.next is None:  # else the index is that of the parent that is being dialled
+        if self.next is None:  # otherwise the index is that of the parent that is being dialled
             names = [node_id for node_id, _ in self._parents]
             self._index = (
                 names.index(connection.node_id) if connection.node_id in names else self._index + 1
@@ -299,7 +299,9 @@ class Parents:
     @property
     def deadline(self) -> float | None:
         """When `expire` should be called next."""
-        spare_at = None if self.current is None else self._spare_at  # who has none needs no other
+        spare_at = (
+            None if self.current is None else self._spare_at
+        )  # no spare without a parent in use
         first = earliest(self._follow_at, spare_at)
         for connection in self.connections:
             if not connection.node_id:
@@ -307,11 +309,11 @@ class Parents:
         return first
 
     def expire(self, *, now: float) -> list[Action]:
-        """Give up a parent that does not answer; try again when all have failed."""
+        """Leave a parent that does not answer; start over after all have failed."""
         actions: list[Action] = []
         for connection in self.connections:
             is_late = not connection.node_id and now >= connection.dialled_at + CONNECT_TIMEOUT_S
-            # The one before may have put another in its place.
+            # Handling the connection before this one may have replaced this one.
             if is_late and any(connection is each for each in self.connections):
                 actions += self.fail(connection, "no answer", now=now)
         if self._spare_at is not None and now >= self._spare_at and self.current is not None:

@@ -1,4 +1,4 @@
-"""Patches: what a delta changes of an image."""
+"""Patches: which bytes of an image a delta changes, with the old bytes to take it back."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from echo.core.rollout import PolicyVersion
 from echo.weights.delta import BlockPatch
 
 PatchMode: TypeAlias = Literal["copy", "now", "on_install"]
-"""States of a delta on its base: a patched copy of the base, or the base patched in place; at once,
-or when the engine installs the version.
+"""When a delta is written over its base: never ("copy", a copy is patched), as soon as its blocks
+are open ("now"), or when the engine installs the version.
 """
 
 
 class Patch:
-    """Everything that a delta changes of an image."""
+    """All changes that a delta makes to an image."""
 
     def __init__(self, base: PolicyVersion, version: PolicyVersion, block_bytes: int) -> None:
         """Start without a block.
@@ -28,7 +28,7 @@ class Patch:
         self.version = version
         self.block_bytes = block_bytes
         self.blocks: dict[int, BlockPatch] = {}
-        """By number; threads add them while a delta comes."""
+        """By number; threads add blocks while a delta arrives."""
 
     @property
     def num_words(self) -> int:
@@ -42,11 +42,11 @@ class Patch:
             block.write(image[start : start + self.block_bytes])
 
     def take_back(self, piece: memoryview, first: int = 0) -> None:
-        """Write the old words, whichever of the new ones had been written.
+        """Write the old words, also where the new ones had not been written.
 
         Args:
-            piece: the image, or a copy of some whole blocks of it.
-            first: the number of the block that it begins with.
+            piece: the image, or a copy of a run of its blocks.
+            first: number of the first block in `piece`.
         """
         num_blocks = -(-len(piece) // self.block_bytes)
         for number in range(first, first + num_blocks):

@@ -1,54 +1,41 @@
 """Receiver: fetch the chosen item from the parent, verify, write, retry.
 
 `broadcast.py` has the rules of the plane. The child's half of it is one `Receiver`, with `Offers`
-that choose the item, a `ParentLink` over which it comes, and a `Watchdog` over the parent. It asks
-the parent for what is missing. What becomes of a chunk:
+that choose the item, a `ParentLink` over which it arrives, a `Watchdog` over the parent, and an
+`Audit` of images that deltas have made. It requests the missing chunks from the parent. The way of
+a chunk:
 
-    Chunk -> take -> WriteChunk -> [a thread, or here and now] -> written: held, served, credited
+    Chunk -> take -> WriteChunk -> [a thread, or here at once] -> written: held, served, credited
 
-Chunks that have come in one message are verified one by one, and then held, passed on and credited
-together: what Python does for each costs as much as half of its hash.
+Chunks that arrive in one message are verified one by one, and then held, forwarded and credited
+together: the Python code around each takes half as long as its hash.
 
-**Choice.** The way to the newest version with the fewest bytes is taken step by step; what is held
-already of an item need not be fetched again and counts for nothing.
+**Writing.** A version store may make its writer wait (a mapped file, whose pages the kernel holds
+back when the disk is behind). Then the write runs in a thread and the loop continues. In memory it
+is done at once, because a thread costs more than the copy. Chunks of encoded versions always lie in
+memory.
 
-**Writing.** Where a version store may make its writer wait (a mapped file, whose pages the kernel
-holds back when the disk is behind), the work goes to a thread and the loop goes on. In memory it is
-done at once, since a thread costs more than the copy; so are chunks of encoded versions, which lie
-in memory everywhere.
+* *Backpressure.* Credit is given for written chunks, so the window of the link bounds the memory of
+  unwritten chunks, and a slow disk throttles the parent. A parent that far exceeds its credit is
+  dropped.
+* *Order.* Writes may end in any order. A chunk that is being written is not missing (it is not
+  requested again, and a second copy is discarded), and not held (it is not served).
+* *Eviction meanwhile.* Bytes are verified before they are written, so a late write is correct. The
+  work keeps a reference to the image's memory, which therefore is not reused for another version.
+  The result of a write into a dropped item is ignored, except that its credit is free again.
+* *Silence.* While a chunk is being written the parent is not silent, and time without credit does
+  not count for the rate of the link.
+* *A disk that refuses a write* is handled as a full disk.
 
-* *Backpressure.* Credit is given for what has been written: what waits in memory is bounded by the
-  window of the link, so a slow disk throttles the parent. A parent that far exceeds its credit is
-  left.
-* *Order.* Writes end in any order; nothing depends on it. A chunk that is being written is not
-  missing (it is not asked for again; a second copy is thrown away), and not held (it
-  is not served).
-* *Evicted meanwhile.* Bytes are verified before they are written, so what is written late is right.
-  The work keeps the image's space lent, so that it is not recycled for another version. The result
-  of a write into an item that was dropped is ignored, but for the credit that it frees.
-* *Silence.* While a chunk is being written the parent is not to blame, and where no credit is left
-  meanwhile, the time does not count for the rate of the link.
-* *A disk that refuses* is as good as full.
+**Out of order.** Chunks may travel over another connection than tables (`net/zmq.py`), and may
+arrive before the table with their hashes. They are kept until then, at most EARLY_BYTES of them.
 
-**Out of order.** Chunks may come over another connection than all else (`net/zmq.py`), and so
-before the table that says what they must hash to. They wait for it, EARLY_BYTES of them at most.
+**Damage.** If the audit finds damaged memory, every version in it is dropped, and the newest
+version is fetched as a whole image.
 
-**Audit.** What is made of deltas is right because the learner has signed each and the words that it
-replaces; what lies beside them nobody has looked at since. So when the seal of a version has come,
-its chunks are hashed, some at a time and at most AUDIT_SHARE of the time. Memory that turns out to
-be damaged is given up with every version in it, and the newest is fetched whole.
-
-**Timeout.** A parent that is silent for too long (`link.py` says how long) is left for the spare;
-without one it is asked once more, and left at the second silence. A parent that waits itself says
-so again and again, and is not silent: the fault may lie far above it. Offers are not signed, so a
-parent may announce an item that it will never receive. It is left after WAIT_STALLS silences in
-which nothing has come, or four times the longest pause after which something did come from it:
-behind a slow link the pauses are long.
-
-**Out of space.** The versions that are here are kept, and it is tried again. Space may become free
-here, as soon as an image is dropped, or by others' doing (a disk that was full), of which nobody
-tells: so it is also retried with a backoff. The operator reads of it once, however often it is
-tried.
+**Out of space.** The held versions are kept, and the fetch is tried again: soon after an image was
+dropped here, and otherwise with a backoff, because no event tells that another process has freed
+space. The operator gets one warning, at the first failure.
 """
 
 from __future__ import annotations
@@ -91,16 +78,16 @@ from echo.wire.messages import (
 
 @dataclass(frozen=True, slots=True)
 class VersionArrived(Action):
-    """A version is complete in the store, or ready to be written; a worker may install it."""
+    """A version is complete in the store, or its patch is ready; a worker may install it."""
 
     version: PolicyVersion
     num_bytes: int
-    """Of its image."""
+    """Bytes of its image."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionAudited(Action):
-    """Every byte of a version has been found to be what the learner signed."""
+    """The audit found every chunk of a version to match its hash."""
 
     version: PolicyVersion
     image_hash: bytes
@@ -108,15 +95,15 @@ class VersionAudited(Action):
 
 @dataclass(frozen=True, slots=True)
 class VersionDamaged(Action):
-    """The bytes of a version are not what the learner signed: nothing may be made of it."""
+    """The audit found damaged bytes in a version, which must not be used any further."""
 
     version: PolicyVersion
 
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
-"""Between two tries to find space; it doubles each time."""
+"""Seconds between two attempts to find space; the pause doubles each time."""
 RELEASE_PAUSE_S = 0.2
-"""After an image was dropped: what is still being sent of it is not free at once."""
+"""Seconds after an image was dropped: frames that are being sent still hold its memory."""
 
 
 class SpaceRetry:
@@ -172,13 +159,13 @@ class Receiver:
         self.item: ItemId | None = None
         self.bytes_received = 0
         self.rate = RateEstimate()
-        """Of all parents, one after the other."""
+        """Rate at which this node receives, from all its parents in turn."""
         self.num_bad_chunks = 0
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)
         self.trust = TrustedManifests()
         self._early = EarlyChunks()
-        """Of the item that is being fetched."""
+        """Chunks of the item that is being fetched."""
         self._node_id = node_id
         self.space = SpaceRetry()
         self.watchdog = Watchdog(self.link, self.offers, store)
@@ -186,7 +173,7 @@ class Receiver:
 
     @property
     def _present(self) -> Chunked | None:
-        """What is here of the item that is being fetched."""
+        """The item that is being fetched, as far as it is held."""
         return None if self.item is None else self.store.get(self.item)
 
     # --- the parent ------------------------------------------------------------------------------
@@ -194,7 +181,7 @@ class Receiver:
     def set_parent(
         self, peer: str | None, *, rtt_s: float | None = None, now: float
     ) -> list[Action]:
-        """Take weights from `peer` from now on; what is held is kept."""
+        """Fetch weights from `peer` from now on; held chunks are kept."""
         if self.link.peer != peer:
             self.disconnect()
         self.link.connect(peer, rtt_s=rtt_s)
@@ -202,7 +189,7 @@ class Receiver:
         return [*subscribe, *(self._forsake(now) or self._request(now))]
 
     def disconnect(self) -> str:
-        """Leave the parent; return which it was."""
+        """Leave the parent; return its name, or nothing without one."""
         peer = self.link.peer or ""
         self.offers.clear()
         self.watchdog.clear()
@@ -210,9 +197,9 @@ class Receiver:
         return peer
 
     def _forsake(self, now: float) -> list[Action]:
-        """Give up an item that the parent does not offer, if there is no proof that it exists.
+        """Abandon an item that the parent does not offer and of which no signed table has arrived.
 
-        Otherwise the next parent might never be able to serve it.
+        The item may not exist, and then no parent would ever serve it.
         """
         item = self.item
         encoded = None if item is None else self.store.encoded_versions.get(item)
@@ -222,7 +209,7 @@ class Receiver:
         return [*self._drop(item), *self._consider(now)]
 
     def resubscribe(self, *, now: float) -> list[Action]:
-        """Ask the parent what can be had: at first, and in case an Announce was lost."""
+        """Ask the parent for an Announce: at first, and when one may have been lost."""
         if self.link.peer is None:
             return []
         self.link.subscribe(now=now)
@@ -231,7 +218,7 @@ class Receiver:
     # --- messages --------------------------------------------------------------------------------
 
     def heard(self, peer: str) -> bool:
-        """Note that a peer has sent something; return whether it is the parent."""
+        """Note a message of a peer; return whether the peer is the parent."""
         if peer != self.link.peer:
             return False
         self.link.heard()
@@ -240,7 +227,7 @@ class Receiver:
     def receive(
         self, peer: str, message: Message, payload: list[Frame], *, now: float
     ) -> list[Action | ParentFailed]:
-        """Handle a message of the parent, but for chunks (`take`); those of others are ignored.
+        """Handle a message of the parent other than Chunk (`take`); other peers are ignored.
 
         Raises:
             RemoteProtocolError: if it broke a rule.
@@ -270,19 +257,19 @@ class Receiver:
         actions += self._seal(message.version, now)
         actions += self._forsake(now) or self._consider(now)
         if self.link.state is LinkState.WAITING and self.item in self.offers:
-            # It said that it did not have the item yet; now it may.
+            # The parent had replied that it did not have the item yet; now it may have it.
             actions += self._request(now)
         return actions
 
     def _seal(self, version: PolicyVersion, now: float) -> list[Action]:
-        """Take the learner's manifest of an image that is here already, made of deltas."""
+        """Take the learner's manifest of an image that deltas have made here."""
         image = self.store.images.get(version)
         if image is None or image.signed is not None or version not in self.trust.manifests:
             return []
         if self.offers.is_refused((version, FULL)):
             return []
         fault = self.store.seal(version, *self.trust.manifests[version])
-        if fault:  # who has passed it on is not to blame: the learner has signed it
+        if fault:  # not the parent's fault: the learner has signed the manifest
             self.offers.refuse((version, FULL))
             return [Note("warning", f"{fault}; it is not taken")]
         self.audit.begin(image, now=now)
@@ -310,7 +297,7 @@ class Receiver:
         ]
 
     def adopt(self, transfer: Transfer, *, now: float) -> list[Action]:
-        """Take an image, or a part of one, that lies on this machine already."""
+        """Take a complete or partial image that lies on this machine already."""
         version = transfer.manifest.version
         self.store.add(transfer)
         if transfer.is_complete:
@@ -320,14 +307,14 @@ class Receiver:
     # --- what to fetch ---------------------------------------------------------------------------
 
     def _consider(self, now: float) -> list[Action]:
-        """Begin the next step towards the newest version, or go on with the present one."""
+        """Begin the next step towards the newest version, or continue the present one."""
         step = self.offers.next_step(self.item)
         if step is None or step == self.item:
             return [] if self.link.awaits_chunks else self._request(now)
         return [*self.begin(step, now), EvictionDue()]
 
     def begin(self, item_id: ItemId, now: float) -> list[Action]:
-        """Fetch an item from now on; what is held of it is kept."""
+        """Fetch an item from now on; its held chunks are kept."""
         version, form = item_id
         self.end()
         self.rate.pause()
@@ -346,12 +333,12 @@ class Receiver:
         return [*actions, ItemsChanged(), *self._request(now)]
 
     def end(self) -> None:
-        """Fetch nothing for now."""
+        """Stop fetching."""
         self.item = None
         self._early.clear()
         self.link.complete()
 
-    # --- what comes ------------------------------------------------------------------------------
+    # --- tables and blocks -----------------------------------------------------------------------
 
     def _on_segment(
         self, message: Segment, payload: list[Frame], now: float
@@ -385,7 +372,7 @@ class Receiver:
     def decoded(
         self, work: DecodeBlock | OpenBlock, fault: str, *, now: float
     ) -> list[Action | ParentFailed]:
-        """Take the result of a block; that of a version that was dropped meanwhile is ignored."""
+        """Take the result of a block; it is ignored if its version was dropped meanwhile."""
         encoded = work.encoded
         item_id = (encoded.version, encoded.form)
         if self.store.encoded_versions.get(item_id) is not encoded:
@@ -393,7 +380,7 @@ class Receiver:
         if fault:
             base = self.store.images.get(encoded.form.base) if encoded.form.base else None
             if base is not None and base.signed is not None and base.is_complete:
-                self.audit.begin(base, now=now)  # it may be that which is wrong
+                self.audit.begin(base, now=now)  # the base may be damaged
             return [*self._refuse(item_id, f"block {work.block} is wrong: {fault}", now)]
         if not encoded.decoded(work):
             return []
@@ -407,7 +394,7 @@ class Receiver:
     # --- in place --------------------------------------------------------------------------------
 
     def applied(self, work: ApplyPatch, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Take the result of an ApplyPatch; that of memory given up meanwhile is ignored."""
+        """Take the result of an ApplyPatch; it is ignored if its memory was dropped meanwhile."""
         encoded = self.store.in_place.find(work.patch)
         if encoded is None:
             return []
@@ -419,11 +406,11 @@ class Receiver:
         return [*self._go_on(encoded.version, now), *self.arrived(item_id, now)]
 
     def _go_on(self, version: PolicyVersion, now: float) -> list[Action]:
-        """Take the seal of a version that has become whole, and open the deltas on top of it."""
+        """Take the seal of a complete version, and open the deltas that are coded against it."""
         return [*self._seal(version, now), *self.store.decodable_on(version)]
 
     def _refuse(self, item_id: ItemId, fault: str, now: float) -> list[Action]:
-        """Never take an item again that the learner has signed, but that is of no use."""
+        """Drop a signed item that is unusable here, and never fetch it again."""
         version, form = item_id
         self.offers.refuse(item_id)
         gone = [item_id, *eviction.partial_on(self.store, {version})]
@@ -436,7 +423,7 @@ class Receiver:
         ]
 
     def arrived(self, item_id: ItemId, now: float) -> list[Action]:
-        """Go on after a version has become whole."""
+        """Report a complete version, and fetch the next."""
         version, _ = item_id
         if self.item is not None and self.item[0] == version:
             self.end()
@@ -452,7 +439,7 @@ class Receiver:
         ]
 
     def _on_gone(self, message: Gone, now: float) -> list[Action | ParentFailed]:
-        """Give an item up that the parent has no more; an Announce of what there is follows."""
+        """Abandon an item that the parent no longer has; its next Announce follows."""
         item_id = (message.version, message.form)
         self.offers.withdraw(item_id)
         if self.item != item_id:
@@ -465,10 +452,10 @@ class Receiver:
     def take(
         self, peer: str, message: Chunk, payload: list[Frame], *, now: float
     ) -> list[Action | ParentFailed]:
-        """Begin to write chunks that the parent has sent; those of another peer are ignored.
+        """Begin to write chunks of the parent; those of another peer are ignored.
 
         Raises:
-            RemoteProtocolError: if one belongs nowhere.
+            RemoteProtocolError: if a chunk has no place in its item.
         """
         item_id = (message.version, message.form)
         is_parent, link, item = self.heard(peer), self.link, self.store.get(item_id)
@@ -506,18 +493,18 @@ class Receiver:
         if begun and not actions:
             link.came(size, now=now)
             self.rate.add(size, now=now)
-        if again and not actions:  # it took of the window as well
+        if again and not actions:  # duplicates have used credit, too
             actions += self._give_credit(again, now)
         return [*actions, *self._write(begun, now)] if begun else actions
 
     def _write(self, begun: list[WriteChunk], now: float) -> Sequence[Action | ParentFailed]:
-        """Write chunks that have come, here and now or in threads."""
+        """Write chunks, here at once or in threads."""
         item_id, item = begun[0].item_id, begun[0].item
         if not self.store.may_block(item_id):
             return self._written([(work, work.run()) for work in begun], now)
         if item_id == self.item and not item.is_missing:
             self.link.complete()
-        # Until it is written, a link without credit brings nothing: that says nothing of its rate.
+        # Until a write ends, the parent has no credit: the wait does not count for the link's rate.
         if not self.link.can_bring:
             self.link.rate.pause()
             self.rate.pause()
@@ -530,17 +517,17 @@ class Receiver:
     def _written(
         self, done: list[tuple[WriteChunk, str]], now: float
     ) -> list[Action | ParentFailed]:
-        """Take the results of chunks that have come together."""
+        """Take the results of chunks that arrived in one message."""
         first, _ = done[0]
         item_id, item = first.item_id, first.item
-        is_parent = first.peer == self.link.peer  # else it was left meanwhile
+        is_parent = first.peer == self.link.peer  # otherwise that parent was left meanwhile
         size = sum(len(work.data) for work, _ in done)
         for work, _ in done:
             item.writing.discard(work.index)
         if is_parent:
             self.link.settle(size, now=now)
         if self.store.get(item_id) is not item:
-            # It was dropped. What the chunks took of the window is free again.
+            # The item was dropped. The credit of its chunks is free again.
             return [*self._give_credit(size, now)] if is_parent else []
         right = [work for work, fault in done if not fault]
         actions = self._hold(right, is_parent, now) if right else []
@@ -574,7 +561,7 @@ class Receiver:
         return actions
 
     def _give_credit(self, size: int, now: float) -> list[Action]:
-        """Acknowledge what was written, of whatever item, and ask for more of the present one."""
+        """Acknowledge written bytes of any item, and give credit for the present one."""
         taken, credit = self.link.took(size, chunk_bytes=size)
         item, peer = self._present, self.link.peer
         if item is None or self.item is None:
@@ -589,11 +576,11 @@ class Receiver:
         return [self._send(peer, given)]
 
     def _refuse_chunk(self, work: WriteChunk, now: float) -> list[Action | ParentFailed]:
-        """Ask again for a chunk that is wrong, or leave the parent that sends such."""
+        """Request a wrong chunk again, or leave its parent after MAX_BAD_CHUNKS."""
         self.num_bad_chunks += 1
         text = f"chunk {work.index} of {work.item_id[0]} from {work.peer} does not match its hash"
         actions: list[Action | ParentFailed] = [Note("warning", f"{text}; asking again")]
-        if work.peer == self.link.peer:  # else it was left meanwhile
+        if work.peer == self.link.peer:  # otherwise that parent was left meanwhile
             self.link.num_bad_chunks += 1
             if self.link.num_bad_chunks >= MAX_BAD_CHUNKS:
                 self.disconnect()
@@ -601,7 +588,7 @@ class Receiver:
         return [*actions, *(self._request(now) if self.item == work.item_id else [])]
 
     def _leave_unwritable(self, work: WriteChunk, fault: str, now: float) -> list[Action]:
-        """Leave an item that the disk refuses, as one for which there is no space."""
+        """Drop an item that the disk refuses to write, as one without space."""
         error = StorageError(f"chunk {work.index} of {work.item_id[0]} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
@@ -624,14 +611,14 @@ class Receiver:
 
     @property
     def deadline(self) -> float | None:
-        """When the parent counts as silent, space is looked for again, or an audit goes on."""
+        """When the parent counts as silent, space is tried again, or the audit continues."""
         return earliest(self.watchdog.deadline(self.item), self.space.retry_at, self.audit.deadline)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Leave a parent that does not deliver, or ask it once more."""
+        """Leave a parent that does not deliver, or ask it again; continue space and audit."""
         item = self._present
         if item is None or not item.is_missing:
-            self.link.complete()  # the last table has come over another connection than the chunks
+            self.link.complete()  # the last table may arrive after the last chunk
         reason, is_asked_again = self.watchdog.look(self.item, now=now)
         actions: list[Action | ParentFailed] = []
         if reason:
@@ -644,10 +631,10 @@ class Receiver:
             actions += self._consider(now)
         return actions
 
-    # --- what the parent is told -----------------------------------------------------------------
+    # --- messages to the parent ------------------------------------------------------------------
 
     def _request(self, now: float) -> list[Action]:
-        """Ask the parent for everything that is missing, with a full window of credit."""
+        """Request all missing chunks from the parent, with a full window of credit."""
         item, peer = self._present, self.link.peer
         if peer is None or item is None or self.item is None:
             return []

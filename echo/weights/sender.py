@@ -1,26 +1,26 @@
-"""Sender: announce items, send children the chunks that they ask for.
+"""Sender: announce items, and send children the chunks that they request.
 
-The parent's half of the weights plane (`broadcast.py` has its rules). A child is served ascending,
-as far as its credit reaches and as soon as a chunk is held.
+The parent's half of the weights plane (`broadcast.py` has its rules). A child gets its chunks in
+ascending order, each as soon as it is held here, within the child's credit.
 
-* **Siblings.** TCP divides an uplink as it likes, and the child that gets less would hold up all
-  nodes below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy sibling
-  that takes the same item. A child is not waited for if it is silent for the time of SILENT_CHUNKS,
-  or has taken less than half of the recent median rate for SLOW_AFTER_S, as where its disk is
-  slower than its link; nor is one that waits for a chunk which is not here. The time in which a
-  child was held back does not count for its rate, or all siblings would seem to be as slow as the
-  slowest.
-* **Together.** Chunks that take a child less than TOGETHER_S go in one message, each in a frame of
-  its own: on a fast link what a message costs beside its bytes is most of what Python does. On a
-  slow one each goes alone, so that the child can pass it on when it is there.
-* **Waiting.** A child that waits for a sibling, or for something that this node does not hold
-  itself, is told so again and again, so that one stall does not blame all nodes below it. A chunk
-  that is not here may be long in coming: each time the child is told to expect twice as long a
-  silence, up to MAX_WAITING_S, and has patience for it. Whether a sibling still is to be waited
-  for, or an item that was not known has become so, is looked after as often as at first.
-* **Pinned.** What a child takes is not evicted, so the store is bounded by the number of children.
-  A child that never reacted to an announcement is forgotten after a while (the end of an inbound
-  link may go unnoticed); if it lives, the learner's Pulse makes it subscribe again.
+* **Siblings.** TCP divides an uplink unevenly, and the child with the smallest share would delay
+  all nodes below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
+  sibling that fetches the same item. Three kinds of child are not waited for: a child that was
+  silent for the time of SILENT_CHUNKS, a child that has taken less than half of the recent median
+  rate for SLOW_AFTER_S (its disk may be slower than its link), and a child whose next chunk is not
+  held here. The time in which a child is held back does not count for its rate; otherwise all
+  siblings would seem as slow as the slowest.
+* **Together.** Chunks that a child receives within TOGETHER_S are sent in one message, each in a
+  frame of its own: on a fast link most of the Python time is spent per message. On a slow link each
+  chunk is a message, so that the child can forward it on arrival.
+* **Waiting.** A child that waits for a sibling, or for a chunk that this node does not hold, gets
+  Waiting repeatedly, so that one stall does not make all nodes below it leave their parents. A
+  missing chunk may take long: each Waiting announces twice the silence of the one before, up to
+  MAX_WAITING_S, and the child is patient for that time. A child that waits for a sibling, or for an
+  unknown item, is checked every WAITING_PERIOD_S.
+* **Pinned.** An item that a child fetches is not evicted, so the number of children bounds the
+  store. A child that does not react to an announcement is forgotten after FORGET_STALLS (the end of
+  an inbound link may go unnoticed). If it lives, the learner's Pulse makes it subscribe again.
 """
 
 from __future__ import annotations
@@ -55,32 +55,32 @@ from echo.wire.messages import (
     Waiting,
 )
 
-# --- child: what it has asked for, and how fast it takes it ---------------------------------------
+# --- child: its requests, and its pace ------------------------------------------------------------
 #
 # A Fetch names chunks. Chunks of an encoded version may lie beyond the segments that this node
-# knows yet: they are kept, and wanted as soon as its next segment is here.
+# knows: they are remembered, and become wanted when the next segment arrives.
 
 PACE_S = 10.0
-"""How far back the pace of a child goes: once to twice so long."""
+"""Length of a period of the pace, which covers the present period and the one before."""
 TOGETHER_S = 0.005
-"""Chunks that take no longer than that go in one message: those of a megabyte above 3 Gbit/s. The
-first of them comes so much later at most, at each hop."""
+"""Chunks that arrive within this time go in one message: chunks of 1 MiB above 3 Gbit/s. The first
+of them arrives at most this much later at each hop."""
 TOGETHER_BYTES = 4 << 20
-"""And no more than that, unless it is one chunk: what caches do not hold is no faster."""
+"""Bound of the chunks in one message, unless it is a single chunk: larger messages fall out of the
+CPU's caches and are no faster."""
 
 
 class Pace:
-    """The chunks per second that a child has recently taken, while nothing but itself held it back.
+    """The chunks per second that a child has recently taken, while it was not held back.
 
-    Recently, so that a child whose disk or link has just stalled is not taken for a fast one, nor
-    one that has recovered for a slow one; and from one item to the next, so that it need not be
-    measured again with every version.
+    Only recent periods count, so that the pace follows a disk or link that stalls or recovers. It
+    is kept from one item to the next, so it need not be measured again with each version.
     """
 
     def __init__(self) -> None:
         """Start at rest."""
         self.began_at: float | None = None
-        """Since when it is known; None before it has asked for anything."""
+        """Time of the first request; None before it."""
         self._runs_since: float | None = None
         self._num_sent, self._busy_s = 0, 0.0
         self._before = 0, 0.0
@@ -95,34 +95,34 @@ class Pace:
             self._num_sent, self._busy_s = 0, 0.0
 
     def run(self, now: float) -> None:
-        """Note that it could be sent chunks from now on, as far as this node is concerned."""
+        """Note that the child could be sent chunks from now on."""
         self._look(now)
         self._runs_since = now
         if self.began_at is None:
             self.began_at = now
 
     def rest(self, now: float) -> None:
-        """Note that it wants nothing, or is held back for a sibling."""
+        """Note that the child wants no chunk, or is held back for a sibling."""
         self._look(now)
         self._runs_since = None
 
     def sent(self, num_chunks: int, now: float) -> None:
-        """Note that it was sent some chunks."""
+        """Note chunks that the child was sent."""
         self.run(now)
         self._num_sent += num_chunks
 
     def rate(self, now: float) -> float:
-        """Return the chunks per second."""
+        """Return the child's chunks per second."""
         self._look(now)
         return self._rate(1e-3)
 
     def at_once(self, now: float) -> int:
-        """Return how many chunks may go together: those of TOGETHER_S, at least one."""
+        """Return the chunks that may go in one message: those of TOGETHER_S, at least one."""
         self._look(now)
         return min(MAX_CHUNKS, max(1, int(self._rate(SAMPLE_S) * TOGETHER_S)))
 
     def _rate(self, least_s: float) -> float:
-        """Return the chunks per second, as if they had taken so long at least."""
+        """Return the chunks per second, over at least `least_s`."""
         num_sent, busy_s = self._before
         return (num_sent + self._num_sent) / max(busy_s + self._busy_s, least_s)
 
@@ -133,46 +133,46 @@ class Child:
 
     is_subscribed: bool = False
     newest: PolicyVersion | None = None
-    """Chunks that it reported to hold."""
+    """Newest complete version that it reported."""
     announced: object = None
-    """The announcement that it got last."""
+    """The announcement that it was sent last."""
     told_of: PolicyVersion | None = None
-    """Newest version that it was told of."""
+    """Newest version that was announced to it."""
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
-    """Its request from before it was known here."""
+    """Item of its request that this node does not know yet."""
     ranges: tuple[tuple[int, int], ...] = ()
-    """Chunks that it asked for, known here or not."""
+    """Chunks that it requested, known here or not."""
     num_known: int = 0
-    """Chunks that were known when `wanted` was last added to."""
+    """Number of known chunks when `wanted` was last extended."""
     wanted: deque[int] = field(default_factory=deque)
     is_open: bool = False
     """Whether it wants chunks that will be added to the encoded version."""
     num_segments: int = 0
     credit_bytes: int = 0
     lead: int = 0
-    """How far into the item it is, in chunks, from where its siblings were then."""
+    """Its progress in the item, in chunks; it starts at the least of its siblings' leads."""
     pace: Pace = field(default_factory=Pace)
     acked_at: float = 0.0
-    """When it acknowledged chunks last, or began."""
+    """When it last acknowledged chunks, or began."""
     held_at: float | None = None
-    """Since when it is held back for a sibling."""
+    """Start of the time in which it is held back for a sibling; None if it is not."""
     heard_at: float = 0.0
     told_waiting_at: float = 0.0
     waiting_s: float = 0.0
-    """Within how long it was told that it will be told again."""
+    """Time to the next Waiting that the last one announced."""
     unanswered_since: float | None = None
-    """When it was told of an item, if nothing was heard of it since."""
+    """Time of an announcement to which it has not reacted yet; None without one."""
 
     def stop(self, now: float) -> None:
-        """Forget what it fetches."""
+        """Forget its request."""
         self.pace.rest(now)
         self.fetching = self.awaiting = self.held_at = None
         self.ranges, self.num_known, self.is_open = (), 0, False
         self.wanted.clear()
 
     def begin(self, message: Fetch, *, now: float) -> None:
-        """Take down what it asks for, which is here or on its way."""
+        """Take its request for an item that is held here, complete or partial."""
         self.fetching = (message.version, message.form)
         self.ranges = message.ranges
         self.num_segments, self.credit_bytes = message.num_segments, 0
@@ -183,11 +183,11 @@ class Child:
         self.pace.run(now)
 
     def give(self, credit_bytes: int) -> None:
-        """Take its credit, as much as an honest child has at once: more is not sent in one go."""
+        """Add credit, up to MAX_WINDOW_BYTES: an honest child never has more."""
         self.credit_bytes = min(self.credit_bytes + credit_bytes, MAX_WINDOW_BYTES)
 
     def grow(self, item: Chunked) -> None:
-        """Want what has become known of what it asked for."""
+        """Add the requested chunks that have become known to `wanted`."""
         num_chunks = item.num_chunks
         for start, stop in self.ranges:
             self.wanted.extend(range(max(start, self.num_known), min(stop, num_chunks)))
@@ -195,7 +195,7 @@ class Child:
         self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_chunks
 
     def hold_back(self, now: float) -> None:
-        """Note that it could be sent a chunk, and is not."""
+        """Note that it could be sent a chunk and is held back."""
         if self.held_at is None:
             self.held_at, self.waiting_s = now, 0.0
             self.pace.rest(now)
@@ -205,20 +205,20 @@ class Child:
         return bool(self.wanted) and self.credit_bytes > 0 and bool(item.has_chunk[self.wanted[0]])
 
     def take_next(self, num_bytes: int) -> None:
-        """Note that it is to be sent the next chunk that it wants."""
+        """Note that its next wanted chunk is being sent."""
         self.wanted.popleft()
         self.credit_bytes -= num_bytes
         self.lead += 1
 
     def sent(self, num_chunks: int, now: float) -> None:
-        """Note that it was sent some chunks."""
+        """Note chunks that it was sent."""
         self.pace.sent(num_chunks, now)
         self.told_waiting_at, self.waiting_s = now, 0.0
         self.held_at = None
 
 
 def check_fetch(message: Fetch, item: Chunked) -> None:
-    """Refuse a Fetch of what an item does not consist of.
+    """Refuse a Fetch of chunks that an item cannot have.
 
     Raises:
         RemoteProtocolError: if its ranges are impossible.
@@ -226,7 +226,7 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
     is_encoded = message.form != FULL
     previous = 0
     for start, stop in message.ranges:
-        # An encoded version may be longer at the child than here, or its end be known only here.
+        # The child may know more tables of an encoded version than this node, or fewer.
         is_known = stop <= item.num_chunks or (is_encoded and (item.is_open or stop == OPEN_END))
         if not (previous <= start < stop and is_known):
             raise RemoteProtocolError(
@@ -244,18 +244,16 @@ FORGET_STALLS = 60
 MAX_LEAD_CHUNKS = 4
 """Chunks that a child may be ahead of its slowest healthy sibling."""
 MAX_SIBLINGS = 64
-"""Beyond this number no child is held back: it is a star, and the uplink is shared anyway."""
+"""With more siblings no child is held back: the fleet is a star, which shares the uplink."""
 SLOW_AFTER_S = 5.0
 SILENT_CHUNKS = 8
-"""A child that is silent for the time of this number of chunks is not waited for: it may be
-dead.
-"""
+"""A child that is silent for the time of these chunks is not waited for: it may be dead."""
 SILENT_AFTER_S = 0.5
-"""Nor is it waited for less than this."""
+"""Least silence after which a child is not waited for."""
 WAITING_PERIOD_S = 0.2
-"""How often a waiting child is told at first; well below the shortest patience of a link."""
+"""Time to the second Waiting; far below the shortest patience of a link."""
 MAX_WAITING_S = 1.6
-"""How often at last; a parent that vanishes meanwhile is missed only after that."""
+"""Longest time between two Waitings; a child notices a dead parent only after it."""
 
 
 class Sender:
@@ -269,7 +267,7 @@ class Sender:
         self.children: dict[str, Child] = {}
         self.bytes_sent = 0
         self.rate = UplinkEstimate()
-        """Of this node's uplink: bytes that all children have acknowledged with credit."""
+        """Rate of this node's uplink: bytes that all children have acknowledged with credit."""
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -292,7 +290,7 @@ class Sender:
         return self.announce(peer, now=now) or [waiting]
 
     def announce(self, *peers: str, now: float) -> list[Action]:
-        """Tell what can be had to these children, or to all, unless they know it."""
+        """Announce the store's items to these children, or to all, unless they know them."""
         says = self.store.announcement()
         newest = self.store.newest_known
         if says is None or newest is None:
@@ -306,7 +304,7 @@ class Sender:
             if not child.is_subscribed or child.announced == told or not is_news:
                 continue
             child.announced = told
-            # Another form of what it knows of asks for no answer.
+            # Another form of a version that it knows needs no reaction.
             if child.unanswered_since is None and (child.told_of is None or child.told_of < newest):
                 child.unanswered_since = now
             child.told_of = newest
@@ -331,11 +329,11 @@ class Sender:
         return [*actions, self._send(peer, Waiting(version=message.version, form=message.form))]
 
     def _lacks(self, peer: str, child: Child, item_id: ItemId, now: float) -> list[Action]:
-        """Tell a child that an item is not here: not yet, or no more."""
+        """Tell a child that an item is not held here: not yet, or no longer."""
         newest = self.store.newest_known
         version, form = item_id
         if newest is None or newest < version:
-            # Not known here yet, as after a restart: the child keeps what it has and asks again.
+            # Unknown here, as after a restart: the child keeps its chunks and asks again.
             child.awaiting = item_id
             return [self._tell_waiting(peer, child, item_id, now)]
         # Announce again, so that the child can pick another item.
@@ -357,9 +355,9 @@ class Sender:
         return sent
 
     def _note_load(self, now: float) -> None:
-        """Tell the estimate how many children have been sent all that is here.
+        """Tell the estimate the share of children that have been sent all held chunks.
 
-        One held back for a sibling does not wait: the uplink carries what that one gets.
+        A child that is held back for a sibling is not one of them: the uplink is in use.
         """
         if not self.children and self.rate.is_paused:
             return
@@ -371,7 +369,7 @@ class Sender:
     # --- chunks ----------------------------------------------------------------------------------
 
     def _siblings(self, peer: str, child: Child) -> list[tuple[str, Child]]:
-        """Return the other children that take the same item."""
+        """Return the other children that fetch the same item."""
         return [
             (name, other)
             for name, other in self.children.items()
@@ -379,7 +377,7 @@ class Sender:
         ]
 
     def _serve(self, peer: str, child: Child, now: float) -> list[Action]:
-        """Send what the child may have, and then what its siblings may have because of it."""
+        """Send the child its chunks, and then its siblings the chunks for which they waited."""
         actions: list[Action] = []
         if child.fetching is None:
             return actions
@@ -397,13 +395,13 @@ class Sender:
         return actions
 
     def _patience_s(self, child: Child, now: float) -> float:
-        """Return how long a child without credit may say nothing and still be waited for."""
+        """Return how long a child without credit may be silent and still be waited for."""
         return min(
             max(SILENT_CHUNKS / max(child.pace.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S
         )
 
     def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
-        """Return how far a child may be, given the slowest of those that are to be waited for."""
+        """Return the largest lead of a child, given the slowest sibling that is waited for."""
         members = [
             child
             for _, child in family
@@ -421,7 +419,7 @@ class Sender:
         return min(leads) + MAX_LEAD_CHUNKS if leads else None
 
     def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
-        """Send what one child wants, holds credit for, and this node has, in order."""
+        """Send one child its wanted chunks in order, while they are held and it has credit."""
         actions: list[Action] = []
         if child.fetching is None:
             return actions
@@ -451,10 +449,10 @@ class Sender:
     def _next_chunks(
         self, child: Child, item: Chunked, limit: int | None, most: int
     ) -> dict[int, Frame]:
-        """Return, by index, what a child is sent next in one message: `most` chunks at most.
+        """Return the chunks of the child's next message, by index: `most` at most.
 
         Raises:
-            StorageError: if one is no longer what the learner signed.
+            StorageError: if a chunk no longer matches its hash.
         """
         found: dict[int, Frame] = {}
         while len(found) < most and child.can_take(item) and (limit is None or child.lead < limit):
@@ -465,10 +463,10 @@ class Sender:
         return found
 
     def forward(self, item: ItemId, chunks: Mapping[int, Frame], now: float) -> list[Action]:
-        """Send chunks that have just arrived on to the children that wait for them.
+        """Forward chunks that have just been written to the children that wait for them.
 
         Args:
-            item: of which they are.
+            item: the item of the chunks.
             chunks: by index, as they travel.
             now: the present.
         """
@@ -486,7 +484,7 @@ class Sender:
         return actions
 
     def extend(self, item: ItemId, now: float) -> list[Action]:
-        """Pass on a segment that has just been added, and with it what is held of its chunks."""
+        """Forward the table of a new segment to children, with the chunks of it that are held."""
         encoded = self.store.encoded_versions.get(item)
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
@@ -512,10 +510,10 @@ class Sender:
     # --- keeping and dropping --------------------------------------------------------------------
 
     def pinned(self, now: float) -> set[ItemId]:
-        """Return the whole items that children are taking.
+        """Return the complete items that children fetch.
 
-        An item that is not whole here is not pinned: if this node has moved on to a newer version
-        it would never be completed, and the child would wait forever.
+        A partial item is not pinned: if this node fetches a newer version by now, the item would
+        never be completed, and the child would wait forever.
         """
         return {
             child.fetching
@@ -550,18 +548,18 @@ class Sender:
     def _lacks_next(self, child: Child) -> bool:
         """Return whether the next chunk that a child wants is not here."""
         item = None if child.fetching is None else self.store.get(child.fetching)
-        if item is None:  # it was dropped just now, which `dropped` is about to tell the child
+        if item is None:  # dropped; the child gets its Gone next
             return False
         return child.is_open if not child.wanted else not item.has_chunk[child.wanted[0]]
 
     def _waits(self, child: Child) -> bool:
-        """Return whether a child waits for a sibling, or for what this node waits for itself."""
+        """Return whether a child waits for a sibling, or for a chunk that this node lacks."""
         is_held = child.held_at is not None or child.awaiting is not None
         return is_held or (child.credit_bytes > 0 and self._lacks_next(child))
 
     @property
     def deadline(self) -> float | None:
-        """When a waiting child is to be told so again."""
+        """When the next Waiting is due."""
         return earliest(
             *[
                 _tell_at(child)
@@ -571,7 +569,7 @@ class Sender:
         )
 
     def expire(self, now: float) -> list[Action]:
-        """Tell the waiting children that this node lives, unless they no longer need to wait."""
+        """Send Waiting where it is due, or the chunks for which a child no longer has to wait."""
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
             if not self._waits(child) or now < _tell_at(child):
@@ -586,14 +584,14 @@ class Sender:
         return actions
 
     def _await(self, peer: str, child: Child, item: ItemId, now: float) -> list[Action]:
-        """Tell a child what has become of an item that was not known here when it asked."""
+        """Tell a child about an item that was unknown here when the child requested it."""
         if self.store.get(item) is None:
             return self._lacks(peer, child, item, now)
         child.awaiting = None  # It has been announced; if that was lost, the child asks again.
         return []
 
     def _tell_waiting(self, peer: str, child: Child, item: ItemId, now: float) -> Send:
-        """Tell a child that it has to wait, and for how long it may hear nothing of it."""
+        """Tell a child that it has to wait, and when the next message follows."""
         is_looked_after = child.held_at is not None or child.awaiting is not None
         doubled = WAITING_PERIOD_S if is_looked_after else 2 * child.waiting_s
         child.waiting_s = min(max(doubled, WAITING_PERIOD_S), MAX_WAITING_S)
@@ -606,5 +604,5 @@ class Sender:
 
 
 def _tell_at(child: Child) -> float:
-    """Return when a child that waits is to be told so again."""
+    """Return when the next Waiting of a child is due."""
     return child.told_waiting_at + max(child.waiting_s, WAITING_PERIOD_S)

@@ -1,4 +1,9 @@
-"""Trust: what the learner of the run has signed."""
+"""Trust: which manifests and tables are the learner's.
+
+Any member may be a hop, so a node checks the learner's signature on manifests and segment tables
+here, and on Welcome, which holds the key (`roles/joining.py`). Chunks travel encrypted
+(`cipher.py`), and each hop verifies them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from echo.wire.messages import FULL, ItemId
 
 @contextmanager
 def _taken_for_forged() -> Iterator[None]:
-    """Blame the peer that passed on an item that cannot be verified."""
+    """Raise ForgedError, which blames the peer, where a signed item cannot be verified."""
     try:
         yield
     except RemoteProtocolError as error:
@@ -24,19 +29,19 @@ def _taken_for_forged() -> Iterator[None]:
 
 
 class TrustedManifests:
-    """The learner's key, and the manifests that it was found under."""
+    """Verifies manifests and tables with the learner's key, and keeps the verified manifests."""
 
     def __init__(self) -> None:
-        """Verify nothing until `set` is called."""
+        """Start without a key; nothing can be verified before `set`."""
         self.manifests: dict[PolicyVersion, tuple[SignedManifest, Manifest]] = {}
         self.local_image: tuple[bytearray, bytes] | None = None
-        """Bytes that lie here, laid out as an image, and their hash."""
+        """Bytes on this machine in the layout of an image, and their hash."""
         self._public_key: bytes | None = None
         self.run_id = ""
         self._max_image_bytes = 0
 
     def set(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:
-        """Accept what this key has signed for this run, up to this size."""
+        """Accept manifests and tables that this key has signed for this run, up to this size."""
         self._public_key, self.run_id, self._max_image_bytes = public_key, run_id, max_image_bytes
 
     @property
@@ -53,7 +58,7 @@ class TrustedManifests:
         """Return the verified manifest of a version that was announced.
 
         Raises:
-            ForgedError: if it is not what it says, or not the learner's.
+            ForgedError: if it is of another version, or the learner has not signed it.
         """
         if version not in self.manifests:
             with _taken_for_forged():
@@ -71,7 +76,7 @@ class TrustedManifests:
         return self.manifests[version][1]
 
     def use_local_image(self, version: PolicyVersion) -> Transfer | None:
-        """Return the image that this machine has already, if it is the first one announced."""
+        """Return the local image if it is the first version announced; it is offered once."""
         found, local = self.manifests.get(version), self.local_image
         if found is None or local is None:
             return None
@@ -86,7 +91,7 @@ class TrustedManifests:
         """Return the verified next table of an encoded version.
 
         Raises:
-            ForgedError: if it is not that, or not the learner's.
+            ForgedError: if it is not the next one, or the learner has not signed it.
         """
         with _taken_for_forged():
             return encoded.verify(
@@ -97,7 +102,7 @@ class TrustedManifests:
             )
 
     def retire(self, oldest: PolicyVersion | None, offered: Iterable[ItemId] = ()) -> None:
-        """Forget the manifests of older versions, except those that may be fetched again."""
+        """Forget the manifests of versions before `oldest`, except those that are still offered."""
         kept = {version for version, form in offered if form == FULL}
         old = [v for v in self.manifests if oldest is not None and v < oldest and v not in kept]
         for version in old:

@@ -1,4 +1,13 @@
-"""Watchdog: when a parent that does not deliver is asked again, and when it is left."""
+"""Watchdog: when a silent parent is asked again, and when it is left.
+
+A parent that is silent for too long (`link.py` has the time) is left for the spare. Without a spare
+it is asked once more, and left at the second silence. A parent that waits itself repeats that it
+waits, and is not silent: the fault may lie several hops above it.
+
+Offers are not signed, so a parent may announce an item that it will never receive. It is left when
+nothing has arrived for WAIT_STALLS silences or, if that is longer, for four times the longest pause
+that has ended with a chunk: behind a slow link the pauses are long.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +18,33 @@ from echo.weights.store import ItemStore
 from echo.wire.messages import ItemId
 
 WAIT_STALLS = 20
-"""Silences (of stall_s) that a parent may wait itself; more than SLOW_AFTER_S in
+"""Silences (of stall_s) for which a parent may wait; longer than SLOW_AFTER_S of
 `weights/sender.py`."""
 
 
 class Watchdog:
-    """Watches the parent of a node."""
+    """Decides when the parent of a node is asked again, and when it is left."""
 
     def __init__(self, link: ParentLink, offers: Offers, store: ItemStore) -> None:
-        """Start with nothing awaited; everything is shared with the node's `Receiver`."""
+        """Start with nothing awaited; link, offers and store are the `Receiver`'s."""
         self._link, self._offers, self._store = link, offers, store
         self._since: float | None = None
-        """Since when the parent has lived, and nothing new has come from it."""
+        """When the parent last showed that it lives without a new chunk; None after a new chunk."""
         self._longest_pause_s = 0.0
-        """The longest such pause that has ended."""
+        """The longest time from `_since` to the next chunk."""
 
     def lives(self, *, now: float) -> None:
-        """Note that the parent lives, though it may have brought nothing new."""
+        """Note a message of the parent that may hold nothing new."""
         self._link.lives(now=now)
         self._since = now if self._since is None else self._since
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note that the parent lives and waits itself, and within how long it says so again."""
+        """Note that the parent waits for the item itself, and will repeat so within `again_s`."""
         self._link.waits(again_s=again_s, now=now)
         self._since = now if self._since is None else self._since
 
     def came(self, *, now: float) -> None:
-        """Note that something of the item has come."""
+        """Note that a new chunk or table of the item has arrived."""
         if self._since is not None:
             self._longest_pause_s = max(self._longest_pause_s, now - self._since)
         self._since = None
@@ -45,7 +54,7 @@ class Watchdog:
         self._since, self._longest_pause_s = None, 0.0
 
     def _gives_up_at(self, item: ItemId | None) -> float | None:
-        """Return when the parent has waited too long for what it has announced."""
+        """Return when the parent has waited too long for the item that it announced."""
         link = self._link
         is_waiting = link.awaits_chunks and not link.writing_bytes and item in self._offers
         if self._since is None or not is_waiting:
@@ -53,7 +62,7 @@ class Watchdog:
         return self._since + max(WAIT_STALLS * link.stall_s, 4 * self._longest_pause_s)
 
     def deadline(self, item: ItemId | None) -> float | None:
-        """Return when the parent should be given up, or asked again."""
+        """Return when the parent should be left, or asked again."""
         silent_at = self._link.deadline(self._store.chunk_bytes(item))
         return None if silent_at is None else earliest(silent_at, self._gives_up_at(item))
 

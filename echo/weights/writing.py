@@ -1,4 +1,4 @@
-"""Chunks on their way into the store: verified and written, or kept until their table comes."""
+"""Chunks on their way into the store: verified and written, or kept until their table arrives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echo.wire.codec import Frame
 from echo.wire.messages import Chunk, ItemId
 
 WRONG_HASH = "its hash is wrong"
-"""What `run` returns of a chunk that is not what the learner signed; else the disk is at fault."""
+"""The fault that `run` returns for a chunk that the learner did not sign; others are the disk's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,13 +25,13 @@ class WriteChunk(Work):
     item: Chunked
     index: int
     peer: str
-    """The parent that has sent it."""
+    """The parent that sent the chunk."""
     data: Frame
     write: Write | None
-    """The store's, where that may block."""
+    """The version store's `write` if it may block; None writes to memory."""
 
     def run(self) -> str:
-        """Return what is wrong, or nothing."""
+        """Return the fault of the chunk or the disk, or nothing."""
         item, index = self.item, self.index
         is_whole = len(self.data) == item.chunk_size(index)
         if not is_whole or blake3(self.data).digest() != item.chunk_hash(index):
@@ -44,11 +44,11 @@ class WriteChunk(Work):
 
 
 EARLY_BYTES = 64 << 20
-"""Chunks whose table has not come yet: as much as the largest window of a link."""
+"""Bound of chunks whose table has not arrived: the largest window of a link."""
 
 
 class EarlyChunks:
-    """Chunks of one encoded version that have come before their tables."""
+    """Chunks of one encoded version that arrived before their tables."""
 
     def __init__(self) -> None:
         """Start with none."""
@@ -56,14 +56,14 @@ class EarlyChunks:
         self._num_bytes = 0
 
     def keep(self, peer: str, message: Chunk, payload: list[Frame]) -> None:
-        """Keep a chunk; what is too much is asked for again when its link is silent."""
+        """Keep a chunk; beyond EARLY_BYTES it is discarded, and requested again after a silence."""
         size = self._charge(payload)
         if message.index not in self._by_index and self._num_bytes + size <= EARLY_BYTES:
             self._by_index[message.index] = peer, message, payload
             self._num_bytes += size
 
     def take(self, num_chunks: int) -> list[tuple[str, Chunk, list[Frame]]]:
-        """Return those whose tables have come now: the first `num_chunks` are known."""
+        """Return and remove the chunks whose tables are known now: indices below `num_chunks`."""
         known = sorted(index for index in self._by_index if index < num_chunks)
         taken = [self._by_index.pop(index) for index in known]
         self._num_bytes -= sum(self._charge(payload) for _, _, payload in taken)
@@ -74,6 +74,6 @@ class EarlyChunks:
         return max(MIN_CHUNK_BYTES, len(payload[0]))
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Forget all chunks."""
         self._by_index.clear()
         self._num_bytes = 0
