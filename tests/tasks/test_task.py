@@ -154,7 +154,7 @@ def test_built_in_tasks_load_by_name(kind: str) -> None:
     ("kind", "options", "message"),
     [
         ("additon", {}, r"'additon' is unknown \(did you mean 'addition'\?\).*package\.module:Cla"),
-        ("my_task:Parrot", {}, r"no module 'my_task' in .*did you mean 'my_tasks'\?"),
+        ("mytasks:Parrot", {}, r"no module 'mytasks' in .*did you mean 'my_tasks'\?"),
         ("my_tasks.sub:Parrot", {}, r"importing 'my_tasks\.sub' failed|no module"),
         ("my_tasks:Parot", {}, r"has no 'Parot' \(did you mean 'Parrot'\?.*Parrot, Unfinished"),
         ("my_tasks:NOT_A_TASK", {}, "not a subclass of echo.tasks.task.Task"),
