@@ -184,7 +184,7 @@ def test_a_group_that_no_message_holds_fails_with_its_reason(
     paper = Paper({0: (9, 9)})
     paper.grant(make_lease(0))
     paper.report(worker.GroupFinished(make_group(0, PolicyVersion(1, 0))))
-    failed = paper.role.outbox._deliveries[0, 0].message
+    failed, _ = paper.role.results()[0]
     assert isinstance(failed, Failed)
     assert failed.reason == "group_too_large"
     assert "a message holds 200; lower batch.group_size" in failed.detail

@@ -26,7 +26,13 @@ from echo.roles.departure import (
     ReleaseTerms,
 )
 from echo.roles.engine_facts import EngineFacts
-from echo.roles.installing import INSTALL_AGAIN_S, Install, InstallFailed, VersionInstalled
+from echo.roles.installing import (
+    INSTALL_AGAIN_S,
+    EngineDamaged,
+    Install,
+    InstallFailed,
+    VersionInstalled,
+)
 from echo.roles.joining import Built
 from echo.roles.sampling import (
     CallRaised,
@@ -45,8 +51,8 @@ from echo.roles.sampling import (
 from echo.roles.worker import EngineBuilt, GroupScored, LeaseDropped, LeasesDemanded, Worker
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
-from echo.wire.codec import decode_group
-from echo.wire.messages import Ack, Failed, Heartbeat, Lease, Message, Partial, Reclaim
+from echo.wire.codec import Frame, decode_group
+from echo.wire.messages import Ack, Deliver, Failed, Heartbeat, Lease, Message, Partial, Reclaim
 from tests.core.groups import make_partial
 from tests.roles.harness import make_lease, make_node_settings
 
@@ -72,9 +78,26 @@ class Role(Worker):
     lineages: tuple[Lineage, ...] = (Lineage(1, 0),)
     broadcast: Weights
 
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self.sent: list[tuple[Message, tuple[Frame, ...]]] = []
+        """What the learner was sent, oldest first."""
+
+    def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
+        self.sent.append((message, payload))
+        return []
+
+    def results(self) -> dict[int, tuple[Deliver | Failed, tuple[Frame, ...]]]:
+        """Return the result of each group that the learner was sent, or why there is none."""
+        return {
+            message.group_id: (message, payload)
+            for message, payload in self.sent
+            if isinstance(message, Deliver | Failed)
+        }
+
 
 def make_role(terms: ReleaseTerms | None = None) -> Role:
-    settings = make_node_settings(reconnect_for_s=300.0, dead_after_s=20.0)
+    settings = make_node_settings(heartbeat_s=1e9, dead_after_s=1e9)
     weights = Weights(node_id="w1", window_bytes=4096, stall_s=0.5)
     return Role(settings, weights, Outbox(max_deliveries=8, retry_s=1e9), terms=terms, now=0.0)
 
@@ -324,7 +347,7 @@ def test_where_one_version_samples_each_group_newer_weights_wait_for_the_running
     assert len(paper.sampled) == (2 if is_continuous else 1)
     paper.report(VersionInstalled(V1))
     assert paper.run() == [1, 0, 2]
-    versions = [decode_group(*d.payload).versions for d in paper.role.outbox._deliveries.values()]
+    versions = [decode_group(*frames).versions for _, frames in paper.role.results().values()]
     assert versions == [(V0,), (V0,), (V1,)]
 
 
@@ -345,7 +368,7 @@ def test_what_came_whole_is_scored_and_a_prompt_beyond_the_window_fails() -> Non
     paper.grant(make_lease(1, prompt_ids=(1,) * 6))
     assert not paper.sampled
     assert paper.delivered() == [0, 1]
-    failed = paper.role.outbox._deliveries[1, 0].message
+    failed, _ = paper.role.results()[1]
     assert isinstance(failed, Failed)
     assert failed.reason == "prompt_too_long"
     assert failed.detail == (
@@ -361,7 +384,7 @@ def test_a_group_that_cannot_be_sampled_ends_once_and_the_others_of_its_call_go_
     spoilt, _ = call.groups
     for _ in spoilt.members:
         paper.report(NonfiniteFound(spoilt, "NaN under v0"))
-    failed = paper.role.outbox._deliveries[0, 0].message
+    failed, _ = paper.role.results()[0]
     assert isinstance(failed, Failed)
     assert (failed.reason, failed.detail, failed.is_elsewhere) == (
         "bad_logprobs",
@@ -459,7 +482,7 @@ def test_whose_fault_it_is_that_a_call_raised_is_found_by_halves(is_usable: bool
             break
         paper.turn()
     sizes = [len(members) // 2 for members in paper.sampled]
-    ends = {key[0]: sent.message for key, sent in paper.role.outbox._deliveries.items()}
+    ends = {group_id: message for group_id, (message, _) in paper.role.results().items()}
     assert set(ends) == set(range(4))
     failed = {i: m for i, m in ends.items() if isinstance(m, Failed)}
     assert {m.reason for m in failed.values()} == {"engine_error"}
@@ -477,8 +500,27 @@ def test_all_that_a_dead_engine_had_is_given_back_whichever_call_tells_of_it_fir
     paper.grant()
     first, *_ = paper.engine
     paper.report(CallRaised(first, "it died", "", is_usable=False))
-    reports = [sent.message for sent in paper.role.outbox._deliveries.values()]
+    reports = [message for message, _ in paper.role.results().values()]
     assert [each.is_elsewhere for each in reports if isinstance(each, Failed)] == [True] * 3
+
+
+def test_nothing_enters_an_engine_that_no_longer_samples() -> None:
+    paper = Paper(dict.fromkeys(range(3), (2, 2)), is_continuous=True, groups_per_batch=2)
+    paper.grant(*map(make_lease, range(2)))
+    for call in list(paper.engine):
+        paper.report(CallRaised(call, "it died", "", is_usable=False))
+    paper.engine.clear()
+    paper.grant(make_lease(2))
+    assert not paper.engine
+    assert paper.arrive(V1) == []
+    assert sorted(paper.role.results()) == [0, 1], "each is reported once"
+    assert paper.role.counters["engine/calls_failed"] == 2
+
+
+def test_weights_may_be_found_damaged_before_there_is_an_engine() -> None:
+    role = make_role()
+    assert role.handle(EngineDamaged(), now=0.0) == []
+    assert role.version_in_use() is None
 
 
 def test_a_group_that_is_scored_is_alive_at_every_heartbeat() -> None:
@@ -558,8 +600,8 @@ def test_a_group_is_sampled_to_its_end_by_the_version_that_began_it(stale_tokens
     assert len(paper.num_before["0.0"]) > 2
     assert paper.num_before["0.1"] == [0]
     assert paper.num_before["0.0"] == sorted(paper.num_before["0.0"])
-    for delivery in paper.role.outbox._deliveries.values():
-        group = decode_group(*delivery.payload)
+    for _, frames in paper.role.results().values():
+        group = decode_group(*frames)
         assert len(group.versions) == 1
         assert all(rollout.completion_mask.all() for rollout in group.rollouts)
     assert paper.role.partial_counts["wasted_tokens"] == 0
@@ -641,7 +683,6 @@ def test_a_version_that_the_engine_refuses_is_tried_again_or_replaced() -> None:
     assert paper.take(Note)[-1].text == "cannot install v1, keeping v0: no memory just now"
     assert paper.role.counters["engine/installs_failed"] == 1
     assert paper.arrive(V1) == []
-    paper.role._heartbeat_at = paper.role._learner_seen_at = 1e9
     assert paper.role.deadline == INSTALL_AGAIN_S
     paper.do(paper.role.expire(now=INSTALL_AGAIN_S))
     assert [action.version for action in paper.take(Install)] == [V1]
@@ -727,7 +768,6 @@ def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
     paper.turn()
     paper.give_back = lambda call: None  # type: ignore[method-assign]
     paper.report(DrainRequested())
-    paper.role._heartbeat_at = paper.role._learner_seen_at = 1e9
     assert paper.role.deadline == 1.0 + DRAIN_S
     paper.do(paper.role.expire(now=DRAIN_S))
     assert not paper.take(Save)
@@ -779,7 +819,6 @@ def test_a_machine_is_given_back_after_so_long_for_nothing(why: str) -> None:
     paper.grant()
     paper.do(role.expire(now=due_at - 0.1))
     assert not role.is_leaving
-    role._heartbeat_at = role._learner_seen_at = 1e9
     assert role.deadline == due_at
     paper.do(role.expire(now=due_at))
     assert why in paper.take(Note)[-1].text
@@ -787,7 +826,8 @@ def test_a_machine_is_given_back_after_so_long_for_nothing(why: str) -> None:
     [release] = paper.take(Release)
     assert why in release.reason
     assert role.activity == "releasing"
-    assert not any(isinstance(action, Stop) for action in role._expire_joining(1e6)), "meanwhile"
+    role.is_admitted = False
+    assert not any(isinstance(action, Stop) for action in role.expire(now=1e6)), "meanwhile"
     assert [
         type(action) for action in role.handle(MachineReleased(is_confirmed=True), now=due_at)
     ] == [Stop]
@@ -798,16 +838,10 @@ def test_a_machine_is_given_back_after_so_long_for_nothing(why: str) -> None:
 
 def reclaim(paper: Paper, *group_ids: int, is_begun_too: bool = False) -> list[Message]:
     """Ask a worker for leases; return what it says until its engine has stopped."""
-    said: list[Message] = []
-
-    def to_learner(message: Message, *payload: Any) -> list[Action]:
-        said.append(message)
-        return []
-
-    paper.role.to_learner = to_learner  # type: ignore[method-assign]
+    paper.role.sent.clear()
     message = Reclaim(leases=tuple((g, 0) for g in group_ids), is_begun_too=is_begun_too)
     paper.do(paper.role.on_work(message, [], paper.now))
-    return said
+    return [message for message, _ in paper.role.sent]
 
 
 def listed(messages: Sequence[Message]) -> list[int]:
