@@ -38,7 +38,8 @@ from echo.roles.worker import Worker
 from echo.runtime import node
 from echo.runtime.identity import JoinSource
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
+from echo.runtime.learner.follower import Row
+from echo.runtime.learner.node import LearnerNode, OpenedRun
 from echo.runtime.learner.publish import Coder, Publication
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import SavedRun

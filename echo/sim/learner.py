@@ -30,7 +30,8 @@ from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime.identity import Identity
 from echo.runtime.learner.cost import ActivationSettings
-from echo.runtime.learner.node import LearnerNode, OpenedRun, Row, RunSections
+from echo.runtime.learner.follower import Row
+from echo.runtime.learner.node import LearnerNode, OpenedRun, RunSections
 from echo.sim.lengths import Groups
 from echo.sim.scenario import Scenario
 from echo.sim.summary import BillRecord, History, StepRecord

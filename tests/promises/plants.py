@@ -98,7 +98,7 @@ def accept_what_is_too_old(patch: pytest.MonkeyPatch) -> None:
 @plant(4)
 def publish_as_measured(patch: pytest.MonkeyPatch) -> None:
     """Let the period follow the broadcast, whatever the bound, and a learner that waits wait."""
-    from echo.runtime.learner.node import BatchWait
+    from echo.runtime.learner.waiting import BatchWait
     from echo.weights.schedule import PublishPace
 
     def is_due(self: PublishPace, step: int) -> bool:

@@ -13,7 +13,8 @@ from echo.algo.staleness import ControlSettings
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import TransportError
 from echo.roles.learner import Learner
-from echo.runtime.learner.node import FIRST_WORKER_S, BatchWait, LearnerNode
+from echo.runtime.learner.node import LearnerNode
+from echo.runtime.learner.waiting import FIRST_WORKER_S, BatchWait
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 

@@ -19,13 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from echo.algo.staleness import ControlSettings, Signals, StalenessController
 from echo.config.schema import (
@@ -39,35 +38,34 @@ from echo.config.schema import (
 )
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import (
-    DataError,
     EchoError,
     EngineError,
     LocalProtocolError,
     StorageError,
     TransportError,
 )
-from echo.core.metrics import Snapshot
 from echo.core.records import Discarded, Refused
-from echo.core.rollout import NO_OPINION, Group, PolicyVersion, scored_part
+from echo.core.rollout import Group, PolicyVersion, scored_part
 from echo.core.units import format_duration
 from echo.engine.engine import Watcher, is_out_of_memory
 from echo.leases.open_groups import AppendRecord
 from echo.leases.results import NO_FAULT, StoreGroup
-from echo.leases.scheduler import WaitReason
 from echo.net.transport import Transport
 from echo.records.ledger import BoundChanged, Finished, LedgerQueue, Published
 from echo.roles.learner import Learner
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import LOOK_S, METER_S, ActivationSettings, CostControl
 from echo.runtime.learner.evaluation import Evaluations
+from echo.runtime.learner.follower import Follower
 from echo.runtime.learner.prompts import PromptsAhead
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
 from echo.runtime.learner.report import TRAINED_SHARE, Progress, TaskMetrics
 from echo.runtime.learner.resume import save_uplinks
+from echo.runtime.learner.rewards import LearnerRewards
+from echo.runtime.learner.waiting import BatchWait
 from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
-from echo.tasks.rewards import RewardError, TaskHost
-from echo.tasks.tokenization import TextCodec
+from echo.tasks.rewards import RewardError
 from echo.train.step import NonfiniteWeightsError, StepError
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action, Note
@@ -79,161 +77,8 @@ if TYPE_CHECKING:
     from echo.train.ranks.crew import AnyTrainer
 
 
-Row = Mapping[str, float | Mapping[str, float]]
-
-
-# --- Rewards at the learner, for groups whose workers know no answers ---
-#
-# With reward.where = "learner" a worker delivers its rollouts with rewards of 0. Before the trainer
-# looks at a group or it is written to the ledger, each of its completions is decoded and scored,
-# off the loop, with the example that the learner has kept. A group that cannot be scored ends with
-# the reason, as it would have at a worker.
-
-
-class LearnerRewards:
-    """Scores groups on their way into the ledger."""
-
-    def __init__(self, host: TaskHost, prompts: PromptsAhead, text: TextCodec) -> None:
-        """Take the reward processes, what groups are of, and the model's text."""
-        self._host = host
-        self._prompts = prompts
-        self._text = text
-        self._counts: Counter[str] = Counter()
-
-    def counts(self) -> dict[str, int]:
-        """Return what the host has counted since the start."""
-        self._counts.update(self._host.take_counts())
-        return dict(self._counts)
-
-    def score(self, group: Group) -> list[float]:
-        """Return one reward per rollout; it blocks.
-
-        Raises:
-            RewardError: if the task's code fails.
-        """
-        texts = [self._text.decode(rollout.token_ids.tolist()) for rollout in group.rollouts]
-        try:
-            example = self._prompts.example(group.group_id)
-        except DataError as error:  # though it had one when the group was granted
-            raise RewardError(str(error)) from error
-        rewards = self._host.score_all(example, texts)
-        return [NO_OPINION if reward is None else reward for reward in rewards]
-
-
-# --- Waiting for a batch: ask again, say why, give up at last ---
-#
-# Groups are granted and versions published when something happens: a heartbeat, a result, a step.
-# Where no event happens, one look per heartbeat still does:
-#
-#     no version may be sampled for the next step   the learner publishes at once, due or not
-#     no worker can be given a group                told once per reason, if it lasts
-#     no worker at all                              told each minute; after a bound the run ends
-#
-# Once there were workers the bound is `network.reconnect_for_s`: for so long those that have lost
-# the learner try to come back. Before the first one it is FIRST_WORKER_S, if that is longer: its
-# operator may rent or start the workers much later. A worker counts from its Hello on, so one that
-# loads its model is here, and so is one on standby.
-
-
 MIN_TRAINED_SHARE = 0.5
 """Of the tokens that agents sample; below it, one line says so."""
-FIRST_WORKER_S = 4 * 3600.0
-"""How long a learner waits for its first worker at least."""
-TELL_S = 60.0
-"""Between two lines about missing workers."""
-
-_WAIT_REASONS = {
-    "outdated": "nothing can be granted{}: the newest version is too old for the next step",
-    "no_weights": "nothing can be granted{}: no worker holds weights that the next step may be "
-    "trained on",
-    "no_agent": "no agent has asked for a group{}: have agents call a worker's endpoint",
-    "busy": "nothing can be granted{}: no worker takes a group",
-}
-"""With how long that has been so."""
-
-
-class BatchWait:
-    """Looks after a learner that waits for groups."""
-
-    def __init__(
-        self,
-        role: Learner,
-        *,
-        address: str,
-        reconnect_for_s: float,
-        log: logging.Logger,
-    ) -> None:
-        self._role = role
-        self._address = address
-        self._reconnect_for_s = reconnect_for_s
-        self._log = log
-        self._last_worker: str | None = None
-        self._alone_since = 0.0
-        self._told_at = 0.0
-        self._wait_reason: WaitReason = ""
-        self._wait_reason_since = 0.0
-        self._is_told = False
-        self.look_at = 0.0
-        """When to look next."""
-
-    def begin(self, *, now: float) -> None:
-        """Note that the learner waits from now on; while it trained, nothing was looked at."""
-        self._alone_since = self._told_at = self._wait_reason_since = now
-        self._wait_reason, self._is_told = "", False
-        self.look_at = now + self._role.settings.leases.heartbeat_s
-
-    def look(self, *, now: float) -> WaitReason:
-        """Look whether anything can come of the waiting; return what keeps groups from workers.
-
-        Raises:
-            TransportError: if there has been no worker for too long.
-        """
-        self.look_at = now + self._role.settings.leases.heartbeat_s
-        nodes = self._role.roster.nodes.values()
-        worker = next((node.node_id for node in nodes if node.role == "worker"), None)
-        if worker is None:
-            self._alone(now)
-        else:
-            self._last_worker = worker
-            self._alone_since = self._told_at = now
-        wait_reason = self._role.wait_reason()
-        self._note(wait_reason, now)
-        return wait_reason
-
-    def _alone(self, now: float) -> None:
-        alone_s = now - self._alone_since
-        limit_s, since = self._reconnect_for_s, f"since {self._last_worker} left"
-        if self._last_worker is None:
-            limit_s, since = max(limit_s, FIRST_WORKER_S), "since this learner began to wait"
-        if alone_s >= limit_s:
-            raise TransportError(
-                f"no worker at {self._address} for {format_duration(alone_s)}, {since}; start "
-                "workers and go on with --resume (network.reconnect_for_s sets how long to wait "
-                "for workers that are gone)"
-            )
-        if now >= self._told_at + TELL_S:
-            self._told_at = now
-            self._log.warning(
-                "waiting for workers at %s for %s, %s; without one the run ends in %s",
-                self._address, format_duration(alone_s), since, format_duration(limit_s - alone_s),
-            )  # fmt: skip
-
-    def _note(self, wait_reason: WaitReason, now: float) -> None:
-        """Tell a reason once, as soon as it has lasted for as long as a silent node counts."""
-        if wait_reason != self._wait_reason:
-            self._wait_reason, self._wait_reason_since, self._is_told = wait_reason, now, False
-        lasted_s = now - self._wait_reason_since
-        dead_after_s = self._role.settings.admission.dead_after_s
-        is_urgent = wait_reason == "outdated" or lasted_s >= dead_after_s
-        what = _WAIT_REASONS.get(wait_reason)
-        if what is None or self._is_told or not is_urgent:
-            return
-        self._is_told = True
-        how_long = f" for {format_duration(lasted_s)}" if lasted_s else ""
-        text = what.format(how_long)
-        self._log.warning("%s; waiting for %s", text, self._role.describe_wait())
-
-
 REFRESH_S = 0.25
 """Seconds between snapshots for the display."""
 MAX_FAILED_STEPS = 5
@@ -278,19 +123,6 @@ class RunSections:
     learner: LearnerSection
     network: NetworkSection
     activation: ActivationSection
-
-
-class Follower(Protocol):
-    """Follows a run from outside: its metrics, and its display."""
-
-    is_watching: bool
-    """Whether snapshots are displayed."""
-
-    def write_metrics(self, step: int, row: Row) -> None:
-        """Append one row of metrics."""
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Draw a snapshot."""
 
 
 class EvaluationWatcher(Watcher):

@@ -1,0 +1,119 @@
+"""Waiting for a batch: ask again, say why, give up at last.
+
+Groups are granted and versions published when something happens: a heartbeat, a result, a step.
+Where no event happens, one look per heartbeat still does:
+
+    no version may be sampled for the next step   the learner publishes at once, due or not
+    no worker can be given a group                told once per reason, if it lasts
+    no worker at all                              told each minute; after a bound the run ends
+
+Once there were workers the bound is `network.reconnect_for_s`: for so long those that have lost
+the learner try to come back. Before the first one it is FIRST_WORKER_S, if that is longer: its
+operator may rent or start the workers much later. A worker counts from its Hello on, so one that
+loads its model is here, and so is one on standby.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from echo.core.errors import TransportError
+from echo.core.units import format_duration
+from echo.leases.scheduler import WaitReason
+from echo.roles.learner import Learner
+
+FIRST_WORKER_S = 4 * 3600.0
+"""How long a learner waits for its first worker at least."""
+TELL_S = 60.0
+"""Between two lines about missing workers."""
+
+_WAIT_REASONS = {
+    "outdated": "nothing can be granted{}: the newest version is too old for the next step",
+    "no_weights": "nothing can be granted{}: no worker holds weights that the next step may be "
+    "trained on",
+    "no_agent": "no agent has asked for a group{}: have agents call a worker's endpoint",
+    "busy": "nothing can be granted{}: no worker takes a group",
+}
+"""With how long that has been so."""
+
+
+class BatchWait:
+    """Looks after a learner that waits for groups."""
+
+    def __init__(
+        self,
+        role: Learner,
+        *,
+        address: str,
+        reconnect_for_s: float,
+        log: logging.Logger,
+    ) -> None:
+        self._role = role
+        self._address = address
+        self._reconnect_for_s = reconnect_for_s
+        self._log = log
+        self._last_worker: str | None = None
+        self._alone_since = 0.0
+        self._told_at = 0.0
+        self._wait_reason: WaitReason = ""
+        self._wait_reason_since = 0.0
+        self._is_told = False
+        self.look_at = 0.0
+        """When to look next."""
+
+    def begin(self, *, now: float) -> None:
+        """Note that the learner waits from now on; while it trained, nothing was looked at."""
+        self._alone_since = self._told_at = self._wait_reason_since = now
+        self._wait_reason, self._is_told = "", False
+        self.look_at = now + self._role.settings.leases.heartbeat_s
+
+    def look(self, *, now: float) -> WaitReason:
+        """Look whether anything can come of the waiting; return what keeps groups from workers.
+
+        Raises:
+            TransportError: if there has been no worker for too long.
+        """
+        self.look_at = now + self._role.settings.leases.heartbeat_s
+        nodes = self._role.roster.nodes.values()
+        worker = next((node.node_id for node in nodes if node.role == "worker"), None)
+        if worker is None:
+            self._alone(now)
+        else:
+            self._last_worker = worker
+            self._alone_since = self._told_at = now
+        wait_reason = self._role.wait_reason()
+        self._note(wait_reason, now)
+        return wait_reason
+
+    def _alone(self, now: float) -> None:
+        alone_s = now - self._alone_since
+        limit_s, since = self._reconnect_for_s, f"since {self._last_worker} left"
+        if self._last_worker is None:
+            limit_s, since = max(limit_s, FIRST_WORKER_S), "since this learner began to wait"
+        if alone_s >= limit_s:
+            raise TransportError(
+                f"no worker at {self._address} for {format_duration(alone_s)}, {since}; start "
+                "workers and go on with --resume (network.reconnect_for_s sets how long to wait "
+                "for workers that are gone)"
+            )
+        if now >= self._told_at + TELL_S:
+            self._told_at = now
+            self._log.warning(
+                "waiting for workers at %s for %s, %s; without one the run ends in %s",
+                self._address, format_duration(alone_s), since, format_duration(limit_s - alone_s),
+            )  # fmt: skip
+
+    def _note(self, wait_reason: WaitReason, now: float) -> None:
+        """Tell a reason once, as soon as it has lasted for as long as a silent node counts."""
+        if wait_reason != self._wait_reason:
+            self._wait_reason, self._wait_reason_since, self._is_told = wait_reason, now, False
+        lasted_s = now - self._wait_reason_since
+        dead_after_s = self._role.settings.admission.dead_after_s
+        is_urgent = wait_reason == "outdated" or lasted_s >= dead_after_s
+        what = _WAIT_REASONS.get(wait_reason)
+        if what is None or self._is_told or not is_urgent:
+            return
+        self._is_told = True
+        how_long = f" for {format_duration(lasted_s)}" if lasted_s else ""
+        text = what.format(how_long)
+        self._log.warning("%s; waiting for %s", text, self._role.describe_wait())
