@@ -245,7 +245,7 @@ class Lab:
                 ledger=ledger, checkpoints=checkpoints, activation=None,
                 progress=Progress(staleness_tokens={}, now=clock.now),
                 trainer=trainer, attribution=None, publisher=publisher, buffer=buffer,
-                role=role, rewards=None, evaluations=None, export=self.export,
+                role=role, rewards=None, evaluator=None, export=self.export,
             ),
             transport, run_sections(config), self, log=logging.getLogger("bench.learner"),
         )  # fmt: skip

@@ -31,7 +31,7 @@ from echo.engine.hf.engine import TransformersEngine
 from echo.engine.model import make_sampling
 from echo.engine.weights import publish_image, tensors_from_image
 from echo.runtime.learner.resume import StartingPoint
-from echo.runtime.learner.setup import build_evaluations, build_trainer, load_data
+from echo.runtime.learner.setup import build_evaluator, build_trainer, load_data
 from echo.tasks.rewards import TaskHost
 from echo.train.trainer import Trainer
 from echo.weights.manifest import TensorSpec
@@ -129,9 +129,9 @@ class Addition(Content):
         self.sampling = make_sampling(self._config.sampling, self._data.text.stop_ids)
         start = StartingPoint(lineages=(Lineage(1, 0),))
         self._trainer = build_trainer(self._config, self._data.model_dir, start)
-        evaluations = build_evaluations(self._config, self._data, log=logging.getLogger("bench"))
-        assert evaluations is not None
-        self._evaluate = evaluations.evaluate
+        evaluator = build_evaluator(self._config, self._data, log=logging.getLogger("bench"))
+        assert evaluator is not None
+        self._evaluate = evaluator.evaluate
         self._eval_steps = eval_steps
         self.first_rewards = self._rewards()
 

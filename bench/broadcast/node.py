@@ -151,7 +151,10 @@ class Publisher(Node):
         self.stop("the benchmark is over")
 
     def _encoded_versions(self, codec: str) -> VersionEncoder:
-        return VersionEncoder(self.role.broadcast, self._coder, codec=codec, node=self)
+        return VersionEncoder(
+            self.role.broadcast, self._coder, codec=codec, pool=self.threads.pool("coder"),
+            perform=self.perform, spawn=self.spawn, clock=lambda: self.now,
+        )  # fmt: skip
 
     async def _until(self, is_done: Any) -> None:
         await self.wait_until(is_done, within_s=3600)

@@ -35,7 +35,7 @@ from echo.engine.model import make_sampling, pick_device
 from echo.engine.weights import Weights, publish_image, tensors_from_image
 from echo.runtime.learner.evaluation import EvalResult
 from echo.runtime.learner.resume import StartingPoint
-from echo.runtime.learner.setup import Data, build_evaluations, build_trainer, load_data
+from echo.runtime.learner.setup import Data, build_evaluator, build_trainer, load_data
 from echo.tasks.rewards import InlineHost
 from echo.tasks.task import Example
 from echo.train.trainer import Trainer
@@ -126,15 +126,15 @@ def train(config: Config, lags: Lags) -> Iterator[Progress]:
     start = StartingPoint(lineages=(Lineage(1, 0),))
     trainer = build_trainer(config, data.model_dir, start, data.lora)
     assert isinstance(trainer, Trainer)
-    evaluations = build_evaluations(config, data, log=logging.getLogger("colocated"))
+    evaluator = build_evaluator(config, data, log=logging.getLogger("colocated"))
     backlog = Backlog(config, data, lags, trainer.refusal)
     staleness: Counter[int] = Counter()
     metrics: list[dict[str, float]] = []
     for step in range(config.run.max_steps + 1):
         version, weights = PolicyVersion(1, step), as_published(trainer, config.model.dtype)
         is_last = step == config.run.max_steps
-        if evaluations is not None and (is_last or not step % config.eval.interval_steps):
-            result = evaluations.evaluate(version, weights)
+        if evaluator is not None and (is_last or not step % config.eval.interval_steps):
+            result = evaluator.evaluate(version, weights)
             assert result is not None, "nothing stops it"
             yield Progress(
                 result=result, staleness=dict(sorted(staleness.items())), metrics=means(metrics)

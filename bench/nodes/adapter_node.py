@@ -23,7 +23,7 @@ from echo.cli.node import read_run_file, run_learner, run_role
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED, Request, Sampling
-from echo.runtime.learner.node import LearnerNode
+from echo.runtime.learner.publish import Publication, PublishedVersions
 from echo.train.trainer import Trainer
 from nodes.timed_node import make_timed_step
 
@@ -45,14 +45,14 @@ class Events:
 
 def watch_learner(events: Events) -> None:
     """Tell when each version begins to be published: its step is done, nothing else is."""
-    publish = LearnerNode._publish  # noqa: SLF001 -- nothing else is told of it
+    publish = PublishedVersions.publish
 
-    async def timed(node: LearnerNode) -> None:
-        version = PolicyVersion(1, node.role.step)
-        events.tell("publish", version)
-        await publish(node)
+    async def timed(versions: PublishedVersions) -> Publication:
+        step = versions._role.step  # noqa: SLF001 -- nothing else is told of it
+        events.tell("publish", PolicyVersion(1, step))
+        return await publish(versions)
 
-    LearnerNode._publish = timed  # type: ignore[method-assign,assignment]  # noqa: SLF001
+    PublishedVersions.publish = timed  # type: ignore[method-assign,assignment]
 
 
 def watch_worker(events: Events) -> None:

@@ -57,7 +57,10 @@ class Stepper(Node):
         self._publisher = publisher
         self._weights = weights
         self._is_whole = is_whole
-        self._versions = VersionEncoder(role.broadcast, publisher.coder, codec="delta", node=self)
+        self._versions = VersionEncoder(
+            role.broadcast, publisher.coder, codec="delta", pool=self.threads.pool("coder"),
+            perform=self.perform, spawn=self.spawn, clock=lambda: self.now,
+        )  # fmt: skip
         self._step = -1
 
     async def work(self) -> None:

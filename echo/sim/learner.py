@@ -14,6 +14,7 @@ from echo.config.fleet_schema import LEARNER_REGION
 from echo.config.schema import (
     ActivationSection,
     BatchSection,
+    EvalSection,
     LearnerSection,
     ModelSection,
     NetworkSection,
@@ -108,7 +109,7 @@ class SimLearner(LearnerNode):
             buffer=buffer,
             role=role,
             rewards=None,
-            evaluations=None,
+            evaluator=None,
             export=self.export,
         )
         threads = LearnerThreads(scenario, self.trainer)
@@ -185,6 +186,7 @@ def make_sections(scenario: Scenario, *, scale: float) -> RunSections:
             price_per_gb=_egress_per_gb(scenario) * scale,
             codec="full",
         ),
+        evaluation=EvalSection(),
         activation=scenario.activation or ActivationSection(),
     )
 

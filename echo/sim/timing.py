@@ -24,7 +24,7 @@ from echo.core.records import Discarded
 from echo.core.rollout import Group, PolicyVersion
 from echo.records.ledger import Accepted, AnyRecord, LedgerQueue, Place, Trained
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.node import LearnerNode
+from echo.runtime.learner.publish import PublishedVersions
 from echo.runtime.learner.report import Progress
 from echo.sim.clock import InlineThreads
 from echo.sim.lengths import GroupLength, Groups
@@ -318,6 +318,6 @@ class LearnerThreads(InlineThreads):
         what = getattr(function, "__func__", None)
         if what is TimedTrainer.step:
             return self._trainer.step_s()
-        if what is LearnerNode.make_version:
+        if what is PublishedVersions.make_version:
             return self._settings.publish_s
         return self._settings.ledger_s if what is MemoryLedger.sync else 0.0

@@ -226,12 +226,12 @@ def ignore_failures(patch: pytest.MonkeyPatch) -> None:
 @plant(16)
 def try_the_same_batch_again(patch: pytest.MonkeyPatch) -> None:
     """Put all groups of a failed step back."""
-    from echo.runtime.learner.node import LearnerNode
+    from echo.runtime.learner.failed_steps import FailedSteps
 
-    async def put_back(self: LearnerNode, groups: Any, error: Any) -> None:
+    async def put_back(self: FailedSteps, groups: Any, error: Any) -> None:
         self._buffer.put_back(groups, num_taken=len(groups))
 
-    patch.setattr(LearnerNode, "_set_aside", put_back)
+    patch.setattr(FailedSteps, "end_faulty", put_back)
 
 
 @plant(17)

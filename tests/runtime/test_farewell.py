@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from echo.core.errors import ConfigError
+from echo.core.metrics import Snapshot
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 
@@ -15,16 +16,16 @@ STEPS = {"max_steps": 3}
 OVER = "the run is finished", ""
 
 
-def before_the_end(world: World, act: Any) -> None:
+def before_the_end(world: World, act: Callable[[], None]) -> None:
     """Have something happen at the moment when the end of the run is about to be told."""
-    learner = world.node("learner")
-    tell = learner._tell_end
+    show = world.show
 
-    async def act_and_tell(reason: str) -> None:
-        act(learner)
-        await tell(reason)
+    def show_and_act(snapshot: Snapshot) -> None:
+        show(snapshot)
+        if snapshot.activity == "done":
+            act()
 
-    learner._tell_end = act_and_tell
+    world.show = show_and_act  # type: ignore[method-assign]
 
 
 def finish(world: World) -> None:
@@ -41,9 +42,8 @@ def test_a_worker_that_comes_back_after_the_end_of_a_resumed_run_hears_of_it(
     world.worker("w1")
     finish(world)
     world.learner(run=STEPS)
-    world.run(1.0)
-    assert world.end("learner") is None
-    assert world.node("learner")._return_s > 2 * 1.0, "a node may dial in vain once"
+    world.run(2.0)
+    assert world.end("learner") is None, "a node that fails to connect once may dial again"
     world.worker("w2")
     world.run_until(lambda: world.end("w2"))
     assert world.end("w2") == OVER
@@ -62,7 +62,7 @@ def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(
     world.worker("w1", via=[via])
     transport = world.node("learner").transport
     transport.options = dataclasses.replace(transport.options, max_redial_s=20.0)
-    before_the_end(world, lambda learner: world.cut("w1", via))
+    before_the_end(world, lambda: world.cut("w1", via))
     world.run_until(lambda: world.node("learner").role.finish_reason)
     world.run(1.0)
     nodes = ["learner", via, "w1"]
@@ -81,20 +81,23 @@ def test_who_died_long_ago_is_not_waited_for_and_relays_are_told(make_world: Mak
     world.relay("r2")
     world.worker("w1")
     world.worker("w2")
-    roster = world.node("learner").role.roster
+    learner = world.node("learner")
+    roster = learner.role.roster
     world.run_until(lambda: {"r1", "r2", "w1", "w2"} <= roster.nodes.keys())
     began: list[float] = []
     for name in ("r2", "w2"):
         world.kill(name)
 
-    def forget(learner: Any) -> None:
+    def forget() -> None:
         for name in ("r2", "w2"):
             roster.nodes[name].last_seen_at -= 300.0
         began.append(world.now)
 
     before_the_end(world, forget)
     finish(world)
-    assert world.now - began[0] < world.node("learner")._return_s
+    heartbeat_s = learner.role.settings.leases.heartbeat_s
+    two_dials_s = 2 * (learner.transport.options.max_redial_s + heartbeat_s)
+    assert world.now - began[0] < two_dials_s
     assert world.end("r1") == OVER
 
 
@@ -134,7 +137,8 @@ def test_a_newcomer_that_is_refused_for_its_name_takes_nobody_with_it(
     world.learner()
     world.relay("r1")
     world.worker("w1", via=["r1"])
-    roster = world.node("learner").role.roster
+    learner = world.node("learner")
+    roster = learner.role.roster
     world.run_until(lambda: "w1" in roster.nodes)
     former = roster.nodes["w1"].incarnation
     world.worker("w1", via=["r1"])

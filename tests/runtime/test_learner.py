@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.leases import granting
+from echo.runtime.learner.evaluation import Evaluator
 from echo.runtime.learner.prompts import Prompt, PromptSource
 from echo.runtime.learner.resume import finished_step, read_uplinks
+from echo.train.trainer import Trainer
 from echo.wire.messages import Grant
 from tests.e2e.audit import read_ledger
 from tests.promises.conftest import MakeWorld
@@ -27,12 +29,17 @@ MANY = {"max_steps": 1000}
 
 @pytest.mark.slow
 def test_a_run_trains_evaluates_saves_and_ends_everybody_and_another_starts_from_its_weights(
-    play: Play, caplog: pytest.LogCaptureFixture
+    play: Play, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(run: Run) -> None:
+        notices = iter([("it ran out of memory",)])
+        step = Trainer.step
+        monkeypatch.setattr(
+            Trainer,
+            "step",
+            lambda self, groups: replace(step(self, groups), notices=next(notices, ())),
+        )
         learner, worker = await run.learner(), await run.worker("w1")
-        train_on, notices = learner._train_on, iter([("it ran out of memory",)])
-        learner._train_on = lambda groups: replace(train_on(groups), notices=next(notices, ()))
         async with running(learner, worker) as (learning, working):
             assert await learning == "finished"
             assert await working == "the run is finished"
@@ -61,15 +68,14 @@ def test_a_run_trains_evaluates_saves_and_ends_everybody_and_another_starts_from
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_an_evaluation_that_has_no_memory(
-    play: Play, caplog: pytest.LogCaptureFixture
+    play: Play, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def runs_out(*_: Any) -> None:
         raise EngineError("out of memory with a single rollout under way: numbers")
 
     async def scenario(run: Run) -> None:
         learner = await run.learner(run={"max_steps": 1})
-        assert learner._opened.evaluations is not None
-        learner._opened.evaluations.evaluate = runs_out  # type: ignore[assignment]
+        monkeypatch.setattr(Evaluator, "evaluate", runs_out)
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
         said = "is not evaluated, the run goes on: out of memory with a single rollout under way"
@@ -206,7 +212,7 @@ def test_steps_that_fail_one_after_the_other_end_the_run_with_the_cause(
         world.poison(group)
     world.learner()
     learner = world.node("learner")
-    in_pool(world, 20.0, lambda pool, name: name == "save")
+    in_pool(world, 20.0, lambda pool, name: name == "write_checkpoint")
     granted: set[tuple[int, int]] = set()
 
     def look(sender: str, receiver: str, message: Any) -> None:
@@ -216,7 +222,7 @@ def test_steps_that_fail_one_after_the_other_end_the_run_with_the_cause(
     with world.watch(look):
         world.worker("w1")
         world.worker("w2", sample_s=math.inf)
-        world.run_until(lambda: not learner._takes_groups)
+        world.run_until(lambda: not learner.role.is_granting)
         world.kill("w2")
         world.run_until(lambda: not learner.role.leases.num_leases("w2"))
         world.run(1.0)
@@ -337,15 +343,9 @@ def test_an_interrupt_before_the_first_worker_saves_and_one_at_the_end_lets_it_f
     finish(world, "interrupted")
     assert world.records("checkpoint")[-1]["step"] == 0
     world.learner(run={"max_steps": 3})
-    learner = world.node("learner")
-    end = learner._finish
-
-    async def interrupted() -> None:
-        learner.interrupt()
-        await end()
-
-    learner._finish = interrupted
     world.worker("w1")
+    world.run_until(lambda: world.snapshots and world.snapshots[-1].activity == "done")
+    world.interrupt("learner")
     finish(world)
     assert [row["step"] for row in world.records("checkpoint")].count(3) == 1
     world.audit(is_finished=True)

@@ -37,7 +37,6 @@ from echo.runtime.learner.publish import (
     make_images,
     make_publication,
 )
-from echo.runtime.node import Node
 from echo.runtime.threads import ThreadPools
 from echo.weights.artifacts import Transfer
 from echo.weights.broadcast import Broadcast
@@ -95,22 +94,6 @@ def publication_of(step: int, image: bytearray) -> Publication:
     return Publication(sign(manifest, KEY), manifest, image)
 
 
-class LearnerEnd(Node):
-    """A learner's node without links, on a clock that stands."""
-
-    now = 0.0
-
-    def __init__(self, pair: Pair) -> None:
-        self.threads = ThreadPools()
-        self._pair = pair
-
-    def perform(self, actions: Any) -> None:
-        self._pair.perform("learner", actions)
-
-    def spawn(self, work: Any, *, name: str) -> asyncio.Task[None]:
-        return asyncio.create_task(work, name=name)
-
-
 class Noted:
     """A ledger that keeps its records in a list."""
 
@@ -138,7 +121,10 @@ class Pair:
             self.learner,
             self.coder,
             codec=codec,
-            node=LearnerEnd(self),
+            pool=ThreadPools().pool("coder"),
+            perform=lambda actions: self.perform("learner", actions),
+            spawn=asyncio.create_task,
+            clock=lambda: 0.0,
             ledger=cast("LedgerQueue", self.ledger),
         )
 

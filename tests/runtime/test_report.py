@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine import allocator
 from echo.engine.engine import Completion, Request, Sampling
 from echo.runtime.learner import report
-from echo.runtime.learner.evaluation import Evaluations, Evaluator
+from echo.runtime.learner.evaluation import EvaluationSchedule, Evaluator
 from echo.runtime.learner.report import IDLE_WINDOW_STEPS, Progress, TaskMetrics
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
@@ -391,8 +390,8 @@ def test_it_stops_wherever_it_is_and_gives_back_its_memory(
 
 def test_every_interval_is_evaluated_once_whatever_the_publish_period() -> None:
     def due_steps(*published: int, max_steps: int = 1000) -> list[int]:
-        evaluations = Evaluations(make_evaluator(), interval_steps=20, max_steps=max_steps)
-        return [step for step in published if evaluations.is_due(step)]
+        schedule = EvaluationSchedule(interval_steps=20, max_steps=max_steps)
+        return [step for step in published if schedule.is_due(step, is_running=False)]
 
     assert due_steps(*range(61)) == [0, 20, 40, 60]
     assert due_steps(*range(0, 70, 3)) == [0, 21, 42, 60]
@@ -402,18 +401,9 @@ def test_every_interval_is_evaluated_once_whatever_the_publish_period() -> None:
     assert due_steps(*range(41), max_steps=40) == [0, 20], "the last one is, when the run ends"
 
 
-def test_one_runs_at_a_time() -> None:
-    async def scenario() -> None:
-        evaluations = Evaluations(make_evaluator(), interval_steps=1, max_steps=4)
-        finished = asyncio.Event()
-        assert evaluations.is_due(0)
-        evaluations.started(asyncio.ensure_future(finished.wait()))  # type: ignore[arg-type]
-        assert not evaluations.is_due(1)
-        at_the_end = asyncio.ensure_future(evaluations.wait())
-        await asyncio.sleep(0)
-        assert not at_the_end.done()
-        finished.set()
-        await at_the_end
-        assert (evaluations.evaluated_step, evaluations.is_due(3)) == (0, True)
-
-    asyncio.run(scenario())
+def test_one_that_runs_is_not_joined_by_another() -> None:
+    schedule = EvaluationSchedule(interval_steps=1, max_steps=4)
+    is_running = [False, True, True, False, False]
+    assert [
+        step for step, busy in enumerate(is_running) if schedule.is_due(step, is_running=busy)
+    ] == [0, 3]

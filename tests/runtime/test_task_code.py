@@ -13,6 +13,7 @@ import pytest
 from echo.core.errors import DataError
 from echo.core.rollout import Group
 from echo.leases.results import StoreGroup
+from echo.runtime.learner.groups import DeliveredGroups
 from echo.runtime.learner.rewards import LearnerRewards
 from echo.runtime.learner.setup import load_data
 from echo.runtime.worker import setup
@@ -210,13 +211,13 @@ def test_an_environment_is_played_masked_trained_on_and_evaluated(
             network={"lease_timeout_s": 30.0},
         )
         groups: list[Group] = []
-        accept = learner.accept
+        accept = DeliveredGroups.accept
 
-        def note(action: StoreGroup) -> None:
+        def note(delivered: DeliveredGroups, action: StoreGroup) -> None:
             groups.append(action.group)
-            accept(action)
+            accept(delivered, action)
 
-        monkeypatch.setattr(learner, "accept", note)
+        monkeypatch.setattr(DeliveredGroups, "accept", note)
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
         rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -7,15 +7,18 @@ weights it was given.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from echo.core.errors import EngineError
 from echo.core.metrics import held_out
 from echo.core.rollout import PolicyVersion
+from echo.core.units import format_duration
 from echo.engine import allocator
 from echo.engine.engine import (
     NOBODY,
@@ -24,8 +27,13 @@ from echo.engine.engine import (
     Sampling,
     Watcher,
     describe_nonfinite,
+    is_out_of_memory,
 )
 from echo.runtime.episodes import EpisodeRunner, Opening
+from echo.runtime.learner.follower import Follower
+from echo.runtime.learner.publish import Publication
+from echo.runtime.learner.report import Progress
+from echo.runtime.threads import Pool
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
 from echo.tasks.tokenization import TextCodec
@@ -207,40 +215,119 @@ class Evaluator:
         return rewards
 
 
-class Evaluations:
-    """Which versions are evaluated, one at a time, without making the training wait.
+class EvaluationSchedule:
+    """Which versions are evaluated.
 
     An evaluation is due where a multiple of the interval was reached since the version before, for
     not every step is published; it is skipped if the evaluation before still runs. The last version
     is not among them: the end of the run always evaluates it.
     """
 
-    def __init__(self, evaluator: Evaluator, *, interval_steps: int, max_steps: int) -> None:
-        """Take the evaluator and the steps between evaluations, at least 1."""
-        self.evaluate = evaluator.evaluate
-        self.evaluated_step: int | None = None
-        """Step of the version that was found due last."""
+    def __init__(self, *, interval_steps: int, max_steps: int) -> None:
+        """Take the steps between evaluations, at least 1, and those of the run."""
         self._interval_steps = interval_steps
         self._max_steps = max_steps
         self._seen_step: int | None = None
-        self._task: asyncio.Task[None] | None = None
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, *, is_running: bool) -> bool:
         """Return whether to evaluate the version of a step now; ask once for each, in order."""
         seen_step = step - 1 if self._seen_step is None else self._seen_step
         self._seen_step = step
         is_reached = step // self._interval_steps > seen_step // self._interval_steps
+        return is_reached and not is_running and step < self._max_steps
+
+
+class _StopWhen(Watcher):
+    """Stops an evaluation when a condition holds."""
+
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        self._should_stop = should_stop
+
+    def should_stop(self) -> bool:
+        return self._should_stop()
+
+
+class Evaluations:
+    """Evaluates published versions beside the training, one at a time, and reports the results."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        schedule: EvaluationSchedule,
+        progress: Progress,
+        follower: Follower,
+        *,
+        task_kind: str,
+        pool: Pool,
+        spawn: Callable[..., asyncio.Task[None]],
+        should_stop: Callable[[], bool],
+        log: logging.Logger,
+    ) -> None:
+        """Begin without an evaluation.
+
+        Args:
+            evaluator: scores a version.
+            schedule: says which.
+            progress: gets the points of the held-out curves.
+            follower: gets a row of metrics for each evaluation.
+            task_kind: of task.kind; its last part names the metrics.
+            pool: the thread of the evaluator.
+            spawn: runs a coroutine beside the loop.
+            should_stop: whether an evaluation is to be given up; called in its thread.
+            log: gets a line for each evaluation.
+        """
+        self._evaluator, self._schedule = evaluator, schedule
+        self._progress, self._follower = progress, follower
+        self._task_name = task_kind.rpartition(":")[2]
+        self._pool, self._spawn = pool, spawn
+        self._watcher = _StopWhen(should_stop)
+        self._log = log
+        self._evaluated_step: int | None = None
+        """Step of the version that was found due last."""
+        self._task: asyncio.Task[None] | None = None
+
+    def published(self, publication: Publication) -> None:
+        """Begin to evaluate a version that has just been published, if it is due."""
+        step = publication.manifest.version.step
         is_running = self._task is not None and not self._task.done()
-        if not is_reached or is_running or step >= self._max_steps:
-            return False
-        self.evaluated_step = step
-        return True
+        if self._schedule.is_due(step, is_running=is_running):
+            self._evaluated_step = step
+            self._task = self._spawn(self._evaluate(publication), name="evaluation")
 
-    def started(self, task: asyncio.Task[None]) -> None:
-        """Note the evaluation that now runs beside the training."""
-        self._task = task
-
-    async def wait(self) -> None:
-        """Wait for the evaluation that runs, if one does."""
+    async def finish(self, last: Publication) -> None:
+        """Wait for the evaluation that runs, and evaluate the last version unless it has been."""
         if self._task is not None:
             await self._task
+        if self._evaluated_step != last.manifest.version.step:
+            await self._evaluate(last)
+
+    async def _evaluate(self, publication: Publication) -> None:
+        version = publication.manifest.version
+        began_at = asyncio.get_running_loop().time()
+        try:
+            result = await self._pool.run(
+                # The tensors are read in that thread: the weights may still be on their way.
+                lambda: self._evaluator.evaluate(version, publication.tensors(), self._watcher),
+            )
+        except EngineError as error:
+            if not is_out_of_memory(error):
+                raise
+            text = "%s is not evaluated, the run goes on: %s; eval.interval_steps=0 does without"
+            self._log.warning(text, version, error)
+            return
+        if result is None:
+            return
+        if result.has_figure:
+            self._progress.evaluated(
+                version.step,
+                result.sampled,
+                result.greedy,
+                is_rate=result.is_rate,
+                num_errors=result.num_reward_errors,
+            )
+        seconds = asyncio.get_running_loop().time() - began_at
+        row = result.metrics(self._task_name)
+        row |= {"eval/seconds": seconds, "lineage": version.lineage}
+        self._follower.write_metrics(version.step, row)
+        level = logging.WARNING if result.num_reward_errors else logging.INFO
+        self._log.log(level, "%s, in %s", result, format_duration(seconds))

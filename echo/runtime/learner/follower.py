@@ -1,13 +1,29 @@
-"""The port for what follows a run: its metrics, and its display."""
+"""Rows of metrics and snapshots, made for what follows a run."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Protocol
 
+from echo.config.schema import RunSection
 from echo.core.metrics import Snapshot
+from echo.net.transport import Transport
+from echo.roles.learner import Learner
+from echo.runtime.learner.bound import AdaptiveBound
+from echo.runtime.learner.cost import CostControl
+from echo.runtime.learner.report import TRAINED_SHARE, Progress, TaskMetrics
+from echo.runtime.learner.rewards import LearnerRewards
+from echo.weights.schedule import PublishPace
 
 Row = Mapping[str, float | Mapping[str, float]]
+
+MIN_TRAINED_SHARE = 0.5
+"""Of the tokens that agents sample; below it, one line says so."""
+REFRESH_S = 0.25
+"""Seconds between snapshots for the display."""
 
 
 class Follower(Protocol):
@@ -21,3 +37,128 @@ class Follower(Protocol):
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw a snapshot."""
+
+
+class Reporter:
+    """Makes the follower's rows and snapshots from the parts of a learner."""
+
+    def __init__(
+        self,
+        follower: Follower,
+        role: Learner,
+        transport: Transport,
+        *,
+        run: RunSection,
+        progress: Progress,
+        pace: PublishPace,
+        bound: AdaptiveBound,
+        costs: CostControl,
+        rewards: LearnerRewards | None,
+        log: logging.Logger,
+    ) -> None:
+        """Take the parts that are reported on."""
+        self._follower, self._role, self._transport = follower, role, transport
+        self._run, self._progress, self._pace = run, progress, pace
+        self._bound, self._costs, self._rewards = bound, costs, rewards
+        self._log = log
+        self._task_metrics = TaskMetrics()
+        self._has_told_share = False
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether snapshots are displayed."""
+        return self._follower.is_watching
+
+    def write_step(
+        self, metrics: Mapping[str, float], staleness: Mapping[int, int], *, now: float
+    ) -> None:
+        """Append the row of the step that was just made.
+
+        Args:
+            metrics: of the trainer.
+            staleness: tokens of the step by their staleness.
+            now: the present instant.
+        """
+        role = self._role
+        row = self._progress.step_metrics(
+            metrics,
+            staleness,
+            step=role.step,
+            bytes_sent=role.broadcast.bytes_sent,
+            now=now,
+        )
+        row |= self._pace.metrics()
+        row |= self._costs.metrics(row, now=now)
+        row |= self._progress.lengths.metrics(oldest_open=role.leases.oldest_open)
+        row |= self._partial_metrics()
+        row |= self._task_code_metrics()
+        workers = [member.node_id for member in role.roster.members("worker")]
+        row |= self._progress.workers.row(workers)
+        row |= self._bound.metrics()
+        row["lineage"] = role.lineages[-1].lineage
+        row |= {f"count/{name}": value for name, value in role.counters.as_dict().items()}
+        row |= {f"net/{name}": value for name, value in asdict(self._transport.stats()).items()}
+        self._follower.write_metrics(role.step, row)
+
+    def _task_code_metrics(self) -> dict[str, float]:
+        """Return how the task's code did since the last step."""
+        roster = self._role.roster
+        totals = {
+            **roster.take_counts_left(),
+            **{member.node_id: member.stats.refused for member in roster.members("worker")},
+        }
+        if self._rewards is not None:
+            totals["learner"] = self._rewards.counts()
+        row = self._task_metrics.row(totals)
+        share = row.get(TRAINED_SHARE, 1.0)
+        if share < MIN_TRAINED_SHARE and not self._has_told_share:
+            self._has_told_share = True
+            self._log.warning(
+                "%.0f %% of the tokens that agents have sampled are trained on: their calls do not "
+                "go on from earlier ones, so each begins a new chain, and of a session one chain "
+                "is trained; send earlier answers as they were sampled (docs/training-agents.md)",
+                100 * share,
+            )
+        return row
+
+    def _partial_metrics(self) -> dict[str, float]:
+        """Return what became of unfinished rollouts; empty where none was ever continued.
+
+        Totals are among the counters; here are how many groups wait to be continued, how many steps
+        old the oldest token of a continued group was on average, and which share of what was
+        sampled was thrown away or will not be trained on.
+        """
+        role = self._role
+        counts = role.counters
+        if not counts["partials/resumed"] and not counts["partials/interrupted"]:
+            return {}
+        members = role.roster.members("worker")
+        num_sampled = sum(member.stats.tokens_sampled for member in members)
+        num_wasted = counts["partials/wasted_tokens"] + counts["partials/masked_tokens"]
+        num_wasted += counts["partials/trimmed_tokens"] + role.buffer.num_trimmed_tokens
+        return {
+            "partials/waiting": sum(member.worker.num_waiting for member in members),
+            "partials/mean_age": counts["partials/age_sum"] / max(1, counts["partials/resumed"]),
+            "partials/wasted_ratio": num_wasted / max(1, num_sampled),
+        }
+
+    async def run(self) -> None:
+        """Draw again and again, until every node is told that the run has ended."""
+        while self._role.finish_reason is None:
+            self.display(now=asyncio.get_running_loop().time())
+            await asyncio.sleep(REFRESH_S)
+
+    def display(self, *, now: float) -> None:
+        """Draw the present state."""
+        if not self._follower.is_watching:
+            return
+        self._follower.show(
+            self._progress.snapshot(
+                self._role,
+                run_name=self._run.name,
+                max_steps=self._run.max_steps,
+                pace=self._pace,
+                cost=self._costs.view(),
+                now=now,
+            )
+        )

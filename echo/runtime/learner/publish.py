@@ -20,7 +20,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
@@ -31,9 +31,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.schema import NetworkSection
 from echo.core.rollout import PolicyVersion
-from echo.records.ledger import LedgerQueue, Sealed
+from echo.records.ledger import LedgerQueue, Published, Sealed
+from echo.roles.learner import Learner
 from echo.runtime.identity import Identity
-from echo.runtime.node import Node
+from echo.runtime.learner.commits import Commits
+from echo.runtime.learner.report import Progress
+from echo.runtime.threads import Pool
 from echo.weights.artifacts import Transfer
 from echo.weights.broadcast import Broadcast
 from echo.weights.cipher import KEY_BYTES, crypt, hash_key
@@ -58,12 +61,14 @@ from echo.weights.manifest import (
     with_hashes,
 )
 from echo.weights.offers import form_of
-from echo.weights.schedule import FormSchedule
+from echo.weights.schedule import FormSchedule, PublishPace
+from echo.wire.actions import Action
 from echo.wire.messages import FULL, ItemId
 
 if TYPE_CHECKING:
     from echo.engine.weights import CodedDelta, CopyStream, VersionImage, VersionImages, Weights
     from echo.train.attribution import Attribution
+    from echo.train.ranks.crew import AnyTrainer
 
 
 # --- From the trainer's weights to a signed version that can be sent ---
@@ -410,14 +415,29 @@ class VersionEncoder:
         coder: Coder,
         *,
         codec: str,
-        node: Node,
+        pool: Pool,
+        perform: Callable[[Iterable[Action]], None],
+        spawn: Callable[..., asyncio.Task[None]],
+        clock: Callable[[], float],
         ledger: LedgerQueue | None = None,
     ) -> None:
+        """Begin without a version.
+
+        Args:
+            broadcast: sends versions out.
+            coder: makes the forms.
+            codec: of network.codec.
+            pool: the thread that calls the coder.
+            perform: carries out actions.
+            spawn: runs a coroutine beside the loop.
+            clock: returns the present instant of the loop.
+            ledger: where sealed versions are recorded, if anywhere.
+        """
         self._broadcast = broadcast
         self._coder = coder
-        self._node = node
+        self._perform, self._spawn, self._clock = perform, spawn, clock
         self._ledger = ledger
-        self._pool = node.threads.pool("coder")
+        self._pool = pool
         self._schedule = FormSchedule(codec)
         self._last: asyncio.Task[None] | None = None
         self.coded_bytes: dict[PolicyVersion, int] = {}
@@ -442,7 +462,7 @@ class VersionEncoder:
             publication, base = await self._seal(publication), None
         if form == "full":
             return None
-        self._last = self._node.spawn(self._code(publication, base), name="encoded_versions")
+        self._last = self._spawn(self._code(publication, base), name="encoded_versions")
         return self._last
 
     def _base(self, manifest: Manifest) -> Transfer | None:
@@ -468,8 +488,8 @@ class VersionEncoder:
                 image_hash=manifest.image_hash.hex(),
             )
             self._ledger.append(seal)
-        self._node.perform(
-            self._broadcast.publish(signed, manifest, publication.image, now=self._node.now)
+        self._perform(
+            self._broadcast.publish(signed, manifest, publication.image, now=self._clock())
         )
         self._schedule.made((manifest.version, FULL), manifest.num_bytes)
         return publication
@@ -508,15 +528,95 @@ class VersionEncoder:
                 self._schedule.made(item, total * manifest.num_bytes // image_bytes)
                 return 0
             expected_bytes = total * manifest.num_bytes // image_bytes
-            self._node.perform(
+            self._perform(
                 self._broadcast.publish_segment(
                     table,
                     segment.frame,
                     segment.payload,
                     expected_bytes=expected_bytes,
-                    now=self._node.now,
+                    now=self._clock(),
                 )
             )
         self._schedule.made(item, total)
         _log.debug("%s as %s: %d of %d bytes", *item, total, manifest.num_bytes)
         return total
+
+
+# --- Which version is out, and the publication of the next ---
+
+
+class PublishedVersions:
+    """Publishes the present weights after a step, and keeps the version that is out."""
+
+    def __init__(
+        self,
+        role: Learner,
+        trainer: AnyTrainer,
+        publisher: Publisher,
+        encoder: VersionEncoder,
+        commits: Commits,
+        *,
+        pace: PublishPace,
+        ledger: LedgerQueue,
+        progress: Progress,
+        trainer_pool: Pool,
+        perform: Callable[[Iterable[Action]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Begin before the first version.
+
+        Args:
+            role: plans the broadcast, and knows lineage and step.
+            trainer: has the weights.
+            publisher: makes a version of them.
+            encoder: sends the version out.
+            commits: commit its record before that.
+            pace: learns when versions go out.
+            ledger: has the record.
+            progress: counts the time in which nothing is trained.
+            trainer_pool: the trainer's thread.
+            perform: carries out actions.
+            clock: returns the present instant of the loop.
+        """
+        self.newest: Publication | None = None
+        """The version that is out; None before the first."""
+        self.has_published = asyncio.Event()
+        """Set with each version; the waiting task clears it."""
+        self._role, self._trainer, self._publisher = role, trainer, publisher
+        self._encoder, self._commits = encoder, commits
+        self._pace, self._ledger, self._progress = pace, ledger, progress
+        self._pool, self._perform, self._clock = trainer_pool, perform, clock
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the weights of the present step are out."""
+        newest = self.newest
+        return newest is not None and newest.manifest.version.step == self._role.step
+
+    async def publish(self) -> Publication:
+        """Hand the present weights to the broadcast; return them as a version."""
+        role, began_at = self._role, self._clock()
+        self._progress.begin("publishing", now=began_at)
+        publication = await self.make_unpublished()
+        version = publication.manifest.version
+        self.newest = publication
+        self._ledger.append(Published(version=version))
+        await self._commits.commit()
+        num_bytes = publication.manifest.num_bytes
+        self._pace.published(version, num_bytes=num_bytes, now=self._clock())
+        self.has_published.set()
+        self._perform(role.plan_publish(now=self._clock()))
+        await self._encoder.publish(publication)
+        self._progress.published(self._clock() - began_at)
+        return publication
+
+    async def make_unpublished(self) -> Publication:
+        """Return the present weights as a version, without publishing it."""
+        # Once the version before is coded, its image alone is in memory, and gives its memory back.
+        await self._encoder.wait()
+        version = PolicyVersion(self._role.lineages[-1].lineage, self._role.step)
+        return await self._pool.run(self.make_version, version)
+
+    def make_version(self, version: PolicyVersion) -> Publication:
+        """Return the present weights as a version; called in the trainer's thread."""
+        return self._publisher.make(self._trainer.tensors(), version)

@@ -19,7 +19,7 @@ from echo.core.metrics import (
     SpeedView,
     StepView,
 )
-from echo.core.rollout import Group
+from echo.core.rollout import Group, PolicyVersion
 from echo.core.timers import RecentMap
 from echo.leases.mismatch import WINDOW, Sampled
 from echo.roles.learner import Learner
@@ -58,10 +58,8 @@ class Progress:
         earlier: LearningCurve | None = None,
     ) -> None:
         self._first_step = step
-        self._started_at = now
-        self._stepped_at = now
-        self._waited_s = 0.0
-        self._trained_s = 0.0
+        self._started_at = self._stepped_at = now
+        self._waited_s = self._trained_s = 0.0
         self._step_times: tuple[float, float] = (0.0, 0.0)
         self._published_s = 0.0
         self._speed: SpeedView | None = None
@@ -90,6 +88,8 @@ class Progress:
         self._zero_signal_reasons: Counter[str] = Counter()
         self._num_failed = 0
         self._cause = ""
+        self.newest_sampled: PolicyVersion | None = None
+        """The newest version that has sampled a stored group."""
         self.activity = "starting"
         """Activity of the learner; empty while it waits for groups."""
         self._waits: deque[tuple[float, float]] = deque()
@@ -129,6 +129,8 @@ class Progress:
 
     def accepted(self, group: Group, *, now: float) -> None:
         """Count a group that was stored."""
+        newest = group.versions[-1]
+        self.newest_sampled = max(self.newest_sampled or newest, newest)
         self.zero_signal = GroupStats()
         self._zero_signal_reasons.clear()
         self._num_failed = 0

@@ -79,7 +79,7 @@ from echo.runtime.identity import (
 )
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import activation_settings
-from echo.runtime.learner.evaluation import Evaluations, Evaluator
+from echo.runtime.learner.evaluation import Evaluator
 from echo.runtime.learner.follower import Follower
 from echo.runtime.learner.node import LearnerNode, OpenedRun, RunSections
 from echo.runtime.learner.prompts import PromptsAhead, PromptSource, note_origin, prompt_time
@@ -584,7 +584,7 @@ class RunParts:
     """That of a process alone, before the evaluation was built; None where nothing is known. Then a
     GPU keeps the last version for as long as it fits."""
 
-    def open(self, evaluations: Evaluations | None) -> OpenedRun:
+    def open(self, evaluator: Evaluator | None) -> OpenedRun:
         """Open the ledger, build trainer and role, and enter the new lineage.
 
         Raises:
@@ -638,7 +638,7 @@ class RunParts:
             role=role,
             prompts=prompts,
             rewards=LearnerRewards(data.host, prompts, data.text) if scores_here else None,
-            evaluations=evaluations,
+            evaluator=evaluator,
             export=partial(export_directory, config, data),
         )
 
@@ -867,7 +867,7 @@ def assemble_learner(
             log.info("%s", note)
         budget = budget_here(config, base_dir, prompt_tokens=data.prompts.longest)
     # Before the run begins: where nothing can be evaluated it leaves no trace.
-    evaluations = build_evaluations(config, data, budget, log=log, crew=crew)
+    evaluator = build_evaluator(config, data, budget, log=log, crew=crew)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     identity = load_or_create_identity(config.run_dir, run_name=config.run.name)
     advertise = wiring.advertised(transport.listen_address, config.learner.advertise) or ""
@@ -878,7 +878,7 @@ def assemble_learner(
         )
     parts = RunParts(config, data, options, identity, advertise, budget)
     node = LearnerNode(
-        parts.open(evaluations), transport, run_sections(config), options.follower,
+        parts.open(evaluator), transport, run_sections(config), options.follower,
         threads=options.threads, log=log,
     )  # fmt: skip
     node.at_release += [data.host.close, data.prompts.close]
@@ -896,19 +896,20 @@ def run_sections(config: Config) -> RunSections:
         batch=config.batch,
         learner=config.learner,
         network=config.network,
+        evaluation=config.eval,
         activation=config.activation,
     )
 
 
-def build_evaluations(
+def build_evaluator(
     config: Config,
     data: Data,
     budget: Budget | None = None,
     *,
     log: logging.Logger,
     crew: Crew | None = None,
-) -> Evaluations | None:
-    """Return the held-out evaluation, or None if it is off.
+) -> Evaluator | None:
+    """Return what evaluates versions on held-out prompts, or None if that is off.
 
     The budget says what it may take beside a trainer of this process; None where nothing does.
 
@@ -932,16 +933,13 @@ def build_evaluations(
             "evaluate on; give it some, or set eval.interval_steps=0"
         )
     engine = evaluation_engine(config, data, budget, crew)
-    evaluator = Evaluator(
+    return Evaluator(
         engine,
         data.host,
         prompts=prompts,
         text=data.text,
         sampling=make_sampling(config.sampling, data.text.stop_ids),
         runner=make_runner(turns_of(config.task, data.task), data.host, engine, data.text),
-    )
-    return Evaluations(
-        evaluator, interval_steps=section.interval_steps, max_steps=config.run.max_steps
     )
 
 

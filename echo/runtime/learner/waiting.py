@@ -15,7 +15,9 @@ loads its model is here, and so is one on standby.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from contextlib import suppress
 
 from echo.core.errors import TransportError
 from echo.core.units import format_duration
@@ -38,7 +40,7 @@ _WAIT_REASONS = {
 
 
 class BatchWait:
-    """Looks after a learner that waits for groups."""
+    """Waits for groups, says what keeps them away, and ends a run that has no worker."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class BatchWait:
         self._wait_reason: WaitReason = ""
         self._wait_reason_since = 0.0
         self._is_told = False
+        self._has_news = asyncio.Event()
         self.look_at = 0.0
         """When to look next."""
 
@@ -66,6 +69,18 @@ class BatchWait:
         self._alone_since = self._told_at = self._wait_reason_since = now
         self._wait_reason, self._is_told = "", False
         self.look_at = now + self._role.settings.leases.heartbeat_s
+
+    def wake(self) -> None:
+        """End the present wait, or the next: the loop looks again whether it has a batch."""
+        self._has_news.set()
+
+    async def wait(self) -> bool:
+        """Wait for `wake` or until it is time to look; return whether it is."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self.look_at):
+                await self._has_news.wait()
+        self._has_news.clear()
+        return asyncio.get_running_loop().time() >= self.look_at
 
     def look(self, *, now: float) -> WaitReason:
         """Look whether anything can come of the waiting; return what keeps groups from workers.

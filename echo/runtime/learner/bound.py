@@ -1,0 +1,70 @@
+"""The bound on staleness that follows the signals of training, within the hard bound."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from echo.algo.staleness import ControlSettings, Signals, StalenessController
+from echo.config.schema import SyncSection
+from echo.core.buffer import StalenessBuffer
+from echo.records.ledger import BoundChanged, LedgerQueue
+from echo.weights.schedule import PublishPace
+
+
+class AdaptiveBound:
+    """Moves the bound on staleness of new leases with the signals of each step."""
+
+    def __init__(
+        self,
+        sync: SyncSection,
+        buffer: StalenessBuffer,
+        pace: PublishPace,
+        ledger: LedgerQueue,
+        *,
+        log: logging.Logger,
+    ) -> None:
+        """Begin at the hard bound; nothing moves where it is off or nothing can be chosen."""
+        self._controller: StalenessController | None = None
+        if sync.adaptive and sync.min_staleness < sync.max_staleness:
+            settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
+            self._controller = StalenessController(settings)
+        self._buffer, self._pace, self._ledger = buffer, pace, ledger
+        self._log = log
+
+    def adapt(self, step: int, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> bool:
+        """Let the controller move the bound; return whether it is lower now.
+
+        A lower bound gates new leases only and shortens the publish period; the caller publishes at
+        once. Buffered groups and those being sampled stay valid up to the hard bound.
+
+        Args:
+            step: steps done.
+            metrics: of the last step.
+            staleness: its tokens by their staleness.
+        """
+        if self._controller is None:
+            return False
+        signals = Signals(
+            ess=metrics.get("ess"),
+            mismatch_kl=metrics.get("mismatch_kl"),
+            clip_ratio=metrics.get("clip_ratio/mean"),
+            staleness=max(staleness, default=0),
+        )
+        decision = self._controller.observe(step, signals)
+        if decision is None:
+            return False
+        self._ledger.append(BoundChanged(**asdict(decision)))
+        self._log.info(
+            "staleness bound %d -> %d: %s", decision.before, decision.bound, decision.cause
+        )
+        self._buffer.admission_staleness = decision.bound
+        self._pace.limit(decision.bound)
+        return decision.bound < decision.before
+
+    def metrics(self) -> dict[str, float]:
+        """Return the present bound for the row of a step; empty where it never moves."""
+        if self._controller is None:
+            return {}
+        return {"staleness/bound": self._buffer.admission_staleness}

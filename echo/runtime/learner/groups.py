@@ -1,0 +1,212 @@
+"""Delivered groups: scored, written, acknowledged.
+
+A group from which the trainer would learn nothing is ended at once with its reason: it is
+acknowledged, gives its admission back, and another is granted for it. All others are written to the
+ledger, and acknowledged and put into the buffer once they are on the disk.
+
+The role sets a worker aside that delivers no useful groups while others do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from echo.core.buffer import StalenessBuffer
+from echo.core.records import Discarded, Refused
+from echo.core.rollout import Group, scored_part
+from echo.leases.open_groups import AppendRecord
+from echo.leases.results import NO_FAULT, StoreGroup
+from echo.records.ledger import LedgerQueue
+from echo.roles.learner import Learner
+from echo.runtime.learner.report import Progress
+from echo.runtime.learner.rewards import LearnerRewards
+from echo.runtime.threads import Pool
+from echo.tasks.rewards import RewardError
+from echo.wire.actions import Action, Note
+from echo.wire.codec import encode_group
+
+
+class DeliveredGroups:
+    """Stores delivered groups and acknowledges them; ends those that cannot be trained."""
+
+    def __init__(
+        self,
+        role: Learner,
+        ledger: LedgerQueue,
+        buffer: StalenessBuffer,
+        progress: Progress,
+        *,
+        refusal: Callable[[Group], str | None],
+        rewards: LearnerRewards | None,
+        disk: Pool,
+        scoring: Pool,
+        perform: Callable[[Iterable[Action]], None],
+        spawn: Callable[..., asyncio.Task[None]],
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Begin without a group.
+
+        Args:
+            role: admits the groups.
+            ledger: has the groups that are accepted and not yet trained.
+            buffer: has those of them that are on the disk.
+            progress: counts groups.
+            refusal: returns why nothing can be learned from a group, None if something can.
+            rewards: scores groups where workers do not; None where they do.
+            disk: writes the ledger.
+            scoring: runs `rewards`.
+            perform: carries out actions.
+            spawn: runs a coroutine beside the loop.
+            wake: lets the training loop look again whether it has a batch.
+            clock: returns the present instant of the loop.
+        """
+        self.is_open = True
+        """Whether groups are taken. One that comes later is never acknowledged, so that its worker
+        delivers it to the learner that resumes the run."""
+        self._role, self._ledger, self._buffer = role, ledger, buffer
+        self._progress = progress
+        self._refusal, self._rewards = refusal, rewards
+        self._disk, self._scoring = disk, scoring
+        self._perform, self._spawn, self._wake, self._clock = perform, spawn, wake, clock
+        self._unsynced: list[Group] = []
+        self._store_wanted, self._has_stored_all = asyncio.Event(), asyncio.Event()
+
+    @property
+    def is_zero_signal(self) -> bool:
+        """Whether nothing could be learned from any of the last `max_zero_signal_groups`.
+
+        Groups of workers that are set aside do not count.
+        """
+        num_groups = self._progress.zero_signal.num_groups - self._role.num_discounted
+        return num_groups >= self._role.settings.leases.max_zero_signal_groups
+
+    # --- a delivered group -----------------------------------------------------------------------
+
+    def accept(self, action: StoreGroup) -> None:
+        """Have a group scored unless a worker has; then write it, or end it and grant another."""
+        if self._rewards is None:
+            self._store(action)
+        else:
+            self._spawn(self._score(self._rewards, action.group), name="reward")
+
+    async def _score(self, rewards: LearnerRewards, group: Group) -> None:
+        """Score a group beside everything else, then store it; end it where that fails."""
+        try:
+            scores = await self._scoring.run(rewards.score, group)
+        except RewardError as error:
+            if self.is_open:
+                text = f"group {group.group_id} on the learner: {error.reason}: {error}"
+                self._end_failed(group, error.reason, text, error.traceback)
+            return
+        rollouts = tuple(
+            replace(rollout, reward=reward)
+            for rollout, reward in zip(group.rollouts, scores, strict=True)
+        )
+        group = replace(group, rollouts=rollouts)
+        self._store(StoreGroup(group, *encode_group(group)))
+
+    def _store(self, action: StoreGroup) -> None:
+        """Write a group that counts towards a step; end one that does not, and grant another."""
+        if not self.is_open:
+            return
+        group = scored_part(action.group)
+        if group is None:
+            self._progress.unscored(action.group)
+            self._end(action.group, "no_opinion")
+            return
+        if group is not action.group:
+            action = StoreGroup(group, *encode_group(group))
+        reason = self._refusal(group)
+        if reason is None:
+            self._ledger.store(group, action.header, action.arrays)
+            self._unsynced.append(group)
+            self._store_wanted.set()
+        elif reason == "reward_too_large":
+            largest = max(group.rewards, key=abs)
+            text = f"group {group.group_id} of {group.worker_id}: {reason}: {largest:g} is beyond "
+            self._end_failed(group, reason, f"{text}task.max_reward")
+        else:
+            self._progress.left_out(group, reason, now=self._clock())
+            self._end(group, reason)
+
+    async def run(self) -> None:
+        """Force written groups onto the disk, many at once, then acknowledge them."""
+        try:
+            while self.is_open or self._unsynced:
+                await self._store_wanted.wait()
+                self._store_wanted.clear()
+                groups, self._unsynced = self._unsynced, []
+                if groups:
+                    await self._disk.run(self._ledger.sync)
+                    self._acknowledge(groups)
+        finally:
+            self._has_stored_all.set()
+
+    def _acknowledge(self, groups: list[Group]) -> None:
+        """Put groups that are on the disk into the buffer, and tell their workers."""
+        for group in groups:
+            self._buffer.put(group)
+            self._progress.accepted(group, now=self._clock())
+            stored = self._role.stored(group.group_id, is_useful=True, now=self._clock())
+            self._perform(stored)
+        self._wake()
+
+    async def close(self) -> None:
+        """Take no more groups; return when all that were written are on the disk and buffered."""
+        self.is_open = False
+        self._store_wanted.set()
+        await self._has_stored_all.wait()
+
+    # --- groups that end without training --------------------------------------------------------
+
+    def note(self, action: AppendRecord) -> None:
+        """Count a group that a worker could not finish, or whose result was wrong."""
+        record = action.record
+        if isinstance(record, Discarded) and action.worker_id:
+            cause = f"group {record.group} on {action.worker_id}: {action.cause}"
+            self._count_failed(record.reason, cause)
+        elif isinstance(record, Refused) and record.reason not in NO_FAULT:
+            cause = f"group {record.group} on {record.worker}: its result was refused"
+            self._count_failed(record.reason, cause)
+
+    def evict(self) -> bool:
+        """End buffered groups that are too old for the next step; return whether there were any."""
+        step = self._role.step
+        evicted = self._buffer.evict(step=step)
+        for each in evicted:
+            group_id = each.group.group_id
+            self._ledger.append(Discarded(group=group_id, reason=each.reason, step=step))
+            self._role.counters.add(f"discarded/{each.reason}")
+        return bool(evicted)
+
+    def end_buffered(self, reason: str) -> None:
+        """End all buffered groups, with a reason."""
+        for group in self._buffer.clear():
+            end = Discarded(group=group.group_id, reason=reason, step=self._role.step)
+            self._ledger.append(end)
+
+    def _end_failed(self, group: Group, reason: str, text: str, traceback: str = "") -> None:
+        """End a group that failed here, and say why."""
+        self._perform([Note("warning", text)])
+        self._count_failed(reason, f"{text}\n{traceback}".strip())
+        self._end(group, reason)
+
+    def _count_failed(self, reason: str, cause: str) -> None:
+        """Count a group from which nothing can be learned because it failed."""
+        self._progress.failed(reason, cause)
+        self._wake_if_zero_signal()
+
+    def _end(self, group: Group, reason: str) -> None:
+        """End a group from which nothing can be learned; its worker is told as of any other."""
+        self._role.counters.add(f"discarded/{reason}")
+        acknowledgement = self._role.stored(group.group_id, is_useful=False, now=self._clock())
+        end = Discarded(group=group.group_id, reason=reason, step=self._role.step)
+        self._perform([AppendRecord(end), *acknowledgement])
+        self._wake_if_zero_signal()
+
+    def _wake_if_zero_signal(self) -> None:
+        if self.is_zero_signal:
+            self._wake()

@@ -1,0 +1,91 @@
+"""The saving of a whole run: its trainer, its ledger, and what nodes could send.
+
+Everything is synced before a checkpoint becomes visible (`checkpoint.py`), and the ledger learns of
+the checkpoint afterwards. `resume.py` reads what is written here.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echo.core.errors import EngineError, StorageError
+from echo.core.rollout import PolicyVersion
+from echo.records.ledger import LedgerQueue
+from echo.roles.learner import Learner
+from echo.runtime.learner.checkpoint import Checkpoints
+from echo.runtime.learner.resume import save_uplinks
+from echo.runtime.learner.weights_check import WeightsCheck
+from echo.runtime.threads import Pool
+from echo.train.step import NonfiniteWeightsError
+
+if TYPE_CHECKING:
+    from echo.train.ranks.crew import AnyTrainer
+
+
+class StateSaver:
+    """Saves a run so that --resume goes on from there."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        trainer: AnyTrainer,
+        ledger: LedgerQueue,
+        role: Learner,
+        check: WeightsCheck,
+        *,
+        run_dir: Path,
+        trainer_pool: Pool,
+        disk: Pool,
+        log: logging.Logger,
+    ) -> None:
+        """Take what is saved, and the threads that save it."""
+        self._checkpoints = checkpoints
+        self._trainer, self._ledger, self._role, self._check = trainer, ledger, role, check
+        self._run_dir = run_dir
+        self._trainer_pool, self._disk = trainer_pool, disk
+        self._log = log
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest checkpoint, 0 without one."""
+        return self._checkpoints.saved_step or 0
+
+    @property
+    def has_to_save(self) -> bool:
+        """Whether the present weights are not saved yet, and hold no known NaN."""
+        return self._checkpoints.saved_step != self._role.step and not self._check.has_failed
+
+    def is_due(self, *, now: float) -> bool:
+        """Return whether to save after the present step."""
+        return self._checkpoints.is_due(self._role.step, now=now)
+
+    async def save(self, *, now: float) -> EngineError | None:
+        """Save the whole state; return why the run cannot go on where the weights hold NaN.
+
+        A full disk is reported and survived: the checkpoint before stays the newest.
+        """
+        role, checkpoints, ledger = self._role, self._checkpoints, self._ledger
+        lineage, step = role.lineages[-1].lineage, role.step
+
+        def write_checkpoint() -> int:
+            ledger.sync()
+            return checkpoints.save(self._trainer.save_state, lineage=lineage, step=step, now=now)
+
+        try:
+            oldest_step = await self._trainer_pool.run(write_checkpoint)
+        except NonfiniteWeightsError as error:
+            version = PolicyVersion(lineage, step)
+            return EngineError(self._check.describe(error.names, error.num_tensors, version))
+        except StorageError as error:
+            role.counters.add("checkpoints_failed")
+            self._log.warning("%s; the checkpoint before stays the newest", error)
+            return None
+        record = partial(ledger.checkpointed, lineage=lineage, step=step, oldest_step=oldest_step)
+        await self._disk.run(record)
+        save_rates = partial(save_uplinks, self._run_dir, role.uplinks(), log=self._log)
+        await self._disk.run(save_rates)
+        self._log.info("checkpoint of step %d saved", step)
+        return None

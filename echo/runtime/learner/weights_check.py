@@ -1,0 +1,98 @@
+"""The search for NaN in the weights, where nothing can be sampled from them.
+
+A worker whose model gives no probabilities reports that, ends the group and goes on. The learner
+then checks the published version for NaN, once, and the weights of every checkpoint before they are
+saved. If they hold NaN no worker can ever sample again, so the run ends there, and they are not
+saved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from echo.config.schema import ModelSection
+from echo.core.records import Discarded
+from echo.core.rollout import PolicyVersion
+from echo.records.ledger import AnyRecord
+from echo.runtime.learner.publish import Publication
+from echo.runtime.learner.report import Progress
+from echo.runtime.threads import Pool
+from echo.wire.messages import BAD_LOGPROBS
+
+
+class WeightsCheck:
+    """Looks for NaN in versions of the weights, and describes what it has found."""
+
+    def __init__(
+        self,
+        model: ModelSection,
+        run_dir: Path,
+        progress: Progress,
+        *,
+        trainer: Pool,
+        log: logging.Logger,
+    ) -> None:
+        """Take what the descriptions name, and the trainer's thread, which reads the weights."""
+        self.is_due = False
+        """Whether the published weights may be why a worker cannot sample."""
+        self.has_failed = False
+        """Whether NaN was found: nothing is saved from then on."""
+        self._model, self._latest = model, run_dir / "checkpoints" / "latest"
+        self._progress = progress
+        self._trainer = trainer
+        self._log = log
+        self._examined: PolicyVersion | None = None
+
+    def suspect(self, record: AnyRecord) -> bool:
+        """Return whether a record of a group's end makes the weights suspect."""
+        is_suspect = isinstance(record, Discarded) and record.reason == BAD_LOGPROBS
+        self.is_due |= is_suspect
+        return is_suspect
+
+    async def examine(self, published: Publication) -> str:
+        """Check the published version, once; return what is wrong with it, "" if nothing is."""
+        self.is_due, version = False, published.manifest.version
+        if version == self._examined:
+            return ""
+        self._examined = version
+        found = await self.find(published)
+        if not found:
+            text = "the weights of %s are finite: what cannot sample from them is at fault itself"
+            self._log.warning(text, version)
+        return found
+
+    async def find(self, publication: Publication) -> str:
+        """Return what is wrong with weights that hold NaN; "" if they hold none."""
+        # Only here: a simulated learner has no torch.
+        from echo.engine.weights import find_nonfinite
+
+        names = await self._trainer.run(lambda: find_nonfinite(publication.tensors()))
+        if not names:
+            return ""
+        manifest = publication.manifest
+        return self.describe(names, len(manifest.tensors), manifest.version)
+
+    def describe(self, names: Sequence[str], num_tensors: int, version: PolicyVersion) -> str:
+        """Say which weights hold NaN, since when, and what to do; nothing is saved from now on.
+
+        Args:
+            names: tensors that hold NaN or infinity, at least one.
+            num_tensors: tensors of the model.
+            version: of these weights.
+        """
+        self.has_failed = True
+        model, sampled = self._model, self._progress.newest_sampled
+        what = (
+            f"{version} of {model.name}, in {model.dtype}, has NaN or infinity in {len(names)} of "
+            f"{num_tensors} tensors, such as {names[0]}: nothing can be sampled from it"
+        )
+        if sampled is not None:
+            what += f". {sampled} is the newest version that has sampled a whole group"
+        if not version.step:
+            return f"{what}; start from other weights (model.name, learner.init_from)"
+        return (
+            f"{what}. Write the name of a checkpoint before {version} into {self._latest} and "
+            "continue with --resume, perhaps at a lower optimizer.learning_rate"
+        )
