@@ -131,11 +131,11 @@ class Publisher(Node):
                 case ["publish"]:
                     assert self._next is not None
                     tell(at=time.monotonic())
-                    self.perform(self.role.plan_publish(now=self.now))
+                    self.perform(self.role.plans.before_publish(now=self.now))
                     await self._encoded_versions(self._codec).publish(self._next)
                 case ["force", kind, ways, count]:
                     force(self.role, kind, int(ways))
-                    self.perform(self.role.replan(self.now))
+                    self.perform(self.role.plans.replan(self.now))
                     await self._until(lambda count=int(count): is_planned(self.role, count))
                     tell(parents=parents(self.role))
                 case ["topology"]:
@@ -144,7 +144,7 @@ class Publisher(Node):
                     await self._until(self._is_installed)
                     tell(at=time.monotonic())
                 case ["finish"]:
-                    self.perform(self.role.finish("the benchmark is over"))
+                    self.perform(self.role.shutdown.finish("the benchmark is over"))
                     await self.wait_until(lambda: not self.role.roster.nodes, within_s=5)
                 case ["cpu"]:
                     tell(**cpu(), control_bytes=self._control.num_bytes)
@@ -267,7 +267,7 @@ async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
 def force(role: Learner, kind: str, ways: int) -> None:
     """Have the role plan that topology from now on; nothing where it shall plan as it likes."""
     if kind != "auto":
-        role.planning = ForcedPlanning(role.planning, kind, ways)
+        role.plans.planner = ForcedPlanning(role.plans.planner, kind, ways)
 
 
 def is_planned(role: Learner, count: int) -> bool:
@@ -281,7 +281,7 @@ def is_planned(role: Learner, count: int) -> bool:
 
 def topology(role: Learner) -> dict[str, Any]:
     """Return the plan in force, what it promises, and the uplinks that it was made of."""
-    plan = role.planning.topology
+    plan = role.plans.planner.topology
     uplinks = {each.node_id: each.stats.uplink_bytes_per_s for each in role.roster.members()}
     uplinks[LEARNER_ID] = role.broadcast.uplink.bytes_per_s
     return {

@@ -93,7 +93,7 @@ class Stepper(Node):
         made = await asyncio.to_thread(self._publisher.make, self._weights.state, version)
         if self._is_whole:
             made = await asyncio.to_thread(self._publisher.coder.seal, made)
-        self.perform(self.role.plan_publish(now=self.now))
+        self.perform(self.role.plans.before_publish(now=self.now))
         await self._versions.publish(made)
         tell(at=at, cpu_s=cpu_s)
 

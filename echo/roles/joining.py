@@ -52,6 +52,7 @@ from echo.core.price import Price
 from echo.core.rollout import Lineage
 from echo.core.units import one_line
 from echo.roles.members import Member, Presence, Roster
+from echo.roles.plans import Plans
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Complaints, Note, Routes, Stop
 from echo.wire.codec import Envelope, Frame, open_seal
@@ -802,13 +803,6 @@ class Expelled:
 class AdmittingRole(Protocol):
     """The role of the learner, which admits."""
 
-    @property
-    def version_bytes(self) -> int:
-        """Bytes of the newest version on the wire; 0 before the first."""
-
-    def replan(self, now: float) -> list[Action]:
-        """Handle that a node was admitted."""
-
     def drop(self, member: Member, *, now: float) -> list[Action]:
         """Take back what a node was given whose place a new process has taken."""
 
@@ -830,6 +824,7 @@ class Admission:
         counters: Counters,
         routes: Routes,
         complaints: Complaints,
+        plans: Plans,
         role: AdmittingRole,
     ) -> None:
         self.settings = settings
@@ -839,6 +834,7 @@ class Admission:
         self.counters = counters
         self._routes = routes
         self._complaints = complaints
+        self._plans = plans
         self._role = role
 
     # --- events ----------------------------------------------------------------------------------
@@ -1011,7 +1007,7 @@ class Admission:
             heartbeat_s=settings.heartbeat_s,
             dead_after_s=settings.dead_after_s,
             uplink_bytes_per_s=self.roster.uplinks.get(message.node_id),
-            version_bytes=self._role.version_bytes,
+            version_bytes=self._plans.version_bytes,
             answers=answers,
             seal_key=seal_key,
             nonce=member.nonce,
@@ -1077,7 +1073,7 @@ class Admission:
     ) -> list[Action]:
         note = Note("info", f"{member.role} {source} joined")
         answer = self._on_ready_again(source, member, message, payload, now)
-        return [*answer, note, *self._role.replan(now)]
+        return [*answer, note, *self._plans.replan(now)]
 
     def _on_ready_again(
         self, source: str, member: Member, message: Ready, payload: list[Frame], now: float

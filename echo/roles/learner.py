@@ -9,34 +9,39 @@ possible. A message makes a round of grants due, and `expire` makes it: so a fau
 nothing of what was decided about the message. The role reads the size of `buffer`; its caller puts
 groups in and takes them out.
 
-Its parts: `roles/joining.py` admits nodes, `leases/scheduler.py` grants leases, `leases/results.py`
-judges results, `weights/broadcast.py` distributes the weights along the plan of
-`weights/topology/plan.py`.
+Its parts:
+
+    roles/joining.py       admits nodes
+    roles/plans.py         tells each node its parents in the broadcast
+    roles/review.py        sets workers aside
+    roles/fleet.py         describes the nodes to the operator
+    roles/members.py       knows the nodes, and tells them that the run has ended
+    leases/scheduler.py    grants leases
+    leases/results.py      judges results
+    weights/broadcast.py   distributes the weights along the plan
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-import msgspec
-
-from echo.core.bounds import clamped_rate
 from echo.core.errors import DataError, ForgedError, LocalProtocolError, RemoteProtocolError
-from echo.core.metrics import Counters, NodeView
+from echo.core.metrics import Counters
 from echo.core.timers import Paced, RecentMap, earliest
 from echo.core.units import one_line
 from echo.leases.book import LOST_WORKER, LeaseBook, LeasedWorker
-from echo.leases.mismatch import Mismatches, Sampled
 from echo.leases.run import AcceptedGroups, LeaseSettings, Prompts, RunState
 from echo.leases.scheduler import GRANT_S, Scheduler, WaitReason
+from echo.roles.fleet import FleetView
 from echo.roles.joining import Admission, AdmissionSettings
 from echo.roles.members import Member, Roster, Shutdown
 from echo.roles.node import MAX_PEER_NAMES, Role
+from echo.roles.plans import Plans
+from echo.roles.review import WorkerReview
 from echo.weights.broadcast import Broadcast
-from echo.weights.link import ParentFailed, UplinkProbe, acknowledge
-from echo.weights.topology.plan import PLAN_S, Planner
+from echo.weights.link import ParentFailed, acknowledge
 from echo.weights.topology.sites import Site
 from echo.wire.actions import Action, Complaints, HangUp, Note, Routes, Send, Work
 from echo.wire.codec import (
@@ -68,11 +73,6 @@ from echo.wire.messages import (
     Refuse,
     Rehello,
 )
-
-MAX_NAMES_TOLD = 3
-"""Silent nodes that one line names; the rest of them it counts."""
-MAX_WORKERS_TOLD = 8
-"""Workers whose state the line says of what the learner waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +108,19 @@ class Learner(Role):
         self.counters = Counters()
         admission = settings.admission
         self.roster = Roster(heartbeat_s=admission.heartbeat_s, dead_after_s=admission.dead_after_s)
-        for node_id, bytes_per_s in settings.uplinks.items():
-            self.roster.uplinks[node_id] = bytes_per_s
-        if LEARNER_ID in settings.uplinks:
-            broadcast.uplink.show(settings.uplinks[LEARNER_ID])
         self.is_granting = True
-        self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
+        self._grants = Paced(GRANT_S)
         self._routes = Routes(self.counters, self.roster.channel_of)
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
         self._complaints = Complaints()
+        self.plans = Plans(
+            settings.site,
+            chunk_bytes=settings.chunk_bytes,
+            uplinks=settings.uplinks,
+            roster=self.roster,
+            broadcast=broadcast,
+            routes=self._routes,
+        )
         self._admission = Admission(
             admission,
             lineages=run.lineages,
@@ -124,6 +128,7 @@ class Learner(Role):
             counters=self.counters,
             routes=self._routes,
             complaints=self._complaints,
+            plans=self.plans,
             role=self,
         )
         self._scheduler = Scheduler(
@@ -135,11 +140,9 @@ class Learner(Role):
             routes=self._routes,
             complaints=self._complaints,
         )
-        self._mismatches = Mismatches()
-        self._has_set_aside = False
-        self._shutdown = Shutdown(self.roster, self._routes)
-        self.planning = Planner(learner=settings.site, chunk_bytes=settings.chunk_bytes)
-        self._probing = UplinkProbe(broadcast.uplink, node_id=LEARNER_ID)
+        self.review = WorkerReview(self.roster, self._scheduler.usefulness, counters=self.counters)
+        self.fleet = FleetView(self.roster, self._scheduler.groups.leases, broadcast)
+        self.shutdown = Shutdown(self.roster, self._routes)
 
     @property
     def step(self) -> int:
@@ -155,11 +158,6 @@ class Learner(Role):
     def leases(self) -> LeaseBook:
         """Leases that are out."""
         return self._scheduler.groups.leases
-
-    def uplinks(self) -> dict[str, float]:
-        """Return what every node could send when it was last heard, bytes per second by name."""
-        own = clamped_rate(self.broadcast.uplink.bytes_per_s)
-        return self.roster.uplinks.as_dict() | ({LEARNER_ID: own} if own else {})
 
     # --- links and messages ----------------------------------------------------------------------
 
@@ -191,7 +189,7 @@ class Learner(Role):
             return [HangUp(peer), *self.disconnected(peer, "an internal error", now=now)]
         if self._routes.peer_of(source) == peer and self._admission.expel(source, now=now):
             self.leases.drop_worker(source)
-            self._plans.want(now=now)
+            self.plans.want(now=now)
             self._grants.want(now=now)
         return []
 
@@ -223,7 +221,7 @@ class Learner(Role):
         if isinstance(message, Probe):
             return acknowledge(peer, source=LEARNER_ID)
         if isinstance(message, ProbeAck):
-            return self._on_probe_ack(peer, now)
+            return self.plans.on_probe_ack(peer, now=now)
         results = self.broadcast.receive(peer, message, payload, now=now)
         return [action for action in results if not isinstance(action, ParentFailed)]
 
@@ -270,7 +268,7 @@ class Learner(Role):
     def _on_heard(
         self, source: str, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        reason = self.finish_reason
+        reason = self.shutdown.reason
         if isinstance(message, Hello) and message.node_id == source and reason is not None:
             return self._admission.finish(message, reason)
         is_known = source in self.roster.nodes
@@ -293,82 +291,31 @@ class Learner(Role):
                     self.roster.release(member)
                 level = "warning" if message.has_failed else "info"
                 note = Note(level, f"{member.node_id} left: {one_line(message.reason)}")
-                return [note, *self.drop(member, now=now), *self._shutdown.tell()]
+                return [note, *self.drop(member, now=now), *self.shutdown.tell()]
         raise LocalProtocolError(f"{type(message).__name__} is no work of a node")
-
-    # --- the plan --------------------------------------------------------------------------------
-
-    @property
-    def version_bytes(self) -> int:
-        """Bytes of the newest version on the wire; 0 before the first."""
-        payload = self.broadcast.payload
-        return 0 if payload is None else payload.num_bytes
-
-    def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
-        """Tell every member whose parents have changed, soon if not now."""
-        if not self._plans.may(len(self.roster.nodes), now=now):
-            return []
-        self.planning.expect(self.broadcast.payload)
-        moved = self.planning.move(
-            [member.node for member in self.roster.members()],
-            uplink_bytes_per_s=self.broadcast.uplink.bytes_per_s,
-            now=now,
-            is_between=is_between,
-        )
-        return [action for name, plan in moved for action in self._routes.to(name, plan)]
-
-    def _probe(self, member: Member, now: float) -> list[Action]:
-        """Show this node's own uplink to one that showed its own a heartbeat ago, and is done.
-
-        Not beside weights: it would show what they leave of it.
-        """
-        peer = self._routes.peer_of(member.node_id)
-        is_shown = member.stats.uplink_bytes_per_s is not None
-        if peer is None or not is_shown or self.broadcast.is_serving:
-            return []
-        return self._probing.begin(peer, payload_bytes=self.version_bytes, now=now)
-
-    def _on_probe_ack(self, peer: str, now: float) -> list[Action]:
-        was_known = self.broadcast.uplink.bytes_per_s is not None
-        actions = self._probing.acknowledged(peer, now=now)
-        if not was_known and self.broadcast.uplink.bytes_per_s is not None:
-            self.planning.has_news = True
-        return actions
-
-    def plan_publish(self, *, now: float) -> list[Action]:
-        """Plan for a version that is about to go out, if a plan is due."""
-        is_due = self.planning.is_due(now=now, is_between=True)
-        return self.replan(now, is_between=True) if is_due else []
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
         """Take back everything a node was given; it is no longer in the roster or was replaced."""
         self.leases.drop_worker(member.node_id)
         self._grants.want(now=now)
-        return self.replan(now)
+        return self.plans.replan(now)
 
     # --- heartbeats and leases -------------------------------------------------------------------
 
     def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Action]:
-        if self.finish_reason is not None and self._shutdown.may_leave(member):
-            return self._routes.to(member.node_id, Finish(reason=self.finish_reason))
+        reason = self.shutdown.reason
+        if reason is not None and self.shutdown.may_leave(member):
+            return self._routes.to(member.node_id, Finish(reason=reason))
         has_new_suspects = message.stats.suspects != member.stats.suspects
-        self.planning.learn(message.stats, former=member.stats)
-        probe = self._probe(member, now)
+        probe = self.plans.before_heartbeat(member, message, now=now)
         refused = _tell_refusal(member, message)
         has_progress = member.beat(message, now=now)
-        if message.stats.uplink_bytes_per_s:
-            self.roster.uplinks[member.node_id] = message.stats.uplink_bytes_per_s
         actions = self._routes.to(
             member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
         )
-        actions += [*probe, *refused]
-        plan = member.node.plan
-        # A lost plan shows as a parent that is not the planned one; repeating it is harmless.
-        if plan is not None and message.stats.parent != plan.first_parent:
-            plan = msgspec.structs.replace(plan, epoch=self.planning.epoch)
-            actions += self._routes.to(member.node_id, plan)
-        if has_new_suspects or self.planning.is_due(now=now):
-            actions += self.replan(now)
+        actions += [*probe, *refused, *self.plans.repeat(member)]
+        if has_new_suspects or self.plans.planner.is_due(now=now):
+            actions += self.plans.replan(now)
         self._grants.want(now=now)
         heard = self._scheduler.on_heartbeat(
             member.worker, message, has_progress=has_progress, now=now
@@ -377,7 +324,7 @@ class Learner(Role):
 
     def grant(self, *, now: float) -> list[Action]:
         """Grant the groups that admission and capacities allow, soon if not now."""
-        is_over = self.finish_reason is not None or not self.is_granting
+        is_over = self.shutdown.reason is not None or not self.is_granting
         if is_over or self._scheduler.quota.is_closed(self.broadcast.newest_complete):
             self._grants.deadline = None
             return []
@@ -428,7 +375,7 @@ class Learner(Role):
             is_standby = member.node_id in names
             changed |= is_standby != member.is_standby
             member.node.is_standby = is_standby
-        return [*self.replan(now), *self.grant(now=now)] if changed else []
+        return [*self.plans.replan(now), *self.grant(now=now)] if changed else []
 
     def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
         """Acknowledge a group that the ledger now holds.
@@ -439,52 +386,7 @@ class Learner(Role):
             now: the present instant.
         """
         stored = self._scheduler.results.stored(group_id, is_useful=is_useful, now=now)
-        return [*stored, *self.review_workers(now=now), *self.grant(now=now)]
-
-    # --- whose groups teach something ------------------------------------------------------------
-
-    @property
-    def num_discounted(self) -> int:
-        """Groups since the last useful one that do not say whether the run is zero-signal."""
-        return self._scheduler.usefulness.num_discounted
-
-    def review_workers(self, *, now: float) -> list[Action]:
-        """Decide which workers are set aside, and for how long; call it now and then."""
-        usefulness = self._scheduler.usefulness
-        if usefulness.is_idle and not self._has_set_aside:
-            return []
-        members = self.roster.members("worker")
-        can_sample = {
-            member.node_id: member.worker.capacity > 0 and not member.worker.is_stuck
-            for member in members
-            if not member.is_standby
-        }
-        texts = usefulness.review(can_sample, now=now)
-        for member in members:
-            member.worker.is_set_aside = usefulness.is_set_aside(member.node_id)
-        self._has_set_aside = any(member.worker.is_set_aside for member in members)
-        return [Note("warning", text) for text in texts]
-
-    def compare(self, samples: Sequence[Sampled], *, now: float) -> list[Action]:
-        """Compare what workers state of their samples with the learner's own scores.
-
-        Args:
-            samples: the groups of a step.
-            now: the present instant.
-        """
-        mismatches, usefulness = self._mismatches, self._scheduler.usefulness
-        for each in samples:
-            member = self.roster.nodes.get(each.worker_id)
-            engine = "" if member is None else member.stats.engine
-            mismatches.trained(each, engine=engine)
-        texts = [
-            usefulness.exclude(worker_id, why, now=now)
-            for worker_id, why in mismatches.find_outliers().items()
-            if not usefulness.is_set_aside(worker_id)
-        ]
-        if texts:
-            self.counters.add("mismatched_workers", len(texts))
-        return [*(Note("warning", text) for text in texts), *self.review_workers(now=now)]
+        return [*stored, *self.review.update(now=now), *self.grant(now=now)]
 
     # --- the learner's own steps -----------------------------------------------------------------
 
@@ -493,60 +395,10 @@ class Learner(Role):
         self._scheduler.groups.step = step
         return self.grant(now=now)
 
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the run has ended; None while it has not."""
-        return self._shutdown.reason
-
-    def finish(self, reason: str) -> list[Action]:
-        """Send Finish to every node; to relays once no node behind them is left."""
-        self._shutdown.reason = reason
-        return self._shutdown.tell()
-
-    def dismiss_all(self) -> list[Action]:
-        """Send Finish to the nodes that are still here, and to every node that sends later."""
-        self._shutdown.is_last_call = True
-        return self._shutdown.tell()
-
-    def views(self, *, now: float) -> tuple[NodeView, ...]:
-        """Return every node as the live view shows it."""
-        return tuple(
-            member.view(step=self.step, num_leases=self.leases.num_leases(member.node_id), now=now)
-            for member in self.roster.nodes.values()
-        )
-
-    def broadcast_progress(self) -> tuple[int, int]:
-        """Return (chunks of the newest version that nodes hold, chunks that they want), summed."""
-        newest = self.broadcast.newest_complete
-        if newest is None:
-            return 0, 0
-        num_chunks = self.broadcast.store[newest].manifest.num_chunks
-        held = 0
-        members = self.roster.active()
-        for member in members:
-            if member.installed is not None and member.installed >= newest:
-                held += num_chunks
-            elif member.stats.fetching == newest:
-                held += member.stats.num_chunks_held
-        return held, num_chunks * len(members)
-
     def describe_wait(self) -> str:
-        """Say what the learner waits for, and for whom, in one line."""
+        """Say what the learner waits for, and which workers have it; "" for nothing."""
         num_groups = self.settings.leases.groups_per_step
-        missing = num_groups - len(self.buffer)
-        workers = self.roster.active("worker")
-        if missing <= 0:
-            return ""
-        if not workers:
-            has_standby = bool(self.roster.members("worker"))
-            why = "every worker is on standby" if has_standby else "no worker is connected"
-            return f"{missing} groups; {why}"
-        held = [(self.leases.num_leases(member.node_id), member) for member in workers]
-        held.sort(key=lambda each: -each[0])
-        fleet = [member.describe(number) for number, member in held[:MAX_WORKERS_TOLD]]
-        if others := held[MAX_WORKERS_TOLD:]:
-            fleet.append(f"{len(others)} others have {sum(number for number, _ in others)}")
-        return f"{missing} of {num_groups} groups; {'; '.join(fleet)}"
+        return self.fleet.describe_wait(num_buffered=len(self.buffer), num_groups=num_groups)
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Take the result of work in a thread; the learner has none."""
@@ -557,7 +409,7 @@ class Learner(Role):
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
-        paced = earliest(self._plans.deadline, self._grants.deadline)
+        paced = earliest(self.plans.deadline, self._grants.deadline)
         return earliest(self.roster.deadline, self.leases.deadline, paced, self.broadcast.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
@@ -570,7 +422,7 @@ class Learner(Role):
         actions: list[Action] = []
         silent = self._admission.take_silent(now=now)
         if silent:
-            actions.append(Note("warning", self._describe_silent(silent, now)))
+            actions.append(Note("warning", self.fleet.describe_silent(silent, now=now)))
         for member in silent:
             self.leases.drop_worker(member.node_id)
         late = self.leases.expire(now=now)
@@ -584,24 +436,11 @@ class Learner(Role):
             where = ", ".join(f"{number} on {node_id}" for node_id, number in numbers.items())
             text = f"leases expired without progress: {where}"
             actions.append(Note("warning", text, "expired leases"))
-        if silent or self._plans.is_due(now=now):
-            actions += self.replan(now)
+        if silent or self.plans.is_due(now=now):
+            actions += self.plans.replan(now)
         if actions or self._grants.is_due(now=now):
-            actions += [*self.review_workers(now=now), *self.grant(now=now)]
+            actions += [*self.review.update(now=now), *self.grant(now=now)]
         return children + actions
-
-    def _describe_silent(self, silent: Sequence[Member], now: float) -> str:
-        """Say in one line who is given up, however many they are."""
-        names = [member.node_id for member in silent]
-        if len(names) > MAX_NAMES_TOLD:
-            names[MAX_NAMES_TOLD:] = [f"{len(names) - MAX_NAMES_TOLD} others"]
-        silent_s = min(now - member.last_seen_at for member in silent)
-        num_groups = sum(self.leases.num_leases(member.node_id) for member in silent)
-        verb = "is" if len(silent) == 1 else "are"
-        return (
-            f"{', '.join(names)} {verb} silent for {silent_s:.0f} s; {num_groups} groups are "
-            "granted again"
-        )
 
 
 def _tell_refusal(member: Member, message: Heartbeat) -> list[Action]:

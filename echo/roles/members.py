@@ -272,9 +272,20 @@ class Shutdown:
 
     def __init__(self, roster: Roster, routes: Routes) -> None:
         self.reason: str | None = None
+        """Why the run has ended; None while it has not."""
         self.is_last_call = False
         self._roster = roster
         self._routes = routes
+
+    def finish(self, reason: str) -> list[Action]:
+        """Send Finish to every node; to relays once all nodes behind them have gone."""
+        self.reason = reason
+        return self.tell()
+
+    def dismiss_all(self) -> list[Action]:
+        """Send Finish to the nodes that are still here, and to every node that sends later."""
+        self.is_last_call = True
+        return self.tell()
 
     def tell(self) -> list[Action]:
         """Send Finish to every node that may leave, if the run has ended."""

@@ -33,6 +33,7 @@ from echo.roles.joining import Admission, Joining
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Presence, Roster
 from echo.roles.node import DialingRole
+from echo.roles.review import WorkerReview
 from echo.weights import artifacts, encoded, receiver, trust, writing
 from echo.weights.artifacts import Transfer
 from echo.weights.delta import BlockPatch, decode_block
@@ -578,7 +579,7 @@ def believe_every_name(patch: pytest.MonkeyPatch) -> None:
 @plant(39, "d")
 def compare_no_workers(patch: pytest.MonkeyPatch) -> None:
     """Take what workers state of their samples for true."""
-    patch.setattr(Learner, "compare", lambda self, samples, *, now: [])
+    patch.setattr(WorkerReview, "compare", lambda self, samples, *, now: [])
 
 
 @plant(39, "e")

@@ -8,15 +8,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import Group, PolicyVersion
 from echo.roles.joining import NodeSettings
-from echo.roles.learner import Learner
 from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
-from echo.wire.actions import Action
 from echo.wire.codec import Frame, decode_envelope, decode_message
 from echo.wire.messages import Hello, Lease
 from echo.wire.seals import SealKeys
@@ -130,17 +127,3 @@ def make_broadcast(node_id: str, **overrides: Any) -> Broadcast:
 def message_of(frames: Sequence[Frame]) -> Any:
     """Return the message inside the frames of one of our nodes."""
     return decode_message(decode_envelope(list(frames)))
-
-
-def note_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the step of each version for which the way is planned in time."""
-    ready: list[int] = []
-
-    def noting(role: Learner, *, now: float) -> list[Action]:
-        newest = role.broadcast.newest_complete
-        assert newest is None or newest.step < role.step, "that version is out already"
-        ready.append(role.step)
-        return []
-
-    monkeypatch.setattr(Learner, "plan_publish", noting)
-    return ready

@@ -206,7 +206,7 @@ def test_finish_reaches_the_workers_behind_a_relay_before_the_relay_stops(
     world = fleet(make_world, "w1", "w2")
     world.run(3.0)
     role, relay = world.node("learner").role, world.node("r1").role
-    world.perform("learner", role.finish("done"))
+    world.perform("learner", role.shutdown.finish("done"))
     world.run(0.2)
     assert {world.end(name) for name in ("r1", "w1", "w2")} == {("done", "")}
     assert role.roster.nodes == {}  # each said goodbye, the workers through the relay
@@ -221,7 +221,7 @@ def test_a_lost_finish_is_repeated_with_the_next_heartbeat(make_world: MakeWorld
     world.worker("w1")
     world.run(3.0)
     lost = world.drop("Finish", times=1)
-    world.perform("learner", world.node("learner").role.finish("done"))
+    world.perform("learner", world.node("learner").role.shutdown.finish("done"))
     world.run_until(lambda: world.end("w1") == ("done", ""), within_s=3.0)
     assert lost
 
@@ -279,17 +279,17 @@ def test_who_can_serve_shows_its_uplink_before_it_is_given_a_place_and_then_the_
         node = world.node(name)
         assert node.role._probing._num_probes == num_probes, name
     learner = world.node("learner").role
-    world.run_until(lambda: learner.uplinks().get("r1"), within_s=5.0)
-    learner.planning.has_news = False
+    world.run_until(lambda: learner.plans.uplinks().get("r1"), within_s=5.0)
+    learner.plans.planner.has_news = False
     two_beats_s = 2 * learner.settings.admission.heartbeat_s
     # Beside weights it would show what they leave of it.
     taker = Child(fetching=(learner.broadcast.newest_complete, FULL))
     learner.broadcast.children["taker"] = taker
     world.run(two_beats_s)
-    assert "learner" not in learner.uplinks()
+    assert "learner" not in learner.plans.uplinks()
     del learner.broadcast.children["taker"]
-    world.run_until(lambda: learner.uplinks().get("learner"), within_s=two_beats_s)
-    assert learner.planning.has_news
+    world.run_until(lambda: learner.plans.uplinks().get("learner"), within_s=two_beats_s)
+    assert learner.plans.planner.has_news
 
 
 def test_a_relay_without_route_or_link_drops_and_counts(make_world: MakeWorld) -> None:
@@ -309,7 +309,7 @@ def test_a_restarted_node_is_told_what_it_could_send(make_world: MakeWorld) -> N
     world = fleet(make_world)
     learner = world.node("learner").role
     world.node("r1").role.broadcast.uplink.show(7e6)
-    world.run_until(lambda: learner.uplinks().get("r1") == 7e6, within_s=5.0)
+    world.run_until(lambda: learner.plans.uplinks().get("r1") == 7e6, within_s=5.0)
     world.kill("r1")
     world.relay()
     broadcast = world.node("r1").role.broadcast
@@ -381,11 +381,12 @@ def test_who_alone_teaches_nothing_is_granted_nothing_until_others_were_heard(
     role = world.node("learner").role
 
     def set_aside() -> list[str]:
-        return [v.node_id for v in role.views(now=world.now) if v.state == "set aside"]
+        nodes = role.fleet.nodes(step=role.step, now=world.now)
+        return [node.node_id for node in nodes if node.state == "set aside"]
 
     world.run_until(set_aside)
     assert set_aside() == ["bad"]
-    assert role.num_discounted >= 4
+    assert role.review.num_discounted >= 4
     assert any("bad is set aside until other workers" in n for n in world.notes("learner"))
     world.run_until(lambda: not world.leased("bad"))
     granted = world.num_granted("bad")
@@ -394,7 +395,7 @@ def test_who_alone_teaches_nothing_is_granted_nothing_until_others_were_heard(
     world.kill("good")
     world.worker("good")
     world.run_until(lambda: not set_aside(), within_s=20.0)
-    assert role.num_discounted == 0
+    assert role.review.num_discounted == 0
     world.run_until(lambda: world.num_granted("bad") > granted)
 
 

@@ -34,11 +34,14 @@ from echo.roles.joining import (
     sign_answer,
 )
 from echo.roles.members import Member, Presence, Roster
+from echo.roles.plans import Plans
 from echo.runtime.identity import Identity, JoinSource
 from echo.tasks.tokenization import CONFIG_FILES, TEMPLATE_FILE, TOKENIZER_FILES
+from echo.weights.topology.sites import Site
 from echo.wire.actions import Action, Complaints, Routes, Send, Stop
 from echo.wire.codec import Frame, decode_envelope, decode_message, encode
 from echo.wire.messages import (
+    LEARNER_ID,
     ROUTED_MESSAGES,
     Ack,
     Admitted,
@@ -131,15 +134,16 @@ class LearnerEnd:
             counters=Counters(),
             routes=routes,
             complaints=Complaints(),
+            plans=Plans(
+                Site(LEARNER_ID, "learner", ""),
+                chunk_bytes=1 << 20,
+                uplinks={},
+                roster=self.roster,
+                broadcast=make_broadcast(LEARNER_ID),
+                routes=routes,
+            ),
             role=self,
         )
-
-    @property
-    def version_bytes(self) -> int:
-        return 0
-
-    def replan(self, now: float) -> list[Action]:
-        return []
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
         return []

@@ -216,7 +216,7 @@ def test_a_finish_of_before_a_resume_ends_nobody_after_it(
 
     relay.forward = keep_back
     learner = world.node("learner").role
-    world.perform("learner", learner.finish("all steps are made"))
+    world.perform("learner", learner.shutdown.finish("all steps are made"))
     world.run(1.0)
     world.kill("learner")
     relay.forward = forward

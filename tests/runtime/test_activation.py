@@ -260,13 +260,13 @@ def test_what_is_known_of_the_links_bounds_the_forecast_and_is_kept_on_standby(
     # The first version may have been kept from another run: it shows nothing of the uplink.
     assert control._shown_bytes_per_s == 0
     world.run_until(lambda: world.step >= 2)
-    assert control._shown_bytes_per_s > role.version_bytes / 2.0
+    assert control._shown_bytes_per_s > role.plans.version_bytes / 2.0
     members = role.roster.members("worker")
 
     def forecast_s(*names: str) -> float:
         return float(control._links(role, members).broadcast_s(names))
 
-    control._shown_bytes_per_s = role.planning.payload_bytes / 5.0
+    control._shown_bytes_per_s = role.plans.planner.payload_bytes / 5.0
     for state in control._states.values():
         state.took_s = 6.0
     assert forecast_s("w1") == pytest.approx(5.0, rel=0.2)

@@ -63,7 +63,7 @@ def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(
     transport = world.node("learner").transport
     transport.options = dataclasses.replace(transport.options, max_redial_s=20.0)
     before_the_end(world, lambda: world.cut("w1", via))
-    world.run_until(lambda: world.node("learner").role.finish_reason)
+    world.run_until(lambda: world.node("learner").role.shutdown.reason)
     world.run(1.0)
     nodes = ["learner", via, "w1"]
     assert [world.end(name) for name in nodes] == [None] * 3

@@ -13,15 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.leases import granting
+from echo.roles.plans import Plans
 from echo.runtime.learner.evaluation import Evaluator
 from echo.runtime.learner.prompts import Prompt, PromptSource
 from echo.runtime.learner.resume import finished_step, read_uplinks
 from echo.train.trainer import Trainer
+from echo.wire.actions import Action
 from echo.wire.messages import Grant
 from tests.e2e.audit import read_ledger
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
-from tests.roles.harness import note_ways
 from tests.runtime.harness import Play, Run, running
 
 MANY = {"max_steps": 1000}
@@ -320,7 +321,16 @@ def test_pull_refreshes_before_every_request_and_trains_on_policy(make_world: Ma
 def test_the_last_weights_are_published_whatever_the_period_and_a_resume_only_finishes(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = note_ways(monkeypatch)
+    planned: list[int] = []
+
+    def plan(plans: Plans, *, now: float) -> list[Action]:
+        role = world.node("learner").role
+        newest = role.broadcast.newest_complete
+        assert newest is None or newest.step < role.step, "that version is out already"
+        planned.append(role.step)
+        return []
+
+    monkeypatch.setattr(Plans, "before_publish", plan)
     world = make_world(sync={"max_staleness": 2, "publish_period": 2})
     for published in ([(1, 0), (1, 2), (1, 3)], [(2, 3)]):
         world.learner(run={"max_steps": 3})

@@ -121,7 +121,7 @@ def test_a_machine_is_given_back_once_whatever_comes_in_between(
     if what == "interrupt":
         world.interrupt("w1")
     else:
-        world.perform("learner", learner.role.finish("the run is finished"))
+        world.perform("learner", learner.role.shutdown.finish("the run is finished"))
     world.run_until(lambda: world.end("w1"))
     assert world.end("w1") == (("interrupted", "") if what == "interrupt" else OVER)
     assert machines.begun == machines.done == ["w1"]

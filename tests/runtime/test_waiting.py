@@ -137,7 +137,8 @@ def test_nobody_who_has_leases_is_said_to_wait_for_some(make_world: MakeWorld) -
     said = set[tuple[bool, str]]()
 
     def look() -> bool:
-        said.update((view.num_leases > 0, view.state) for view in role.views(now=world.now))
+        nodes = role.fleet.nodes(step=role.step, now=world.now)
+        said.update((node.num_leases > 0, node.state) for node in nodes)
         said.add(("has 0 " not in (wait := role.describe_wait()), wait.partition("(")[2]))
         return world.step >= 4
 

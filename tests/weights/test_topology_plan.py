@@ -472,7 +472,7 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
         world.relay(name)
     world.run(3.0)
     role: Learner = world.node("learner").role
-    planning, now = role.planning, world.now
+    planning, now = role.plans.planner, world.now
     assert planning.topology is not None
     calls: list[bool] = []
     made = planning.plan
@@ -482,10 +482,10 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
         return made(*args, is_between=is_between, **kwargs)
 
     planning.plan = noting  # type: ignore[method-assign]
-    assert role.plan_publish(now=now + 2 * REPLAN_S) == []
+    assert role.plans.before_publish(now=now + 2 * REPLAN_S) == []
     assert calls == [], "versions are small, and fast under any plan"
     planning.topology = dataclasses.replace(planning.topology, predicted_s=WORTHWHILE_S)
-    role.plan_publish(now=now + 2 * REPLAN_S)
+    role.plans.before_publish(now=now + 2 * REPLAN_S)
     assert calls == [True]
 
 
@@ -504,7 +504,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
         member = Member.of(make_hello(f"w{number}"), now=now if number < 140 else now + 1.0)
         role.roster.move(member, Presence.ADMITTED)
     calls: list[int] = []
-    made, grants = role.planning.plan, role.grant
+    made, grants = role.plans.planner.plan, role.grant
 
     def noting(nodes: Sequence[PlannedNode], **kwargs: Any) -> dict[str, TopologyPlan]:
         calls.append(len(nodes))
@@ -517,7 +517,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
         num_grants += 1
         return grants(now=now)
 
-    role.planning.plan = noting  # type: ignore[method-assign]
+    role.plans.planner.plan = noting  # type: ignore[method-assign]
     role.grant = counting  # type: ignore[method-assign]
     actions = role.expire(now=now + role.settings.admission.dead_after_s + 0.5)
     notes = [action.text for action in actions if isinstance(action, Note)]
@@ -539,10 +539,10 @@ def test_a_run_plans_for_the_versions_that_it_has_published(
     role: Learner = world.node("learner").role
     payload = role.broadcast.payload
     assert payload is not None
-    assert role.planning.payload_bytes == payload.num_bytes
-    assert role.planning.chunk_bytes == payload.chunk_size(0) == CHUNK_BYTES
-    role.planning.expect(None)
-    assert role.planning.chunk_bytes == CHUNK_BYTES, "nothing is known before the first one"
+    assert role.plans.planner.payload_bytes == payload.num_bytes
+    assert role.plans.planner.chunk_bytes == payload.chunk_size(0) == CHUNK_BYTES
+    role.plans.planner.expect(None)
+    assert role.plans.planner.chunk_bytes == CHUNK_BYTES, "nothing is known before the first one"
 
 
 @pytest.mark.parametrize("payload_bytes", [1, 1000, 1 << 20, 1 << 44])

@@ -156,7 +156,7 @@ class Activation:
         state.took_s = now - max(self._published_at.get(version, now), state.free_at)
         if state.installed is not None and version == role.broadcast.newest_complete:
             # The first version of a worker may be one that it had kept.
-            shown = role.version_bytes / (state.took_s + LOOK_S)
+            shown = role.plans.version_bytes / (state.took_s + LOOK_S)
             self._shown_bytes_per_s = max(self._shown_bytes_per_s, shown)
         state.installed, state.free_at = version, now
 
@@ -294,8 +294,8 @@ class Activation:
             train_s=train_s,
             completion_tokens=tokens,
             max_completion_tokens=max(tokens, settings.max_completion_tokens),
-            version_bytes=role.planning.payload_bytes,
-            chunk_bytes=min(role.planning.chunk_bytes, role.planning.payload_bytes),
+            version_bytes=role.plans.planner.payload_bytes,
+            chunk_bytes=min(role.plans.planner.chunk_bytes, role.plans.planner.payload_bytes),
             upload_bytes_per_token=settings.upload_bytes_per_token,
             margin=settings.margin,
             budget_per_h=settings.budget_per_h,
@@ -303,7 +303,7 @@ class Activation:
 
     def _worker(self, role: Learner, member: Member, rate: float) -> Offer:
         stats, price = member.stats, member.price
-        down = role.planning.downlink_limits.get(member.node_id)
+        down = role.plans.planner.downlink_limits.get(member.node_id)
         return Offer(
             name=member.node_id,
             tokens_per_s=rate,
@@ -329,7 +329,7 @@ class Activation:
         nodes = [member.node for member in (*relays, *members)]
         active = {member.node_id for member in members if not member.is_standby}
         uplink = self._uplink(role)
-        forecast = role.planning.forecast(nodes, uplink_bytes_per_s=uplink)
+        forecast = role.plans.planner.forecast(nodes, uplink_bytes_per_s=uplink)
         all_s = forecast([*ahead, *active]) if active else 0.0
         states = {member.node_id: self._states[member.node_id] for member in members}
         for name, state in states.items():
@@ -633,7 +633,7 @@ class CostControl:
         if self._pace.is_awaited:
             installed = [member.installed for member in roster.active("worker")]
             self._pace.received(installed, now=now, train_s=self.train_s)
-        if self._activation is None or self._role.finish_reason is not None:
+        if self._activation is None or self._role.shutdown.reason is not None:
             return []
         if now < self._looked_at + len(roster.nodes) / LOOKS_PER_S:
             return []
@@ -646,14 +646,14 @@ class CostControl:
             return None
         self._metered_at = now
         self._meter_now(now)
-        if self._activation is None or self._role.finish_reason is not None:
+        if self._activation is None or self._role.shutdown.reason is not None:
             return None
         waiting_s = 0.0 if self._waiting_since is None else now - self._waiting_since
         return self._activation.question(self._role, self._pace, waiting_s=waiting_s, now=now)
 
     def decide(self, question: Question, answer: ReviewAnswer, *, now: float) -> list[Action]:
         """Follow the answer to the question of `review`, unless the run has ended."""
-        if self._activation is None or self._role.finish_reason is not None:
+        if self._activation is None or self._role.shutdown.reason is not None:
             return []
         actions, decision = self._activation.decide(self._role, question, answer, now=now)
         if decision is not None:

@@ -144,7 +144,7 @@ class Reporter:
 
     async def run(self) -> None:
         """Draw again and again, until every node is told that the run has ended."""
-        while self._role.finish_reason is None:
+        while self._role.shutdown.reason is None:
             self.display(now=asyncio.get_running_loop().time())
             await asyncio.sleep(REFRESH_S)
 

@@ -80,7 +80,7 @@ class DeliveredGroups:
 
         Groups of workers that are set aside do not count.
         """
-        num_groups = self._progress.zero_signal.num_groups - self._role.num_discounted
+        num_groups = self._progress.zero_signal.num_groups - self._role.review.num_discounted
         return num_groups >= self._role.settings.leases.max_zero_signal_groups
 
     # --- a delivered group -----------------------------------------------------------------------

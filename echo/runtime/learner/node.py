@@ -400,7 +400,7 @@ class LearnerNode(Node):
                 )
             )
             samples = self._progress.workers.trained(groups, result.by_group, step=role.step)
-            self.perform(role.compare(samples, now=self.now))
+            self.perform(role.review.compare(samples, now=self.now))
             self.perform(role.advance(role.step + 1, now=self.now))
             self._evict()
             is_lower = self.bound.adapt(role.step, result.metrics, staleness)
@@ -462,7 +462,7 @@ class LearnerNode(Node):
 
     async def _look(self) -> None:
         """Look again which worker can be given a group, and from which version."""
-        self.perform(self.role.review_workers(now=self.now))
+        self.perform(self.role.review.update(now=self.now))
         wait_reason = self._waiting.look(now=self.now)
         if wait_reason == "outdated" and not self._versions.is_current:
             await self._publish()

@@ -605,7 +605,7 @@ class PublishedVersions:
         num_bytes = publication.manifest.num_bytes
         self._pace.published(version, num_bytes=num_bytes, now=self._clock())
         self.has_published.set()
-        self._perform(role.plan_publish(now=self._clock()))
+        self._perform(role.plans.before_publish(now=self._clock()))
         await self._encoder.publish(publication)
         self._progress.published(self._clock() - began_at)
         return publication

@@ -363,7 +363,7 @@ class Progress:
         now: float,
     ) -> Snapshot:
         """Return everything that the live view draws."""
-        held, wanted = role.broadcast_progress()
+        held, wanted = role.fleet.broadcast_progress()
         newest = role.broadcast.newest_complete
         return Snapshot(
             run_name=run_name,
@@ -375,7 +375,7 @@ class Progress:
             resumed_at=self._first_step,
             activity=self.activity,
             waiting_for="" if self.activity else self._describe_wait(role),
-            nodes=tuple(self._with_quality(view) for view in role.views(now=now)),
+            nodes=tuple(map(self._with_quality, role.fleet.nodes(step=role.step, now=now))),
             reward_history=tuple(self._rewards),
             eval_history=tuple(sorted(self._evals)),
             evals_are_rates=self._evals_are_rates,

@@ -85,7 +85,7 @@ class StateSaver:
             return None
         record = partial(ledger.checkpointed, lineage=lineage, step=step, oldest_step=oldest_step)
         await self._disk.run(record)
-        save_rates = partial(save_uplinks, self._run_dir, role.uplinks(), log=self._log)
+        save_rates = partial(save_uplinks, self._run_dir, role.plans.uplinks(), log=self._log)
         await self._disk.run(save_rates)
         self._log.info("checkpoint of step %d saved", step)
         return None

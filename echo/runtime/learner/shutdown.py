@@ -56,10 +56,10 @@ class RunShutdown:
 
     async def tell(self, reason: str) -> None:
         """Tell every node, also those that have yet to come back; return when all have gone."""
-        self._perform(self._role.finish(reason))
+        self._perform(self._role.shutdown.finish(reason))
         # Each heartbeat and each Hello is answered with Finish. Workers may need the relays for it.
         await self._wait_for({"worker"})
-        self._perform(self._role.dismiss_all())
+        self._perform(self._role.shutdown.dismiss_all())
         await self._wait_for({"worker", "relay"})
 
     async def _wait_for(self, roles: Set[str]) -> None:

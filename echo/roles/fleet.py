@@ -1,0 +1,80 @@
+"""The fleet as an operator sees it: rows of the live view, and one-line descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from echo.core.metrics import NodeView
+from echo.leases.book import LeaseBook
+from echo.roles.members import Member, Roster
+from echo.weights.broadcast import Broadcast
+
+MAX_NAMES_TOLD = 3
+"""Silent nodes that one line names; the rest of them it counts."""
+MAX_WORKERS_TOLD = 8
+"""Workers whose state the line says of what the learner waits for."""
+
+
+class FleetView:
+    """Describes the nodes and their leases; changes nothing."""
+
+    def __init__(self, roster: Roster, leases: LeaseBook, broadcast: Broadcast) -> None:
+        """Take what is described."""
+        self._roster, self._leases, self._broadcast = roster, leases, broadcast
+
+    def nodes(self, *, step: int, now: float) -> tuple[NodeView, ...]:
+        """Return every node as the live view shows it; `step` is that of the learner."""
+        return tuple(
+            member.view(step=step, num_leases=self._leases.num_leases(member.node_id), now=now)
+            for member in self._roster.nodes.values()
+        )
+
+    def broadcast_progress(self) -> tuple[int, int]:
+        """Return (chunks of the newest version that nodes hold, chunks that they want), summed."""
+        newest = self._broadcast.newest_complete
+        if newest is None:
+            return 0, 0
+        num_chunks = self._broadcast.store[newest].manifest.num_chunks
+        held = 0
+        members = self._roster.active()
+        for member in members:
+            if member.installed is not None and member.installed >= newest:
+                held += num_chunks
+            elif member.stats.fetching == newest:
+                held += member.stats.num_chunks_held
+        return held, num_chunks * len(members)
+
+    def describe_wait(self, *, num_buffered: int, num_groups: int) -> str:
+        """Say which groups the learner waits for, and which workers have them; "" for none.
+
+        Args:
+            num_buffered: groups that have come.
+            num_groups: groups of a step.
+        """
+        missing = num_groups - num_buffered
+        workers = self._roster.active("worker")
+        if missing <= 0:
+            return ""
+        if not workers:
+            has_standby = bool(self._roster.members("worker"))
+            why = "every worker is on standby" if has_standby else "no worker is connected"
+            return f"{missing} groups; {why}"
+        held = [(self._leases.num_leases(member.node_id), member) for member in workers]
+        held.sort(key=lambda each: -each[0])
+        fleet = [member.describe(number) for number, member in held[:MAX_WORKERS_TOLD]]
+        if others := held[MAX_WORKERS_TOLD:]:
+            fleet.append(f"{len(others)} others have {sum(number for number, _ in others)}")
+        return f"{missing} of {num_groups} groups; {'; '.join(fleet)}"
+
+    def describe_silent(self, silent: Sequence[Member], *, now: float) -> str:
+        """Say in one line which nodes are given up as silent, at least one."""
+        names = [member.node_id for member in silent]
+        if len(names) > MAX_NAMES_TOLD:
+            names[MAX_NAMES_TOLD:] = [f"{len(names) - MAX_NAMES_TOLD} others"]
+        silent_s = min(now - member.last_seen_at for member in silent)
+        num_groups = sum(self._leases.num_leases(member.node_id) for member in silent)
+        verb = "is" if len(silent) == 1 else "are"
+        return (
+            f"{', '.join(names)} {verb} silent for {silent_s:.0f} s; {num_groups} groups are "
+            "granted again"
+        )

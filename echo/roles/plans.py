@@ -1,0 +1,137 @@
+"""The learner's part in the plan of the broadcast: each node is told its parents.
+
+`weights/topology/plan.py` computes the plan. Here it is computed at most once per PLAN_S, sent to
+the nodes whose parents have changed, and fed with what is known of the uplinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from echo.core.bounds import clamped_rate
+from echo.core.timers import Paced
+from echo.roles.members import Member, Roster
+from echo.weights.broadcast import Broadcast
+from echo.weights.link import UplinkProbe
+from echo.weights.topology.plan import PLAN_S, Planner
+from echo.weights.topology.sites import Site
+from echo.wire.actions import Action, Routes
+from echo.wire.messages import LEARNER_ID, Heartbeat
+
+
+class Plans:
+    """Plans the broadcast when it is due, and sends each node its new parents."""
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        chunk_bytes: int,
+        uplinks: Mapping[str, float],
+        roster: Roster,
+        broadcast: Broadcast,
+        routes: Routes,
+    ) -> None:
+        """Begin without a plan.
+
+        Args:
+            site: of the learner.
+            chunk_bytes: of a version, before the first one is known.
+            uplinks: bytes per second that each node could send before the run was resumed.
+            roster: the nodes.
+            broadcast: sends the versions.
+            routes: lead to the nodes.
+        """
+        self.planner = Planner(learner=site, chunk_bytes=chunk_bytes)
+        self._roster, self._broadcast, self._routes = roster, broadcast, routes
+        self._paced = Paced(PLAN_S)
+        self._probing = UplinkProbe(broadcast.uplink, node_id=LEARNER_ID)
+        for node_id, bytes_per_s in uplinks.items():
+            roster.uplinks[node_id] = bytes_per_s
+        if LEARNER_ID in uplinks:
+            broadcast.uplink.show(uplinks[LEARNER_ID])
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of the newest version on the wire; 0 before the first."""
+        payload = self._broadcast.payload
+        return 0 if payload is None else payload.num_bytes
+
+    def uplinks(self) -> dict[str, float]:
+        """Return node id -> bytes per second that it could send when it was last heard."""
+        own = clamped_rate(self._broadcast.uplink.bytes_per_s)
+        return self._roster.uplinks.as_dict() | ({LEARNER_ID: own} if own else {})
+
+    # --- when a plan is due ----------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float | None:
+        """When a plan that was put off is due; None if none was."""
+        return self._paced.deadline
+
+    def want(self, *, now: float) -> None:
+        """Plan at the next deadline."""
+        self._paced.want(now=now)
+
+    def is_due(self, *, now: float) -> bool:
+        """Return whether a plan that was put off is due."""
+        return self._paced.is_due(now=now)
+
+    def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
+        """Tell every member whose parents have changed, soon if not now."""
+        if not self._paced.may(len(self._roster.nodes), now=now):
+            return []
+        self.planner.expect(self._broadcast.payload)
+        moved = self.planner.move(
+            [member.node for member in self._roster.members()],
+            uplink_bytes_per_s=self._broadcast.uplink.bytes_per_s,
+            now=now,
+            is_between=is_between,
+        )
+        return [action for name, plan in moved for action in self._routes.to(name, plan)]
+
+    def before_publish(self, *, now: float) -> list[Action]:
+        """Plan for a version that is about to be published, if a plan is due."""
+        is_due = self.planner.is_due(now=now, is_between=True)
+        return self.replan(now, is_between=True) if is_due else []
+
+    # --- what heartbeats and probes show ---------------------------------------------------------
+
+    def before_heartbeat(self, member: Member, message: Heartbeat, *, now: float) -> list[Action]:
+        """Learn what a heartbeat shows of links; call it while the member has its former state."""
+        self.planner.learn(message.stats, former=member.stats)
+        if message.stats.uplink_bytes_per_s:
+            self._roster.uplinks[member.node_id] = message.stats.uplink_bytes_per_s
+        return self._probe(member, now)
+
+    def repeat(self, member: Member) -> list[Action]:
+        """Send a node its plan again if it has another parent than the planned one.
+
+        The plan may have been lost; repeating it is harmless.
+        """
+        plan = member.node.plan
+        if plan is None or member.stats.parent == plan.first_parent:
+            return []
+        plan = msgspec.structs.replace(plan, epoch=self.planner.epoch)
+        return self._routes.to(member.node_id, plan)
+
+    def _probe(self, member: Member, now: float) -> list[Action]:
+        """Measure the learner's uplink to a node that measured its own a heartbeat ago.
+
+        Not while weights are sent: the probe would measure only what they leave free.
+        """
+        peer = self._routes.peer_of(member.node_id)
+        is_shown = member.stats.uplink_bytes_per_s is not None
+        if peer is None or not is_shown or self._broadcast.is_serving:
+            return []
+        return self._probing.begin(peer, payload_bytes=self.version_bytes, now=now)
+
+    def on_probe_ack(self, peer: str, *, now: float) -> list[Action]:
+        """Handle that a probe has arrived."""
+        was_known = self._broadcast.uplink.bytes_per_s is not None
+        actions = self._probing.acknowledged(peer, now=now)
+        if not was_known and self._broadcast.uplink.bytes_per_s is not None:
+            self.planner.has_news = True
+        return actions

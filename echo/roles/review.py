@@ -1,0 +1,75 @@
+"""Workers whose groups teach nothing, or whose statements about them are wrong, are set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from echo.core.metrics import Counters
+from echo.leases.mismatch import Mismatches, Sampled
+from echo.leases.usefulness import Usefulness
+from echo.roles.members import Roster
+from echo.wire.actions import Action, Note
+
+
+class WorkerReview:
+    """Decides which workers are set aside, and for how long."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        usefulness: Usefulness,
+        *,
+        counters: Counters,
+    ) -> None:
+        """Begin with nobody set aside.
+
+        Args:
+            roster: the workers.
+            usefulness: counts each worker's useful groups.
+            counters: count the workers that were excluded for their log-probabilities.
+        """
+        self._roster, self._counters = roster, counters
+        self._usefulness, self._mismatches = usefulness, Mismatches()
+        self._has_set_aside = False
+
+    @property
+    def num_discounted(self) -> int:
+        """Groups since the last useful one that do not say whether the run is zero-signal."""
+        return self._usefulness.num_discounted
+
+    def update(self, *, now: float) -> list[Action]:
+        """Set workers aside or take them back; call it now and then."""
+        usefulness = self._usefulness
+        if usefulness.is_idle and not self._has_set_aside:
+            return []
+        members = self._roster.members("worker")
+        can_sample = {
+            member.node_id: member.worker.capacity > 0 and not member.worker.is_stuck
+            for member in members
+            if not member.is_standby
+        }
+        texts = usefulness.review(can_sample, now=now)
+        for member in members:
+            member.worker.is_set_aside = usefulness.is_set_aside(member.node_id)
+        self._has_set_aside = any(member.worker.is_set_aside for member in members)
+        return [Note("warning", text) for text in texts]
+
+    def compare(self, samples: Sequence[Sampled], *, now: float) -> list[Action]:
+        """Compare what workers state of their samples with the learner's own scores.
+
+        Args:
+            samples: the groups of a step.
+            now: the present instant.
+        """
+        for each in samples:
+            member = self._roster.nodes.get(each.worker_id)
+            engine = "" if member is None else member.stats.engine
+            self._mismatches.trained(each, engine=engine)
+        texts = [
+            self._usefulness.exclude(worker_id, why, now=now)
+            for worker_id, why in self._mismatches.find_outliers().items()
+            if not self._usefulness.is_set_aside(worker_id)
+        ]
+        if texts:
+            self._counters.add("mismatched_workers", len(texts))
+        return [*(Note("warning", text) for text in texts), *self.update(now=now)]
