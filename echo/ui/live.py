@@ -22,7 +22,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.errors import ConsoleError, LiveError
 from rich.live import Live
 
-from echo.core.metrics import Snapshot, held_out
+from echo.core.metrics import Snapshot
 from echo.ui.drawing import InAscii, clean, clock, short_count
 from echo.ui.screen import idle_shares, render_live
 
@@ -66,8 +66,8 @@ class RemainingTime:
 
 # --- plain log ------------------------------------------------------------------------------------
 #
-# At most one line per step and one per interval; the first and last step, evaluations and notices
-# always have a line. A waiting learner is reported at growing intervals.
+# At most one line per step and one per interval; the first and last step and notices always have a
+# line. Evaluations are among the notices. A waiting learner is reported at growing intervals.
 
 
 _STEP_LINE_S = 5.0
@@ -90,7 +90,6 @@ class PlainLog:
         self._shown_at = float("-inf")
         self._step_at = now()
         self._wait_interval_s = 2 * _STEP_LINE_S
-        self._evals: set[tuple[int, float, float]] | None = None
         self._notices: Sequence[str] = ()
 
     def paint(self, snapshot: Snapshot) -> None:
@@ -105,23 +104,11 @@ class PlainLog:
         self._write(lines)
 
     def lines_for(self, snapshot: Snapshot) -> list[str]:
-        """Return the lines to write now: notices, evaluations, the step or the wait."""
+        """Return the lines to write now: notices, then the step or the wait."""
         now = self._now()
         self._pace.observe(snapshot)
         stamp = f"[{clock(snapshot.elapsed_s)}]"
         lines = [f"{stamp} {line}" for line in self._new_notices(snapshot.notices)]
-        if self._evals is None:  # evaluations before a resume are old
-            earlier = snapshot.eval_history if snapshot.resumed_at else ()
-            self._evals = {point for point in earlier if point[0] <= snapshot.resumed_at}
-        for point in snapshot.eval_history:
-            if point not in self._evals:
-                self._evals.add(point)
-                step, sampled, greedy = point
-                rates = f"{sampled:.3f} sampled, {greedy:.3f} greedy"
-                if num_errors := snapshot.eval_errors.get(step):
-                    rates += f"; {num_errors} rewards failed and count as 0"
-                name = held_out(snapshot.evals_are_rates)
-                lines.append(f"{stamp} eval at step {step}: {name} {rates}")
         if snapshot.step != self._step_seen:
             self._step_seen, self._step_at = snapshot.step, now
             self._wait_interval_s = 2 * _STEP_LINE_S
