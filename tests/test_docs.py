@@ -362,7 +362,7 @@ def test_the_reasons_that_it_explains_are_those_that_there_are() -> None:
     page = text_of(DOCS / "troubleshooting.md").partition("## Refused and discarded")[2]
     rows = re.findall(r"^\| (`.*?`) \| ", page, re.M)
     explained = [reason for row in rows for reason in spans(row)]
-    of_nodes = {"digest_mismatch", "name_taken", "protocol_version"}
+    of_nodes = {"digest_mismatch", "name_taken", "protocol_version", "too_many_nodes"}
     assert set(explained) - of_nodes - {"duplicates"} == REASONS
     assert len(explained) == len(set(explained))
 

@@ -770,6 +770,10 @@ class NameHeld:
     """A Hello under the name of another process that was heard a moment ago."""
 
 
+class RosterFull:
+    """A Hello under a new name while as many nodes are known as a learner keeps."""
+
+
 @dataclass(frozen=True, slots=True)
 class HelloRefused:
     """A Hello that cannot be welcomed, however often it is repeated."""
@@ -933,6 +937,8 @@ class Admission:
                 return Restarted(message, self.roster.nodes[source])
             case "wait":
                 return NameHeld()
+            case "full":
+                return RosterFull()
             case "name_taken":
                 detail = (
                     f"another process is already called {source!r}; give this one a name of its "
@@ -1035,6 +1041,19 @@ class Admission:
         )
         return [*notes, *self._routes.to(source, sign_answer(refuse, self.settings.key))]
 
+    def _on_full(
+        self, source: str, member: None, event: RosterFull, payload: list[Frame], now: float
+    ) -> list[Action]:
+        """Ignore the Hello, and tell the operator once a minute, however many nodes there are."""
+        self.counters.add("refused/too_many_nodes")
+        text = (
+            f"{source} cannot join: {len(self.roster.nodes)} nodes are known, the most that a "
+            "learner keeps; if the fleet is smaller, nodes restart under new names: give each a "
+            "name of its own (worker.name, relay.name). It joins once others have left, or have "
+            f"been silent for network.dead_after_s = {self.settings.dead_after_s:g} s"
+        )
+        return self._complaints.note(LEARNER_ID, "too_many_nodes", text, now=now)
+
     def finish(self, message: Hello, reason: str) -> list[Action]:
         """Answer a Hello with a Finish."""
         finish = Finish(
@@ -1097,6 +1116,7 @@ class Admission:
         Presence.UNKNOWN: {
             Hello: Step(_on_hello, Presence.KNOWN),
             HelloRefused: Step(_on_refused),
+            RosterFull: Step(_on_full),
             AssetRequest: Step(_on_asset_request),
             **_each((Ready, *WORK_OF_NODE, Goodbye), Step(_on_stranger)),
             **_each((Restarted, NameHeld, ReadyRefused, ReadyOfAnother, Silent, Expelled), IGNORED),
@@ -1104,7 +1124,7 @@ class Admission:
         Presence.KNOWN: {
             Hello: Step(_on_hello),
             Restarted: Step(_on_restarted, Presence.KNOWN),
-            NameHeld: IGNORED,
+            **_each((NameHeld, RosterFull), IGNORED),
             HelloRefused: Step(_on_refused),
             AssetRequest: Step(_on_asset_request),
             Ready: Step(_on_ready, Presence.ADMITTED),
@@ -1116,7 +1136,7 @@ class Admission:
         Presence.ADMITTED: {
             Hello: Step(_on_hello),
             Restarted: Step(_on_restarted, Presence.KNOWN),
-            NameHeld: IGNORED,
+            **_each((NameHeld, RosterFull), IGNORED),
             HelloRefused: Step(_on_refused),
             AssetRequest: Step(_on_asset_request),
             Ready: Step(_on_ready_again),

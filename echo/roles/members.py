@@ -34,7 +34,7 @@ MAX_NODES = 1 << 16
 IDLE = "waiting for leases"
 """State of a worker that has none."""
 
-Claim = Literal["new", "again", "restarted", "wait", "name_taken"]
+Claim = Literal["new", "again", "restarted", "wait", "name_taken", "full"]
 """The judgement of a Hello's claim to a name."""
 
 
@@ -245,7 +245,7 @@ class Roster:
         """Judge the claim of a Hello to its name, and note one to a name that is taken."""
         known = self.nodes.get(message.node_id)
         if known is None:
-            return "new" if len(self.nodes) < MAX_NODES else "wait"
+            return "new" if len(self.nodes) < MAX_NODES else "full"
         if known.incarnation == message.incarnation:
             return "again"
         if now - known.last_seen_at >= 2 * self.heartbeat_s:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from echo.core.errors import RefusedError, RemoteProtocolError
 from echo.core.metrics import Counters
 from echo.core.rollout import Lineage
-from echo.roles import joining
+from echo.roles import joining, members
 from echo.roles.joining import (
     IGNORED,
     INHERITED_FILES,
@@ -38,7 +38,7 @@ from echo.roles.plans import Plans
 from echo.runtime.identity import Identity, JoinSource
 from echo.tasks.tokenization import CONFIG_FILES, TEMPLATE_FILE, TOKENIZER_FILES
 from echo.weights.topology.sites import Site
-from echo.wire.actions import Action, Complaints, Routes, Send, Stop
+from echo.wire.actions import Action, Complaints, Note, Routes, Send, Stop
 from echo.wire.codec import Frame, decode_envelope, decode_message, encode
 from echo.wire.messages import (
     LEARNER_ID,
@@ -364,6 +364,26 @@ def test_the_learner_judges_a_message_by_what_it_says(
     actions = end.hear(message, now=now)
     assert end.presence is (Admission.TABLE[presence][event].then or presence)
     assert [type(each) for each in said_in(actions)] == answers
+
+
+def test_a_learner_with_all_nodes_that_it_keeps_says_why_no_other_can_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(members, "MAX_NODES", 1)
+    end = LearnerEnd()
+    end.bring_to(Presence.ADMITTED)
+    notes = []
+    for now, name in enumerate(("w2", "w3", "w2")):
+        notes += end.admission.receive(name, replace(HELLO, node_id=name), [], now=float(now))
+    [note] = notes
+    assert isinstance(note, Note)
+    assert note.text.startswith("w2 cannot join: 1 nodes are known, the most that a learner keeps")
+    assert "network.dead_after_s = 10 s" in note.text
+    assert end.admission.counters["refused/too_many_nodes"] == 3
+    end.admission.take_silent(now=11.0)
+    later = end.admission.receive("w2", replace(HELLO, node_id="w2"), [], now=11.0)
+    assert not [action for action in later if isinstance(action, Note)]
+    assert list(end.roster.nodes) == ["w2"]
 
 
 @pytest.mark.parametrize("presence", Presence)

@@ -52,7 +52,7 @@ def test_names_that_a_member_makes_up_are_bounded_until_they_fall_silent(
     assert [hello(roster, "i1", now=0.0, name=name) for name in ("w1", "x1", "x2")] == [
         "new",
         "new",
-        "wait",
+        "full",
     ]
     assert hello(roster, "i1", now=1.0, name="w1") == "again", "who is known stays"
     for member in roster.take_silent(now=10.5):
