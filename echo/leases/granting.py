@@ -1,4 +1,4 @@
-"""A round of grants: which groups are granted, to which workers, and which groups end instead.
+"""A round of grants: which groups are granted to which workers, and which groups end.
 
 How many groups may be granted: `leases/admission.py`. Which worker gets each of them:
 `leases/dispatch.py`. A round grants, in this order,
@@ -84,7 +84,7 @@ class Round:
         self._decisions = Decisions()
 
     def decide(self) -> Decisions:
-        """Return the decisions; change no group and no lease."""
+        """Decide the round; change no group and no lease."""
         able, is_waiting = self._occupancy.able, self._quota.is_batch_waiting
         if is_waiting or any(map(self._occupancy.may_take, able.values())):
             self._finish_times.refresh(list(able))

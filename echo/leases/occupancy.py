@@ -1,4 +1,4 @@
-"""Occupancy of workers in a round of grants: what each has in hand, counting this round's grants.
+"""Occupancy of workers in a round of grants: their leases, those of this round included.
 
 A round grants one group after another. Each grant takes a place at a worker, and promises a group
 to the batches to come. Both counts are kept here while the round is decided; nothing else changes.
@@ -85,7 +85,7 @@ class Occupancy:
         free_at = self._forecasts.of(worker, now=self._now).free_at
         speed = self._finish_times.of(name)
         if speed.measured is None:
-            capacity = min(capacity, len(free_at))  # no queue before it shows its speed
+            capacity = min(capacity, len(free_at))  # its speed is unknown: queue no group
         own = self.bounds[installed]
         soon, soon_at = own, self._now
         if newest is not None and installed is not None and installed < newest:
@@ -118,7 +118,7 @@ class Occupancy:
     def _alone_s(self, speed: Speed, num_places: int) -> float:
         """Return how long a group would take in the empty engine of a worker.
 
-        The measured speed is that under load, so the slowdown by that load is taken out.
+        The speed was measured under load, so the time is divided by the slowdown of that load.
         """
         load = slowdown(speed.load, num_places)
         return self._finish_times.lengths.mean / self._finish_times.known_speed(speed) / load

@@ -63,7 +63,7 @@ class OpenGroups:
         self.finished = FinishedGroups(run.finished)
         self.shipped = ShippedPartials(counters)
         self.released: dict[int, str] = {}
-        """Group that its holder has given up -> the worker for which it did."""
+        """Group that its holder has given up -> the worker that the group is reserved for."""
         self._counters = counters
 
     def is_open(self, group_id: int) -> bool:
@@ -71,7 +71,7 @@ class OpenGroups:
         return 0 <= group_id < self.next_group_id and group_id not in self.finished
 
     def reach(self, group_id: int) -> None:
-        """Note that a group is granted or ended: no lower id is new."""
+        """Note that a group is granted or ended, so that the next new group has a higher id."""
         self.next_group_id = max(self.next_group_id, group_id + 1)
 
     def settle(self, group_id: int) -> None:

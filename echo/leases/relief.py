@@ -1,8 +1,8 @@
 """Relief: which running groups are moved or copied to workers that have nothing to do.
 
-A round of grants comes here last, and only while the next batch waits for running groups. The rules
-and their numbers: `leases/dispatch.py`, "Moves" and "Hedging". Here each lease is sorted into those
-that may move and those that may be copied; nothing is changed.
+This is the last part of a round of grants, done only while the next batch waits for running groups.
+The rules and their numbers are in `leases/dispatch.py`, "Moves" and "Hedging". This file finds the
+leases to which each rule applies, and changes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Copy = tuple[LeaseRecord, str]
 
 
 def is_pending(request: MoveRequest | None, *, heartbeat_s: float, now: float) -> bool:
-    """Return whether the holder of a lease may still be about to give it up, as requested."""
+    """Return whether a holder was asked for a lease so recently that it may still give it up."""
     return request is not None and now <= request.at + RELEASE_BEATS * heartbeat_s
 
 
@@ -55,7 +55,7 @@ class Relief:
         self._now = now
 
     def choose_moves(self, running: Sequence[RunningGroup]) -> Requests:
-        """Return which leases their holders are to give up, and for which workers."""
+        """Return the requests to holders to give leases up for idle workers."""
         pending = Counter(
             group.record.request.worker_id
             for group in running
@@ -97,7 +97,7 @@ class Relief:
         return moves(waiting, loads, least_gain_s=self._settings.heartbeat_s)
 
     def _movable(self, running: Sequence[RunningGroup]) -> dict[str, list[LeaseRecord]]:
-        """Return the leases of each worker that knows of all of its own, begun ones first."""
+        """Return, for each worker that lists all of its leases, these leases, begun ones first."""
         held: dict[str, list[LeaseRecord]] = {}
         for record in (group.record for group in running):
             if record.request is None:
@@ -167,7 +167,7 @@ class Relief:
         return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
 
     def _withheld_from(self, record: LeaseRecord) -> str | None:
-        """Return the worker for which a holder should have given a lease up, and has not."""
+        """Return the worker for which a holder was asked to give up a lease that it has kept."""
         request = record.request
         if request is None or record.copy_of is not None:
             return None

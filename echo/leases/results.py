@@ -1,4 +1,4 @@
-"""Results: what becomes of the groups that workers deliver, ship in part, or cannot finish.
+"""Results of workers: whether a delivered group is accepted, and how a failed group ends.
 
 The states of a group: `leases/groups.py`.
 
@@ -8,7 +8,7 @@ The states of a group: `leases/groups.py`.
 * The content of a group is checked against its lease: prompt, group size, finite numbers
   (`leases/checks.py`).
 * A group whose samples are too old or from an abandoned lineage is refused with that reason and
-  granted again. The worker is told and forgets the result. The first refusal of a lease is
+  granted again. The worker is notified and drops the result. The first refusal of a lease is
   recorded.
 * If several workers had a group, all but the first to deliver are told to stop, and that is
   recorded as well.
@@ -332,7 +332,7 @@ class Results:
 
 
 def _printable(text: str) -> str:
-    """Return the end of a peer's text as lines that are harmless on a terminal."""
+    """Return the end of a peer's text without the characters that control a terminal."""
     return "".join(
         char if char.isprintable() or char == "\n" else "?" for char in text[-MAX_CAUSE_LENGTH:]
     )

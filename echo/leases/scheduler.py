@@ -1,12 +1,12 @@
-"""Scheduler of leases: it makes rounds of grants, and answers heartbeats.
+"""Scheduler of leases: rounds of grants, and answers to heartbeats.
 
 The scheduler holds the parts that decide, and enters what they have decided:
 
 * `open_groups`: which groups are open, and the book of their leases;
 * `admission`: how many groups may be granted;
 * `granting`, with `occupancy`, `forecasts`, `relief` and `dispatch`: which worker gets which group;
-* `reconciling`: what a worker's list of leases changes;
-* `results`: what becomes of delivered and failed groups.
+* `reconciling`: which leases a heartbeat renews, enters or ends;
+* `results`: whether a delivered group is accepted, and how a failed group ends.
 
 Every grant is recorded before it is sent (`AppendRecord`). So after a crash the learner knows every
 lease whose result a worker may still deliver.
@@ -115,7 +115,7 @@ class Scheduler:
     def wait_reason(
         self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None
     ) -> WaitReason:
-        """Return what keeps the groups of the next batch from being granted."""
+        """Return why no group of the next batch can be granted, or ""."""
         quota = self.quota
         if quota.num_running or quota.is_batch_complete:
             return ""
@@ -143,7 +143,7 @@ class Scheduler:
         return self._apply(self._decide(workers, now), now)
 
     def _decide(self, workers: Sequence[LeasedWorker], now: float) -> Decisions:
-        """Return what the next round decides; if that fails, nothing has changed."""
+        """Decide the next round; if that fails, no group and no lease has changed."""
         quota = self.quota
         occupancy = Occupancy(
             workers,
@@ -228,7 +228,7 @@ class Scheduler:
     # --- messages --------------------------------------------------------------------------------
 
     def _send(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
-        """Return the Grants of these leases, with what other workers have sampled of them."""
+        """Return the Grants of these leases, with the partial rollouts of other workers."""
         messages = self.groups.shipped.grants(leases)
         return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
 
