@@ -21,7 +21,7 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 HURRY_S = 5.0
-"""Seconds that a process may take to end once it was told to stop at once."""
+"""Seconds that a process may take to end after it was told to stop at once."""
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the user wanted it
@@ -39,12 +39,12 @@ def signal_exit_code(number: int) -> int:
 
 
 def is_interruption(code: int) -> bool:
-    """Return whether an exit code says that a signal has ended a command."""
+    """Return whether a command with this exit code was ended by a signal."""
     return code in map(signal_exit_code, SIGNALS)
 
 
 def install() -> None:
-    """End this process with one line from now on; signals that are ignored stay so."""
+    """Install handlers that print one line and end this process; ignored signals stay ignored."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _end)
@@ -56,7 +56,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def announce(number: int) -> None:
-    """Print the one line, or nothing where the terminal is gone."""
+    """Print "interrupted", or nothing if the terminal is closed."""
     if number == signal.SIGHUP:
         leave_terminal()
     with suppress(OSError):
@@ -65,7 +65,7 @@ def announce(number: int) -> None:
 
 @contextmanager
 def handled(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call a function with each signal's number meanwhile; not with SIGHUP under nohup."""
+    """Call a function with each signal's number in the block; under nohup SIGHUP stays ignored."""
     before = {
         number: signal.getsignal(number)
         for number in SIGNALS
@@ -82,7 +82,7 @@ def handled(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Raise SystemExit at the first signal, for what has to be undone, and end at the second."""
+    """Raise SystemExit at the first signal, so that `finally` blocks run; exit at the second."""
     is_unwinding = False
 
     def unwind(number: int) -> None:
@@ -98,7 +98,7 @@ def unwinding() -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Stop writing to a terminal that is gone, which would raise; files and pipes are kept."""
+    """Redirect the streams of a closed terminal to /dev/null, where a write raises nothing."""
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):

@@ -1,7 +1,7 @@
 """The front of every command: `echo-rl COMMAND`.
 
-A line is read before the command is imported, so that its help needs no package; a package that
-is missing then is named together with what installs it.
+The command line is parsed before the command is imported, so that `--help` needs no package. If the
+import then lacks a package, the error names it and the command that installs it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hand the rest of the command line to the command and return its exit code."""
+    """Run the command that the line names with the rest of the line, and return its exit code."""
     name, *line = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("--version", "-V"):
         print(version())
@@ -94,7 +94,7 @@ def usage() -> str:
 
 
 def find_command(name: str) -> Callable[[Sequence[str]], int]:
-    """Return the function of a command; only the one that is asked for is imported."""
+    """Import the module of one command and return its `main`."""
     function: Callable[[Sequence[str]], int] = importlib.import_module(f"echo.cli.{name}").main
     return function
 

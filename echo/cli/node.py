@@ -83,26 +83,26 @@ if TYPE_CHECKING:
 
 # --- dry run --------------------------------------------------------------------------------------
 #
-# Then what would stop it in its first minute: a model, datasets or prompts that cannot be used,
-# addresses that are taken.
+# A dry run prints the settings, and what would stop the start in its first minute: a model,
+# datasets or prompts that cannot be used, or addresses that are taken.
 
 
 @dataclass(frozen=True, slots=True)
 class StartCheck:
-    """Findings about a start, without starting anything."""
+    """What a start would find, learned without starting anything."""
 
     problems: tuple[str, ...] = ()
-    """Problems that would stop it in its first minute."""
+    """Problems that would stop the node in its first minute."""
     preview: tuple[str, ...] = ()
     """Inputs of a learner's run: its data, its first prompt, a reward."""
     prompt_tokens: int = 0
-    """Tokens of the longest prompt that was seen; 0 where none could be."""
+    """Tokens of the longest prompt that was read; 0 if no prompt could be read."""
 
 
 def dry_run(
     config: Config, role: Role, *, num_ranks: int = 1, check: StartCheck | None = None
 ) -> str:
-    """Return the text of a dry run; nothing is started, and of a model only config.json fetched.
+    """Return the text of a dry run; it starts nothing, and fetches at most a config.json.
 
     Args:
         config: of the run.
@@ -153,7 +153,7 @@ def dry_run(
 def check_start(
     config: Config, role: Role, *, resume: bool = False, log_events: Path | None = None
 ) -> StartCheck:
-    """Look at the model, files, sinks and addresses that a role starts with."""
+    """Check the model, files, sinks and addresses that a role starts with."""
     problems = []
     has_model = False
     try:
@@ -183,7 +183,7 @@ def check_start(
 
 
 def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> Iterator[str]:
-    """Yield where a node cannot write that is to, and why."""
+    """Yield an error for each place that a node has to write to and cannot."""
     if why := why_unwritable(config.run_dir):
         remedy = "set run.dir to a directory that can be"
         yield f"run.dir = {show(config.run.dir)} cannot be written: {why}; {remedy}"
@@ -195,7 +195,7 @@ def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> I
 
 
 def why_unwritable(directory: Path, *, is_made: bool = True) -> str:
-    """Return why no file can be written into a directory; nothing if one can.
+    """Return why no file can be written into a directory; "" if one can.
 
     Args:
         directory: of the file.
@@ -212,7 +212,7 @@ def why_unwritable(directory: Path, *, is_made: bool = True) -> str:
 
 
 def _check_files(config: Config, role: Role) -> None:
-    """Check what learner or worker would make of a model, by the files of it that are here.
+    """Check, by the files on this machine, that a learner or worker can use its model.
 
     Raises:
         EchoError: as the start would raise it.
@@ -239,10 +239,10 @@ def _check_files(config: Config, role: Role) -> None:
 
 
 def check_model(config: Config, role: str) -> None:
-    """Check the models that a learner or worker has in directories: a worker may inherit its own.
+    """Check, without torch, the directories of the models that a learner or worker names itself.
 
     Raises:
-        DataError: if a learner's is not there, or one is quantised.
+        DataError: if a directory is missing, or its model is quantised.
     """
     name, start = config.model.name, config.learner.init_from
     if name is not None and (role == "learner" or (role == "worker" and has_own_model(config))):
@@ -252,7 +252,7 @@ def check_model(config: Config, role: str) -> None:
 
 
 def _look_at_data(config: Config, role: Role, *, has_model: bool) -> StartCheck:
-    """Return what is wrong with a learner's task and data, and what its run begins with."""
+    """Return problems of a learner's task and data, and the preview of its run."""
     if role != "learner":
         return StartCheck()
     try:
@@ -269,7 +269,7 @@ def _look_at_data(config: Config, role: Role, *, has_model: bool) -> StartCheck:
 
 
 def _preview(config: Config, task: Task) -> StartCheck:
-    """Return what the run begins with, where the model's tokenizer is here.
+    """Return the preview of the run; an empty one if the model's tokenizer is not on this machine.
 
     Raises:
         EchoError: if a prompt cannot be turned into tokens, or leaves no space for a completion.
@@ -289,7 +289,7 @@ def _preview(config: Config, task: Task) -> StartCheck:
 
 
 def _taken_addresses(config: Config, role: str) -> list[EchoError]:
-    """Return why a node cannot listen where it is to, one error for each such address."""
+    """Return one error for each address at which a node should listen and cannot."""
     addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)
@@ -303,7 +303,7 @@ def _taken_addresses(config: Config, role: str) -> list[EchoError]:
 
 
 def _gpu_bytes(config: Config, role: Role) -> int | None:
-    """Return the free bytes of the GPU that this role would use; None without one."""
+    """Return the free bytes of the GPU that this role would use; None if it uses the CPU."""
     if role == "relay":
         return None
     device = config.learner.device if role == "learner" else config.worker.device
@@ -378,7 +378,7 @@ async def run_node(node: Node, event_log: EventLog | None = None) -> str:
     try:
         reason = await node.run()
     finally:
-        # Or the process could not be stopped while threads of the node still work.
+        # Otherwise no signal could stop the process while threads of the node still work.
         for number, handler in before.items():
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
@@ -413,7 +413,7 @@ REFRESH_S = 1.0
 
 
 class NoticeBoard(logging.Handler):
-    """Keeps the newest log lines for the live view, and knows which it has not shown."""
+    """Keeps the newest log lines for the live view, and counts those that it has not shown."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -424,20 +424,20 @@ class NoticeBoard(logging.Handler):
         self._num_unseen = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a line; what raised where is for the log."""
+        """Keep a line without its traceback, which only the log file gets."""
         self.last = LogFormatter("%(message)s").format(record).partition("\n    Traceback (")[0]
         line = re.split(r"\n\s*Traceback \(", self.format(record), maxsplit=1)[0]
         self.lines = [*self.lines, line][-MAX_NOTICES:]
         self._num_unseen += 1
 
     def show(self) -> tuple[str, ...]:
-        """Return the lines for the view, which shows them now."""
+        """Return the lines for the view, and count them as shown."""
         self._num_unseen = 0
         return tuple(self.lines)
 
     @property
     def unseen(self) -> list[str]:
-        """The lines that came after the view's last look."""
+        """The lines that the view has not shown."""
         return self.lines[-self._num_unseen :] if self._num_unseen else []
 
 
@@ -526,7 +526,7 @@ def run_learner(
         print(f"log: {run_dir / 'logs' / 'learner.log'}", file=sys.stderr)
         return code
     for line in board.unseen:
-        # Above all what Ctrl-C has saved and how to go on: it is told after the view has ended.
+        # Such as what Ctrl-C has saved and how to resume, which is logged after the view has ended.
         print(line, file=sys.stderr)
     if not code and has_report and (run_dir / "final").exists():
         show_summary(run_dir, console)
@@ -534,9 +534,9 @@ def run_learner(
 
 
 def tell_finished(config: Config) -> bool:
-    """Say that a run has nothing left to do, if that is so; return whether it is.
+    """Return whether a run has made all its steps, and print that it has.
 
-    Each of a learner's processes asks, for all see the run's directory; the first one tells.
+    Every process of a learner calls this, as each sees the run's directory; only the first prints.
 
     Raises:
         EchoError: if its ledger cannot be read.
@@ -670,7 +670,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def configuration_of(arguments: argparse.Namespace) -> Config:
-    """Return the configuration that the arguments and ECHO_JOIN ask for.
+    """Return the configuration from the arguments and ECHO_JOIN.
 
     Raises:
         ConfigError: listing everything that is wrong.
@@ -691,7 +691,7 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
         overrides.append(override_of("learner.init_from", arguments.init_from))
     join = os.environ.get(ECHO_JOIN) if role != "learner" else None
     if join:
-        # First, so that --set goes before it.
+        # The first override, so that a --set of the same key replaces it.
         overrides.insert(0, f"security.join={Join.parse(join, source=ECHO_JOIN)}")
     if arguments.config is not None:
         if role != "learner" and not join:
@@ -699,7 +699,7 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
             overrides[:0] = find_own_join(arguments.config, overrides, role, patience=patience)
         config = read_run_file(arguments.config, overrides, role)
     elif join:
-        # Files of its own: which run it is the learner tells later, when the log is open.
+        # Its files are named after the node: it learns the run's name after it has opened its log.
         name = node.node_name(role, getattr(parse_config({}, overrides, role), role).name)
         names = {"run": {"name": name.replace("/", "-")}, role: {"name": name}}
         config = parse_config(names, overrides, role, source="this node's name")
@@ -721,11 +721,11 @@ def _goes_on(arguments: argparse.Namespace, config: Config) -> bool:
 
 
 LOOK_S = 0.2
-"""Seconds between two looks for the join string of a learner that is about to start."""
+"""Seconds between two checks for the join string of a learner that is about to start."""
 
 
 def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: bool) -> list[str]:
-    """Return an override with the join string that a learner has left here, if one is needed.
+    """Return an override with the join string of a learner on this machine, if it is needed.
 
     Args:
         path: of the configuration.
@@ -775,26 +775,26 @@ def _own_join(config: Config) -> Path:
 
 
 def _is_join_told(config: Config, role: str) -> bool:
-    """Return whether a join string is given, or where one lies."""
+    """Return whether the settings hold a join string, or name the file of one."""
     return config.security.join is not None or any(map(has_secret, _dialled(config, role)))
 
 
 def _is_own_learner(config: Config, role: str) -> bool:
-    """Return whether a node dials this machine alone."""
+    """Return whether all addresses that a node dials are of this machine."""
     return all(map(is_own_machine, _dialled(config, role)))
 
 
 def _dialled(config: Config, role: str) -> Sequence[str]:
-    """Return the addresses that a relay or worker dials, its learner's where it names none."""
+    """Return the addresses that a relay or worker dials; the learner's if it names none."""
     learner = config.learner
     return getattr(config, role).connect or (join_address(learner.listen, learner.advertise),)
 
 
 def _wait_for(path: Path, *, patience_s: float) -> None:
-    """Wait until a file is there; say once what is waited for.
+    """Wait until a file exists; print once which file is awaited.
 
     Raises:
-        ConfigError: if it is not there after so long.
+        ConfigError: if it does not exist after `patience_s`.
     """
     give_up_at = time.monotonic() + patience_s
     is_told = False
@@ -836,7 +836,7 @@ def _saved_config(run_dir: Path) -> Config:
 
 
 def _check_changes(saved: Config, config: Config, *, accept_unsafe: bool) -> None:
-    """Print what differs from the run being resumed; refuse what is not safe."""
+    """Print the settings that differ from the run being resumed; refuse unsafe changes."""
     changes = diff_configs(saved, config)
     for change in changes:
         print(change, file=sys.stderr)
@@ -893,12 +893,12 @@ def open_event_log(path: Path | None, log: logging.Logger) -> EventLog | None:
 
 
 def _is_first_rank() -> bool:
-    """Return whether this is the one of a learner's processes that tells and listens."""
+    """Return whether this is the process of a learner that prints and listens."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _num_ranks() -> int:
-    """Return the processes of a learner, as torchrun tells each of them."""
+    """Return the number of the learner's processes, which torchrun sets for each of them."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal():
         raise ConfigError(f"WORLD_SIZE = {text!r} in the environment is no number; unset it")
@@ -925,7 +925,7 @@ async def _run_dialing(
 
 
 async def show_status(worker: WorkerNode, line: StatusLine, log: logging.Logger) -> None:
-    """Tell a worker's status until cancelled."""
+    """Show a worker's status until cancelled."""
     status = WorkerStatus(line, log)
     try:
         while True:

@@ -38,10 +38,10 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class LogFormatter(logging.Formatter):
-    """Formats a record so that no text of a peer can pass for another record, or move a terminal.
+    """Formats a record so that a peer's text neither imitates a record nor controls a terminal.
 
-    Nothing unprintable is let through, and of an address no key; what follows a line break, as in a
-    traceback or in a list of problems, is indented.
+    Unprintable characters are escaped, and keys are cut from addresses. Later lines, such as those of
+    a traceback, are indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -60,7 +60,7 @@ class _Forward(logging.Handler):
 
 
 class LogFile(logging.FileHandler):
-    """Writes lines to a file; a full disk is told once where the other lines go."""
+    """Writes lines to a file; the first line that a full disk refuses is logged elsewhere."""
 
     def __init__(self, path: Path, log: logging.Logger) -> None:
         """Open the file.
@@ -79,7 +79,7 @@ class LogFile(logging.FileHandler):
         self._has_failed &= self._fails
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging calls it so
-        """Tell why a line is lost, if the one before was not."""
+        """Log why a line is lost, unless the line before was lost too."""
         self._fails = True
         if not self._has_failed:
             self._has_failed = True
@@ -124,7 +124,7 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
 
 @contextmanager
 def others_in_log(log: logging.Logger) -> Iterator[None]:
-    """Have what others write to the terminal of a status line go to the log's file meanwhile.
+    """Redirect what libraries write to the terminal of a status line into the log's file.
 
     Libraries warn there, in C++ as well, and so do the processes that they start; it would break
     the status, and be gone with the next one.
@@ -142,7 +142,7 @@ def others_in_log(log: logging.Logger) -> Iterator[None]:
 
 @contextmanager
 def _moved(stream: TextIO, to: int, line: StatusLine) -> Iterator[None]:
-    """Have a terminal's stream lead to a file; a status line that writes to it stays there."""
+    """Redirect a terminal's stream to a file; a status line keeps the terminal."""
     if not stream.isatty():
         yield
         return
@@ -167,7 +167,7 @@ def _moved(stream: TextIO, to: int, line: StatusLine) -> Iterator[None]:
 
 
 def tell(texts: Iterable[str]) -> None:
-    """Print texts, each on a line, which a program that stops reading may get, such as `head`."""
+    """Print each text on a line; stop quietly if the reader closes the pipe, as `head` does."""
     try:
         for text in texts:
             print(text)
@@ -197,7 +197,7 @@ UNWRAPPED = 10_000
 
 
 def run_command(run: Callable[[Namespace, Console], int], arguments: Namespace) -> int:
-    """Run a command that prints to a console; return its exit code, an error's if it fails."""
+    """Run a command that prints to a console, and return its exit code."""
     from rich.console import Console
 
     console = Console(markup=False, emoji=False)  # what is shown has names of the user's

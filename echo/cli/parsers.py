@@ -23,7 +23,7 @@ EXIT_CODES_HELP = (
     "by the learner; 130, 143 and 129 interrupted by Ctrl-C, SIGTERM and a closed terminal: a "
     "learner has saved its run, a worker has handed over what it had begun."
 )
-"""How every command ends; docs/operations.md has it as a table."""
+"""The exit codes of all commands; docs/operations.md has the same as a table."""
 
 
 def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentPar
 
 
 def _text(argument: str) -> str:
-    """Return an argument that is text; of other bytes Python has made half surrogate pairs."""
+    """Return an argument if it is UTF-8; Python turns other bytes into lone surrogates."""
     try:
         argument.encode()
     except UnicodeEncodeError as error:

@@ -45,7 +45,7 @@ from echo.ui.plots import cost_plot
 
 
 def run_report(rates: RunRates) -> str:
-    """Return what a run recorded, beside what the overlap model says of the same rates."""
+    """Return a run's measured figures beside the overlap model's predictions for the same rates."""
     job = rates.job
     rate = sum(worker.tokens_per_s for worker in rates.workers.values()) / job.completion_tokens
     # A group waits in the worker's queue and on the wire too: what was recorded is the latency.
@@ -204,7 +204,7 @@ def _figures_table(plan: Provisioning) -> Table:
 
 
 def selection_text(gap: float) -> str:
-    """Say whether the search has ended with a proof, and else by how much it may be wrong."""
+    """Return whether the plan is surely the cheapest, or how much cheaper another may be."""
     if gap == 0:
         return "the proven optimum"
     return f"the search ended at {MAX_NODES} nodes; another fleet may be up to {gap:.2%} cheaper"
@@ -229,7 +229,7 @@ def _sensitivity_table(plan: Provisioning) -> Table:
 
 
 def _signed(value: float, digits: int) -> str:
-    """Return a change with its sign; what rounds to nothing has none."""
+    """Return a change with its sign; a change that rounds to 0 has no sign."""
     return f"{round(value, digits):+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"
 
 
@@ -323,7 +323,7 @@ def commands_text(request: FleetRequest, plan: Provisioning) -> str:
 
 
 def _learner_prices(request: FleetRequest, plan: Provisioning) -> list[str]:
-    """Return what the activation of the run has to know: its budget, and what traffic costs."""
+    """Return the run's settings of activation: its budget and the prices of traffic."""
     sets = [f"learner.price_per_h={request.learner.price_per_h:g}"]
     dearest = max(request.regions[row.region].price_per_gb for row, _, _ in _used(request, plan))
     if dearest:
@@ -508,7 +508,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def show_run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print what a run recorded, beside what the model says of it."""
+    """Print a run's measured figures beside the model's predictions."""
     if arguments.run is None:
         remedy = "configs/fleet-example.toml is one to start from"
         raise ConfigError(f"no FILE given: name a fleet file ({remedy}), or a run with --from RUN")
@@ -571,7 +571,7 @@ def plan_record(request: FleetRequest, plan: Provisioning) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Return `value` in what JSON has: records as objects, infinity as null."""
+    """Return `value` in types of JSON: records as objects, infinity as null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [entry.name for entry in dataclasses.fields(value)]
         return {name: to_json(getattr(value, name)) for name in names}

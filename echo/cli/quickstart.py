@@ -58,11 +58,13 @@ TASKS: dict[str, type[GeneratedTask]] = {"addition": AdditionTask, "countdown": 
 SMOLLM2 = "smollm2"
 """The pretrained model that `--model` makes itself; any other name is a directory or hub id."""
 GRACE_S = 15.0
-"""Seconds for workers and relay to hear that the run is over before they are told to stop."""
+"""Seconds in which workers and relay may end by themselves after the run, before they get
+SIGTERM.
+"""
 
 
 class Fork:
-    """A process that calls a function in a fork of this one, with the words of subprocess.Popen."""
+    """A fork of this process that calls one function; its methods are those of subprocess.Popen."""
 
     def __init__(self, call: Callable[[], int]) -> None:
         """Start it; it exits with the code that the function returns."""
@@ -86,7 +88,7 @@ class Fork:
         """Return the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: if the process still runs after so many seconds.
+            subprocess.TimeoutExpired: if the process still runs after `timeout` seconds.
         """
         self._process.join(timeout)
         if (code := self._process.exitcode) is None:
@@ -112,7 +114,7 @@ class NodeProcess:
     process: subprocess.Popen[bytes] | Fork
     role: str = "worker"
     output: Path | None = None
-    """Where it writes what would be on its terminal."""
+    """The file that gets its standard output and standard error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -486,7 +488,7 @@ def next_commands(config: Config) -> list[str]:
 
 
 def join_environment(config: Config) -> dict[str, str]:
-    """Return the environment with which nodes join; command lines are for everyone to see."""
+    """Return the environment with the join string; a command line would show it to other users."""
     if not config.security.curve:
         return {}
     keys, secret = load_or_create_keys(config.run_dir)
@@ -531,13 +533,13 @@ def start_node(
 
 
 def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:
-    """Have the learner, the first of the nodes, end by a signal that we have received."""
+    """Send a signal that this process has received to the learner, the first of the nodes."""
     if number == signal.SIGHUP:
         interrupts.leave_terminal()
     if not nodes:
         interrupts.announce(number)
         raise SystemExit(interrupts.signal_exit_code(number))
-    # A terminal sends Ctrl-C to the learner as well, which takes the two for one.
+    # A terminal sends Ctrl-C to the learner as well, which counts the two as one.
     nodes[0].process.send_signal(number)
 
 
@@ -562,7 +564,7 @@ def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Consol
 
 
 def describe_end(node: NodeProcess) -> str:
-    """Say how a node failed, with its last line; nothing while it runs or if it is done."""
+    """Return how a node failed, with its last line; "" while it runs or if it ended with code 0."""
     code = node.process.poll()
     if not code:
         return ""
@@ -574,7 +576,7 @@ def describe_end(node: NodeProcess) -> str:
 
 
 def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
-    """Let the nodes end by themselves for so long, then ask them, then insist."""
+    """Wait `grace_s` for the nodes to end by themselves, then send SIGTERM, then SIGKILL."""
     give_up_at = time.monotonic() + grace_s
     for node in nodes:
         try:

@@ -1,4 +1,4 @@
-"""Scenario files: what the simulator takes of them."""
+"""Scenario files, and the part of them that the simulator reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load_scenario(
     name: str,
     plan: Path | None = None,
 ) -> tuple[Scenario, FleetRequest]:
-    """Return the scenario, and the fleet that it is made of.
+    """Return the scenario and its fleet.
 
     Args:
         files: as `read_files` returns them.

@@ -103,11 +103,12 @@ def sweep(
 
 
 def run_all(scenarios: Sequence[Scenario]) -> list[Summary]:
-    """Simulate scenarios, one per core at a time; return what each comes to."""
+    """Simulate scenarios, one per core at a time; return the result of each."""
     num_processes = min(len(scenarios), os.cpu_count() or 1)
     if num_processes < 2:
         return [run_one(scenario) for scenario in scenarios]
-    # Spawned, not forked: a fork would inherit whatever threads there are, half alive.
+    # Spawned, not forked: a fork would have the locks of this process's threads, but not the
+    # threads.
     with interrupts.unwinding(), ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
         try:
             # An exception in the middle of starting them would leave a pool that cannot be ended.
@@ -186,7 +187,7 @@ STALENESS_APART = 0.5
 
 
 def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
-    """Return a run in words, beside what the overlap model says of the same fleet."""
+    """Return a run's figures as text, beside the overlap model's predictions for the same fleet."""
     expected = prediction(scenario, summary)
     nodes = ", ".join(
         f"{count} {offer.name}"
@@ -227,12 +228,12 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
 
 
 def waits(summary: Summary) -> str:
-    """Return how much the learner waits, the same words in the text and over the plot."""
+    """Return how much the learner waits, as text and plot say it."""
     return f"{summary.idle_share:.1%} of the time{AFTER}, {summary.idle_share_in_all:.1%} in all"
 
 
 def _events_text(summary: Summary) -> list[str]:
-    """Return what the activation counted, and its last changes."""
+    """Return the counts of the activation, and its last changes."""
     lines = []
     if summary.cost_as_counted is not None:
         lines.append(
@@ -245,7 +246,7 @@ def _events_text(summary: Summary) -> list[str]:
 
 
 def prediction(scenario: Scenario, summary: Summary) -> Prediction:
-    """Return what the overlap model says of the fleet, with the broadcast that was measured."""
+    """Return the overlap model's prediction for the fleet, with the measured broadcast."""
     job, counts = scenario.job, scenario.counts
     return predict(
         job,
@@ -349,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Do what the arguments say."""
+    """Simulate one scenario, or all that the arguments vary."""
     if not arguments.files:
         remedy = "configs/scenario-example.toml is one to start from"
         raise ConfigError(f"no SCENARIO given: name a scenario or a fleet file ({remedy})")
@@ -371,7 +372,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def simulate(scenario: Scenario, console: Console) -> tuple[Summary, History]:
-    """Simulate a run, and print what it comes to."""
+    """Simulate a run and print its result."""
     began_at = time.monotonic()
     history = Simulation(scenario).run()
     summary = summarise(scenario, history)

@@ -91,7 +91,7 @@ def _check_sync(config: Config) -> Iterator[Problem]:
 
 
 def _check_exact_version(config: Config) -> Iterator[Problem]:
-    """Report what needs groups that several versions sample, where each has only one."""
+    """Report settings that need groups of several versions where each group has one version."""
     rollout, key = config.rollout, "rollout.exact_version"
     if not rollout.exact_version:
         return

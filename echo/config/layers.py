@@ -1,4 +1,4 @@
-"""Layers of settings: files and overrides on each other, and every problem with its source.
+"""Layers of settings: overrides on top of files, and every problem with its source.
 
 Run, fleet and scenario files are read by this one code. A layer is one file or one `--set`; a later
 one wins, key by key. A `Schema` says which keys there are. All problems are reported at
@@ -52,7 +52,7 @@ class Problem:
     paths: tuple[KeyPath, ...]
     text: str
     setting: Setting | None = None
-    """The value in question where it is not among the accepted settings."""
+    """The value at fault, if it is not among the accepted settings."""
     is_idle: bool = False
     """Whether nothing is wrong but that the value at the first path has no effect beside others:
     one that a resumed run has merely saved gives way."""
@@ -166,7 +166,7 @@ def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
 
 
 def merge(layers: Iterable[Layer]) -> dict[KeyPath, Setting]:
-    """Return the settings of layers on each other."""
+    """Return the merged settings of all layers; later layers replace earlier ones."""
     merged: dict[KeyPath, Setting] = {}
     for layer in layers:
         if place := layer.replaced:
@@ -213,7 +213,7 @@ MAX_DEPTH = 32
 
 
 def _say_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
-    """Say what neither a message to a worker nor config.json holds as it is written, or None.
+    """Return why a message or config.json would change a value; None if neither does.
 
     Args:
         value: of a key, or within it.
@@ -268,7 +268,7 @@ def value_problems(
 
 
 def say_expected(leaf: Leaf, value: object) -> str:
-    """Say what a key takes, and which of its words was probably meant."""
+    """Return the values that a key accepts, and the one that was probably meant."""
     has_choice = isinstance(value, str) and len(leaf.choices) > 1
     near = nearest(str(value), leaf.choices) if has_choice else None
     hint = f'; did you mean "{near}"?' if near else ""
@@ -277,7 +277,7 @@ def say_expected(leaf: Leaf, value: object) -> str:
 
 
 def unreported(found: Iterable[Problem], problems: Iterable[Problem]) -> list[Problem]:
-    """Return what is found of values that are right in themselves."""
+    """Return the problems of values that are each valid on their own."""
     reported = {path for problem in problems for path in problem.paths}
     return [problem for problem in found if reported.isdisjoint(problem.paths)]
 

@@ -65,11 +65,11 @@ from echo.core.units import format_bytes, without_keys
 # --- keys -----------------------------------------------------------------------------------------
 
 MAX_GUESSES = 3
-"""Keys of other sections that are named in place of one that is unknown."""
+"""Keys of other sections that may be meant by an unknown key."""
 
 
 def _say_unknown(path: KeyPath) -> str:
-    """Say why `path` is no key, and which one was probably meant."""
+    """Return why `path` is no key, and which key was probably meant."""
     section, name = path[0], path[-1]
     if section in sections() and len(path) == 1:
         return f"this is a section, not a key; write [{section}] and its keys below it"
@@ -202,7 +202,7 @@ def _say_idle(problem: Problem, settings: Settings) -> str:
 def _check(
     user: Settings, role: str | None
 ) -> tuple[dict[KeyPath, Setting], Config, list[Problem]]:
-    """Return all settings, a valid configuration, and what is wrong with the user's."""
+    """Return all settings, a valid configuration, and the problems of the user's settings."""
     kinds, problems = _choose_kinds(user)
     known = leaves(kinds)
     own = {path: setting for path, setting in user.items() if _leaf_at(path, known)}
@@ -216,7 +216,7 @@ def _check(
 
 
 def _choose_kinds(user: Settings) -> tuple[dict[str, str], list[Problem]]:
-    """Return which class each section with several has, and kinds that do not exist."""
+    """Return the class of each section that has several, and problems of unknown kinds."""
     kinds, problems = {}, []
     for section, classes in KINDS.items():
         path = (section, "kind")
@@ -341,7 +341,7 @@ def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[Key
 
 
 def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config, list[Problem]]:
-    """Return a valid configuration and what had to be replaced by its default for that."""
+    """Return a valid configuration, and the keys that got their default because of an error."""
     try:
         return Config.model_validate(nest(settings)), []
     except ValidationError as error:
@@ -411,7 +411,7 @@ def dry_run_text(
     notices: Iterable[str] = (),
     preview: Iterable[str] = (),
 ) -> str:
-    """Return what would start or not, its memory budget, its data, and every setting."""
+    """Return the text of a dry run: verdict, memory budget, data and every setting."""
     head = "would start" if would_start else "would not start, see the end"
     lines = [f"{head}: {_describe_start(config, role)}"]
     if budget is not None:
@@ -541,7 +541,7 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
 
 
 def keep_choices(saved: Config, config: Config) -> Config:
-    """Return a configuration with what the first start of the run has chosen for "auto"."""
+    """Return a configuration with the values that the run's first start chose for "auto"."""
     if config.learner.dtype != "auto":
         return config
     learner = config.learner.model_copy(update={"dtype": saved.learner.dtype})
@@ -549,7 +549,7 @@ def keep_choices(saved: Config, config: Config) -> Config:
 
 
 def _at(table: Any, path: Sequence[str]) -> Any:
-    """Return the value of a key; None for one that the chosen kind of its section has not."""
+    """Return the value of a key; None if the chosen kind of its section has no such key."""
     for part in path:
         table = table.get(part)
     return table
@@ -562,11 +562,11 @@ def _at(table: Any, path: Sequence[str]) -> Any:
 
 
 _TEMPLATE = "model.chat_template"
-"""Travels as the file's text; all others as their value."""
+"""Sent as the file's text; all other keys are sent as their value."""
 NO_TEMPLATE = "none"
-"""In place of that file: the tokenizer's own template is left out, and travels as no text."""
+"""A value in place of the file: the tokenizer's own template is not used."""
 _AGENTS = "agent.listen"
-"""Whether there is one is for the learner to say; a worker may have an address of its own."""
+"""The learner decides whether there is one; a worker may set another address."""
 
 
 def inherited_settings(config: Config) -> dict[str, Any]:

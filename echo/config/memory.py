@@ -650,7 +650,7 @@ class Budget:
 
     fits: bool
     line: str
-    """All of it in one line of text."""
+    """The whole budget in one line of text."""
     items: tuple[Item, ...]
     needed_bytes: int
     """In the memory that is short, or else in the one that the model lies in."""
@@ -773,7 +773,7 @@ def _who(footprint: Footprint, role: Role) -> str:
 
 
 def _chosen(footprint: Footprint, role: Role) -> str:
-    """Say what a learner's memory follows from, set or chosen."""
+    """Return the settings, given or chosen, that decide a learner's memory."""
     if role != "learner":
         return ""
     config = footprint.config
@@ -911,7 +911,7 @@ class _Memory:
 
     @property
     def missing_bytes(self) -> int:
-        """Negative if there is room left."""
+        """The bytes that are missing; negative if memory is left."""
         return self.needed_bytes - self.available_bytes
 
 

@@ -213,7 +213,7 @@ ELSEWHERE: dict[str, str] = {
 
 
 def our_name(path: Sequence[str]) -> str | None:
-    """Return what to say of an unknown key that another trainer knows, or None.
+    """Return the answer to an unknown key that another trainer has; None if no trainer has it.
 
     Args:
         path: of the key; its last parts are compared, so that the section does not matter.
