@@ -40,7 +40,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 class LogFormatter(logging.Formatter):
     """Formats a record so that a peer's text neither imitates a record nor controls a terminal.
 
-    Unprintable characters are escaped, and keys are cut from addresses. Later lines, such as those of
+    Unprintable characters are escaped, and keys are cut from addresses. Later lines, such as of
     a traceback, are indented.
     """
 
