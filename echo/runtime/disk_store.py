@@ -4,40 +4,38 @@ Layout of the directory (network.store_dir), all names this module's own:
 
     v12-L1-<run>.image       the bytes of version 12, lineage 1; <run> is a hash of the run's id
     v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
-    echo-image-<n>.tmp       what is being made, and spares that wait for recycling
+    echo-image-<n>.tmp       files that are being made, and spares that wait to be reused
     echo-store-2.lock        flock held by the process that owns the directory, with its pid; 2 is
                              the format of all this, and a directory of another one is refused
 
-What happens when
-* **Killed in mid-write** (kill -9, out of memory): written pages are the kernel's and stay. The
-  next process finds version store and manifest, and `verify_held` finds the chunks. Nothing is
-  synced to the disk on purpose: after a power failure a lost or torn page fails its hash and is
-  fetched again, and a torn manifest fails its signature. A version store gets its name only with
-  all its room, a version store without a manifest is worthless: both are removed.
+Faults and their effects:
+* **Killed in mid-write** (kill -9, out of memory): the kernel keeps the written pages. The next
+  process finds version store and manifest, and `verify_held` finds the chunks. Files are not synced
+  to the disk, on purpose: after a power failure a lost or torn page fails its hash and is fetched
+  again, and a torn manifest fails its signature. A version store gets its name after its whole file
+  is allocated. A file without a name, and a version store without a manifest, are removed.
 * **Killed while a version is written in place**: the image gets the name of the new version before
-  the first word changes, and that version has no manifest until its seal has come. So the name is
-  the mark of an image that is being written: the next process drops an image without a manifest,
-  and fetches a whole one.
-* **Killed while a keyframe or delta is fetched**: it is fetched again. Only an image lies in a file
-  while it comes.
-* **Disk full**: room is preallocated before the file is mapped, because a mapped file without room
-  kills the process (SIGBUS) at some later write. Where the disk has too little, spares go first;
-  then the version is kept in memory if that has room for it, with one warning: the node works as
+  the first word changes, and that version has no manifest until its seal arrives. So the name
+  marks an image that is being written: the next process drops an image without a manifest, and
+  fetches a whole one.
+* **Killed while a keyframe or delta is fetched**: it is fetched again, because only images lie in
+  files.
+* **Disk full**: a file is preallocated before it is mapped, because a write to a mapped file on a
+  full disk kills the process (SIGBUS). If the disk has too little space, spares are removed first.
+  Then the version is kept in memory if memory has space, with one warning: the node works as
   without network.store_dir, and only its restart costs a transfer. If memory has no space either,
   `create` raises StorageError.
-* **Limit** (network.store_bytes): counts every version that was not dropped, wherever it lies.
-* **Slow disk**: a write into the mapping is a write into the page cache; the kernel writes it back
-  in the background. Only when more than vm.dirty_ratio (20 % of memory) is dirty does it make the
-  writer wait, within a page fault. So chunks are written in threads (`write`, without the GIL) and
-  credit for them is given when they are written: on a disk slower than the link the transfer falls
-  to the disk's pace, and the node does everything else as before (`echo/weights/receiver.py`).
-  Where that is too slow, point store_dir to a tmpfs such as /dev/shm/echo (survives the process,
-  not the machine), or raise vm.dirty_ratio.
-  Manifests are written, and files removed, in a thread of their own, in order. On the
-  loop remain what an image needs before its first chunk: its file is made, given its room and
-  renamed, once per version, mostly in milliseconds (a spare needs no more than a new name); and the
-  pages of a store without a reader are unmapped. A disk that fails to read a page back kills the
-  process (SIGBUS), as for any mapped file.
+* **Limit** (network.store_bytes): counts every version that was not dropped, on disk or in memory.
+* **Slow disk**: a write into the mapping is a write into the page cache, which the kernel writes
+  back in the background. When more than vm.dirty_ratio (20 % of memory) is dirty, the kernel makes
+  the writer wait within a page fault. So chunks are written in threads (`write`, without the GIL),
+  and get credit when they are written: on a disk slower than the link the transfer slows down to
+  the disk's rate, and the rest of the node is not delayed (`echo/weights/receiver.py`). If that is
+  too slow, point store_dir to a tmpfs such as /dev/shm/echo (which survives the process, not the
+  machine), or raise vm.dirty_ratio. One thread writes manifests and removes files, in order. The
+  loop itself makes the file of an image, preallocates and renames it, once per version and mostly
+  in milliseconds (a spare only gets a new name), and unmaps the pages of a store without a reader.
+  A disk that fails to read a page back kills the process (SIGBUS), as for any mapped file.
 * **Shared by mistake**: the second process gets StorageError with the pid of the first.
 * **Other runs**: their versions are removed in `recover`. Files of other names are never touched.
 """
@@ -73,13 +71,13 @@ from echo.weights.patches import Patch
 
 
 BATCH_BYTES = 1 << 20
-"""Bytes hashed per task of the pool: below, handing out the task costs more than the hash."""
+"""Bytes hashed per task of the pool: for fewer, the task costs more than the hash."""
 
 
 def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
     """Return one byte per chunk: 1 if its bytes match their hash.
 
-    Both are of one size. Where a file was never written its bytes read as zeros.
+    `storage` has the manifest's size. Bytes of a file that were never written read as zeros.
     """
 
     def is_held(index: int) -> bool:
@@ -96,19 +94,18 @@ def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
         return bytearray(b"".join(pool.map(check, batches)))
 
 
-# --- The one thread in which small files beside the version stores are written and removed, in
-# order ---
+# --- One thread writes and removes small files beside the version stores, in order ---
 #
-# Even a small write waits where the kernel holds back processes that dirty pages, or commits the
-# journal of its file system; the loop must not. This work is of use to a later process only, so
-# only `flush` waits for it: before the directory is read, or its room counted.
+# Even a small write waits when the kernel throttles processes that dirty pages, or commits the
+# journal of its file system. The loop must not wait. Only a later process uses these files, so only
+# `flush` waits for them: before the directory is read, or its free space is counted.
 
 
 _log = logging.getLogger(__name__)
 
 
 class DiskThread:
-    """Calls functions, one after the other, in the order in which they were handed over."""
+    """Calls functions in a thread, in the order of `call`."""
 
     def __init__(self) -> None:
         """Start; the thread begins with the first call."""
@@ -124,12 +121,12 @@ class DiskThread:
             self._pool.submit(function).add_done_callback(_report)
 
     def flush(self) -> None:
-        """Wait until everything handed over so far was called."""
+        """Wait until all functions given so far were called."""
         if self._pool is not None:
             self._pool.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Wait for everything, and end the thread."""
+        """Wait for all functions, and end the thread."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -143,43 +140,43 @@ def _report(future: Future[None]) -> None:
 
 # --- Version stores: in memory, or in files that outlive the process ---
 #
-# A **version store** is the space for one version, handed out as a writable memoryview. Who fills
-# it, which of its chunks are right and whom they are sent to is the protocol's business; a store
-# finds the room, counts it against one limit, and takes it back.
+# A **version store** is the memory of one version, a writable memoryview. A store allocates it,
+# counts it against one limit, and frees it. The weights plane writes, verifies and sends its
+# chunks.
 #
-# A dropped version store may still be on its way out: libzmq sends slices of it without a copy,
-# long after the protocol has forgotten the version. So nothing is ever unmapped by hand. Each view
-# is lent by a small exporter object whose only owners are the view and what was sliced or made from
-# it. While the exporter lives, the bytes can be read; when it has died, they cannot. The pages
-# themselves follow by reference counting.
+# A dropped version store may still be read: libzmq sends slices of it without a copy, long after
+# the plane has forgotten the version. So no code unmaps pages explicitly. Each view is lent by a
+# small exporter object, which only the view and its slices keep alive. While the exporter lives the
+# bytes can be read. When it has died no reference to them is left, and reference counting frees the
+# pages.
 #
-# That same test makes recycling safe. The first touch of fresh memory costs a page fault, more than
-# writing the bytes does, so a dropped version store of the same size is handed out again once its
-# exporter has died. 1 GiB written in chunks of 1 MiB, on a virtual machine with two cores, took
-# 0.05 s in a recycled version store of any kind; in fresh memory 0.12 s with pages of 2 MiB, 0.4 s
-# with pages of 4 KiB, and more than 2 s where the host had yet to find the memory; in a fresh file
-# 0.2 to 1.6 s on ext4, 0.6 s on tmpfs, 0.2 s of these in `create`. At most MAX_SPARES wait to be
-# recycled; they count against the limit, and go at once where their room is wanted.
+# The same test makes reuse safe. The first write to fresh memory costs a page fault, more than the
+# write itself, so a dropped version store of the same size is reused once its exporter has died.
+# 1 GiB written in chunks of 1 MiB, on a virtual machine with two cores, took 0.05 s in a reused
+# version store of any kind; in fresh memory 0.12 s with pages of 2 MiB, 0.4 s with pages of 4 KiB,
+# and more than 2 s if the host had to allocate the memory first; in a fresh file 0.2 to 1.6 s on
+# ext4 and 0.6 s on tmpfs, 0.2 s of these in `create`. At most MAX_SPARES wait to be reused. They
+# count against the limit, and are released when their space is needed.
 #
-# torch.frombuffer keeps the view alive as it should, but does not notice `release()` on it: never
-# release a view that was lent.
+# torch.frombuffer keeps the view alive, but does not notice `release()` on it: never release a view
+# that was lent.
 #
 # Not thread-safe, except `write`, and `verify_held`, which takes long and belongs into a thread.
 
 
 MAX_SPARES = 2
-"""Dropped images kept for recycling: one is still being sent while the other is filled again."""
+"""Dropped images kept for reuse: one is still being sent while the other is filled again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A version that a former process left behind; nothing about it has been verified."""
+    """A version that a former process has left; it is not verified yet."""
 
     version: PolicyVersion
     signed_manifest: bytes
-    """As it was given to `create` or `sealed`; whether the learner signed it is to be checked."""
+    """As given to `create` or `sealed`; the caller must verify the learner's signature."""
     storage: memoryview
-    """Its bytes so far, writable; which chunks are there, `verify_held` tells."""
+    """Its bytes, writable; `verify_held` finds the chunks that were written."""
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +185,7 @@ class Pages:
 
     mapping: mmap.mmap
     path: Path | None = None
-    """The file that is mapped; None for memory."""
+    """Path of the mapped file; None for memory."""
     _exporter: weakref.ref[npt.NDArray[np.uint8]] | None = field(default=None, init=False)
 
     def __len__(self) -> int:
@@ -202,15 +199,15 @@ class Pages:
 
     @property
     def is_lent(self) -> bool:
-        """Whether the bytes can still be reached."""
+        """Whether a view of the bytes is still alive."""
         return self._exporter is not None and self._exporter() is not None
 
 
 def map_memory(num_bytes: int) -> Pages:
-    """Return pages of memory, found one by one as they are touched.
+    """Return pages of memory, which the kernel allocates at the first write to each.
 
     Raises:
-        OSError: if there is no address space or memory for them.
+        OSError: if address space or memory is exhausted.
     """
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise_huge_pages(mapping)
@@ -218,13 +215,13 @@ def map_memory(num_bytes: int) -> Pages:
 
 
 def advise_huge_pages(mapping: mmap.mmap) -> None:
-    """Ask for pages of 2 MiB; each saves 511 faults; a wish that needs no answer."""
+    """Ask the kernel for pages of 2 MiB, each of which saves 511 faults; it may refuse."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 class MemoryStore(VersionStore):
-    """Finds room for versions, `limit_bytes` for all that were not dropped, and takes it back."""
+    """Keeps versions in memory, within `limit_bytes` for all that are not dropped."""
 
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes < 1:
@@ -243,9 +240,9 @@ class MemoryStore(VersionStore):
     def create(
         self, version: PolicyVersion, signed_manifest: bytes | None, num_bytes: int
     ) -> memoryview:
-        """Return room for a version; its bytes mean nothing until they are written.
+        """Return memory for a version, with undefined bytes.
 
-        The signed manifest is kept beside them as it travels; None if it is known later (`sealed`).
+        The signed manifest is kept beside it as it travels; None if it is known later (`sealed`).
 
         Raises:
             StorageError: if the limit, the disk or the memory does not allow it.
@@ -263,9 +260,9 @@ class MemoryStore(VersionStore):
         return pages.lend()
 
     def drop(self, version: PolicyVersion) -> None:
-        """Give a version's room back; one that has no version store here is no error.
+        """Drop the version store of a version, if there is one.
 
-        Views of it, and what libzmq has yet to send of it, stay valid.
+        Views of it, and frames that libzmq has yet to send, stay valid.
         """
         pages = self._live.pop(version, None)
         if pages is None:
@@ -274,7 +271,7 @@ class MemoryStore(VersionStore):
             self._free(pages)
             return
         self._spares.append(pages)
-        # The largest stay: small ones are cheap to make again.
+        # Keep the largest: small ones are cheap to make again.
         self._spares.sort(key=len, reverse=True)
         for spare in self._spares[MAX_SPARES:]:
             self._free(spare)
@@ -284,14 +281,15 @@ class MemoryStore(VersionStore):
         """Return what a former process left of this run, newest first; to be called once joined.
 
         The caller verifies the manifest (echo.weights.manifest.verify), then the chunks
-        (`verify_held`), and drops what it does not want. Versions of other runs are dropped.
+        (`verify_held`), and drops versions that it does not need. Versions of other runs are
+        dropped.
         """
         for version in list(self._live):
             self.drop(version)
         return []
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Count the memory of a version as that of the one which it has become."""
+        """Note that the memory of `base` holds `version` now."""
         pages = self._live.pop(base, None)
         if pages is not None:
             self._live[version] = pages
@@ -318,11 +316,11 @@ class MemoryStore(VersionStore):
 
     @property
     def where(self) -> str:
-        """The place, for messages."""
+        """The name of the store in messages."""
         return "memory for versions of the weights"
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        """Find fresh pages, or raise StorageError."""
+        """Allocate pages, or raise StorageError."""
         try:
             return map_memory(num_bytes)
         except OSError as error:
@@ -335,11 +333,11 @@ class MemoryStore(VersionStore):
         """Give pages the name of a version, or raise StorageError."""
 
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
-        """Take the name from the pages of a dropped version; tell whether they may be recycled."""
+        """Remove the name of a dropped version's pages; return whether they may be reused."""
         return True
 
     def _free(self, pages: Pages) -> None:
-        """Free pages for good; they are unmapped when the last view of them has gone."""
+        """Release pages; they are unmapped when their last view has died."""
 
     def _drop_spares(self) -> None:
         for spare in self._spares:
@@ -353,7 +351,7 @@ class MemoryStore(VersionStore):
         return None
 
     def _make_space(self, version: PolicyVersion, num_bytes: int) -> None:
-        """Let spares go until `num_bytes` fit under the limit."""
+        """Release spares until `num_bytes` fit under the limit."""
         room = self.limit_bytes - self.bytes_held
         if num_bytes > room:
             raise StorageError(
@@ -372,7 +370,7 @@ def _names(versions: Sequence[PolicyVersion]) -> str:
 DEFAULT_SHARE = 0.9
 """Share of the free memory or disk that versions may take, where network.store_bytes is unset."""
 FORMAT = 2
-"""Of names and files in the directory, told by the lock."""
+"""Format of names and files in the directory; part of the lock's name."""
 _LOCK = f"echo-store-{FORMAT}.lock"
 _LOCKS = re.compile(r"echo-store-(\d+)\.lock")
 _OWN = re.compile(
@@ -442,10 +440,10 @@ class DiskStore(MemoryStore):
         return f"network.store_dir = {self.directory}"
 
     def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
-        """Write a manifest beside its image; if that fails the version is just not recovered."""
+        """Write a manifest beside its image; if that fails the version is not recovered later."""
         pages = self._live.get(version)
         if pages is None or pages.path is None:
-            return  # it has become a newer version in place, or lies in memory
+            return  # patched to a newer version, or in memory
         temporary = self._temporary()
         self._thread.call(lambda: self._write_manifest(version, temporary, signed_manifest))
 
@@ -453,7 +451,8 @@ class DiskStore(MemoryStore):
         self, version: PolicyVersion, temporary: Path, signed_manifest: bytes
     ) -> None:
         try:
-            # Not synced, as the version store is not: after a power failure the signature tells.
+            # Not synced, as the version store is not: a manifest torn by a power failure is
+            # refused.
             _write(temporary, signed_manifest)  # with the key of its chunks
             temporary.rename(self._path(version, "manifest"))
         except OSError as error:
@@ -475,19 +474,19 @@ class DiskStore(MemoryStore):
 
     def _rename(self, held: PolicyVersion, old: PolicyVersion, new: PolicyVersion) -> None:
         pages = self._live.get(held)
-        if pages is not None and pages.path is not None:  # else it is lost with this process
+        if pages is not None and pages.path is not None:  # otherwise it ends with this process
             pages.path = self._path(old, "image").rename(self._path(new, "image"))
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Count the file of a version as that of the one which it has become."""
+        """Note that the file of `base` holds `version` now."""
         super().advance(base, version)
         self._remove_later(self._path(base, "manifest"))
 
     def recover(self, run_id: str) -> list[Saved]:
         """Return what a former process left of this run, newest first, and remove the rest.
 
-        Must be called before the first `create`. Stores that this process itself holds are not
-        returned; if it is of another run, it is dropped. May take long, and belongs into a thread.
+        Must be called before the first `create`. Version stores of this process are not returned;
+        if they are of another run, they are dropped. May take long, so a thread must call it.
         """
         run = blake3(run_id.encode()).hexdigest()[:16]
         if run != self._run:
@@ -506,8 +505,8 @@ class DiskStore(MemoryStore):
     def close(self) -> None:
         """Release the directory; the versions in it stay for a later process.
 
-        Waits for what is queued for the disk. A later process should begin when this one has ended:
-        until then its threads may still write chunks, verified ones, into the version stores.
+        Waits for queued disk work. A later process should start after this one has ended: until
+        then threads of this one may still write verified chunks into the version stores.
         """
         super().close()
         self._thread.close()
@@ -522,7 +521,7 @@ class DiskStore(MemoryStore):
     # --- making and taking back ------------------------------------------------------------------
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        """Preallocate and map a file, still under a temporary name; fall back on memory."""
+        """Preallocate and map a file under a temporary name; fall back to memory."""
         assert self._run_hash
         try:
             try:
@@ -578,9 +577,9 @@ class DiskStore(MemoryStore):
             ) from error
 
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
-        """Make a spare of a file, and remove its manifest, which says nothing without it.
+        """Make a spare of a file, and remove its manifest.
 
-        Memory in place of a file is not recycled: the next version may fit on the disk again.
+        Memory in place of a file is not reused: the next version may fit on the disk again.
         """
         if pages.path is None:
             return False
@@ -596,13 +595,13 @@ class DiskStore(MemoryStore):
             self._remove_later(pages.path)
 
     def _remove_later(self, path: Path) -> None:
-        """Remove a file behind everything that is still to be written to it."""
+        """Remove a file after all queued writes to it."""
         self._thread.call(lambda: _remove(path))
 
     # --- what a former process left --------------------------------------------------------------
 
     def _sift(self, known: set[Path | None]) -> list[PolicyVersion]:
-        """Return the versions in the directory, newest first; remove what belongs to none."""
+        """Return the versions in the directory, newest first; remove files without a version."""
         versions: set[PolicyVersion] = set()
         foreign = []
         for entry in os.scandir(self.directory):
@@ -621,7 +620,7 @@ class DiskStore(MemoryStore):
         return sorted(versions, reverse=True)
 
     def _reopen(self, version: PolicyVersion) -> Saved | None:
-        """Map a version again, or remove its files if they are of no use."""
+        """Map a version again, or remove its files if they are useless."""
         path, manifest = self._path(version, "image"), self._path(version, "manifest")
         try:
             signed_manifest = manifest.read_bytes()
@@ -633,8 +632,8 @@ class DiskStore(MemoryStore):
             finally:
                 os.close(descriptor)
         except (OSError, ValueError, StorageError) as error:
-            # An image without a manifest was being decoded, or written in place, or had no seal
-            # yet; a manifest without an image is of one that was dropped, or became a newer one.
+            # An image without a manifest was being decoded or patched, or had no seal yet. A
+            # manifest without an image belongs to a dropped or patched version.
             if not isinstance(error, FileNotFoundError):
                 _log.warning("%s: removed what was left of %s: %s", self.where, version, error)
             _remove(path)
@@ -662,7 +661,7 @@ class DiskStore(MemoryStore):
         return stat.f_bavail * stat.f_frsize
 
     def _available_bytes(self) -> int:
-        """Return what is free and what a former process of ours has taken."""
+        """Return the free bytes of the disk, with those that a former process has taken here."""
         taken = (
             entry.stat(follow_symlinks=False).st_size
             for entry in os.scandir(self.directory)
@@ -671,27 +670,27 @@ class DiskStore(MemoryStore):
         return self._free_bytes() + sum(taken)
 
     def _warn(self, text: str) -> None:
-        """Warn once: a thread that has read it need not read it again with every version."""
+        """Warn once, and not again with every version."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning("%s: %s", self.where, text)
 
 
 def _map_file(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """Map a file that has all its room; ValueError if it is empty."""
+    """Map a file that is fully allocated; ValueError if it is empty."""
     mapping = mmap.mmap(descriptor, num_bytes)
     advise_huge_pages(mapping)
     return mapping
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a new file that only its owner reads."""
+    """Write a new file that only its owner may read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
 
 
 def _remove(path: Path) -> None:
-    """Remove a file if it is there; one that cannot be removed stays."""
+    """Remove a file if it exists and can be removed."""
     with contextlib.suppress(OSError):
         path.unlink()

@@ -1,31 +1,30 @@
 """Chunk cipher: AES-256-GCM, a key for each form of each version, a nonce for each chunk.
 
-    learner          chunk -> encrypted, once -> hash of that -> signed, with the hash of the key
-    whoever has it   hash right? -> kept and passed on, as it came; no key is needed for that
-    with the key     -> decrypted: an image into its place, a coded block when it is decoded
+    learner          chunk -> encrypted once -> hashed -> hash signed, with the hash of the key
+    any node         hash matches? -> kept and forwarded as it arrived, without the key
+    with the key     -> decrypted: an image when it is written, a coded block when it is decoded
 
 So weights need no encryption by their links: their bytes travel over sockets without CURVE
-(`net/zmq.py`), which costs far less. Everything else, tables and keys among it, stays inside CURVE.
+(`net/zmq.py`), which costs far less. All other messages, tables and keys included, use CURVE.
 
-**Keys.** The learner draws one for each form of each version, in memory; it keeps no list. A key
-travels beside the signature of the manifest or table that commits to it (`SignedManifest.key`): so
-it comes before the first chunk that needs it, from the peer that announces the version inside
-CURVE, and a wrong one is refused before anything is decrypted. Versions of a resumed learner are of
-another lineage, with other names and other keys.
+**Keys.** The learner draws a key for each form of each version, in memory, and keeps no list. A key
+travels beside the signature of the manifest or table that commits to it (`SignedManifest.key`). So
+it arrives inside CURVE before the first chunk that needs it, and a wrong key is refused before any
+chunk is decrypted. Versions of a resumed learner have another lineage, with other names and keys.
 
-**Nonces** are the indices of chunks. A form of a version has one content, and its key nothing else
-to encrypt: no nonce ever covers two texts.
+**Nonces** are the indices of chunks. A form of a version has one content, and its key encrypts
+nothing else, so no nonce is used for two texts.
 
-**No tag.** The learner has signed the hash of what is sent, which says more than a tag whose key
-every receiver has. So a chunk is as long as what it holds.
+**No tag.** The learner signs the hash of the encrypted chunk. That is stronger than a tag, whose
+key every receiver has. So encryption does not lengthen a chunk.
 
-**At rest.** A node keeps an image as it is: an engine reads it, deltas are written over it, and on
-a disk the same pages lie in a file that only its owner reads. A second, encrypted image would cost
-as much memory as the model. A chunk that is asked for is encrypted again, to the very bytes that
-the learner has signed (same key, same nonce, same text), and for siblings what has just come or
-been made is kept for a while (`SentChunks`). Where memory may change, the hash is compared before
-anything leaves: a text that is not the signed one must not meet its nonce. Coded forms are kept in
-memory as they came, with their tables and so their keys.
+**At rest.** A node keeps an image decrypted: an engine reads it, deltas are written over it, and on
+a disk the same pages lie in a file that only its owner can read. A second, encrypted image would
+cost as much memory as the model. A requested chunk is encrypted again, to the same bytes that the
+learner has signed (same key, nonce and text). Encrypted chunks that have just arrived or been made
+are kept for a while, for siblings (`SentChunks`). Where memory may change, the hash is compared
+before a chunk is sent: a changed text must not be encrypted with the nonce of the signed one.
+Encoded versions are kept in memory encrypted, with their tables and so their keys.
 
 With `security.curve = false` nothing is encrypted, and hashes are of the plain chunks.
 """
@@ -44,37 +43,37 @@ from echo.wire.codec import Frame
 
 KEY_BYTES = 32
 
-# The hash of a key is signed where the key itself travels: it must tell nothing else.
+# The hash of a key is signed beside the key, and must reveal nothing else.
 _COMMITMENT = "echo-rl 2026-11 key of one form of a version"
 _BLOCK_BYTES = 16
 _NONCE_BYTES = 12
 _FIRST_COUNTER = 2
-"""Of the counter of GCM in the first block of a text; 1 is the tag's."""
+"""GCM's counter in the first block of a text; 1 is used for the tag."""
 
 
 def hash_key(key: bytes) -> bytes:
-    """Return what is signed in the place of a key: a hash of it, nothing for no key."""
+    """Return the hash of a key, which is signed in its place; nothing without a key."""
     return blake3(key, derive_key_context=_COMMITMENT).digest() if key else b""
 
 
 def check_key(key: bytes, key_hash: bytes) -> None:
-    """Refuse a key that is not the one which the learner has committed to.
+    """Refuse a key with another hash than the learner has signed.
 
     Raises:
-        RemoteProtocolError: if it is another one, or missing, or none was to come.
+        RemoteProtocolError: if the key is another one, missing, or not expected.
     """
     if len(key) not in (0, KEY_BYTES) or hash_key(key) != key_hash:
         raise RemoteProtocolError("a key of a version that is not the one which the learner drew")
 
 
 def crypt(key: bytes, index: int, data: Frame, out: memoryview) -> None:
-    """Encrypt chunk `index`, or decrypt it, which is the same without a tag.
+    """Encrypt or decrypt chunk `index`; without a tag both are the same operation.
 
     Args:
-        key: of the form of a version that the chunk belongs to, KEY_BYTES long.
+        key: of the chunk's form and version, KEY_BYTES long.
         index: of the chunk.
         data: the whole chunk.
-        out: where it goes; of the same length, and may be the same memory.
+        out: memory of the result, of the same length; may be the memory of `data`.
     """
     nonce = index.to_bytes(_NONCE_BYTES, "big")
     _context(key, modes.GCM(nonce)).update_into(data, out)
@@ -86,13 +85,13 @@ def _context(key: bytes, mode: modes.GCM | modes.CTR) -> CipherContext:
 
 @dataclass(frozen=True, slots=True)
 class Encrypted:
-    """Where a run of bytes lies in the chunks of a form, and how to decrypt it."""
+    """The place of a run of bytes in the chunks of a form, with their key."""
 
     key: bytes
     chunk: int
-    """In which it begins."""
+    """Index of the chunk in which the run begins."""
     start: int
-    """Its first byte in that chunk."""
+    """Offset of its first byte in that chunk."""
     chunk_bytes: int
 
     def decrypt(self, data: memoryview) -> memoryview:
@@ -112,23 +111,24 @@ class Encrypted:
 
 
 SENT_BYTES = 8 << 20
-"""Kept of what was sent of images: siblings are some chunks apart (`weights/sender.py`)."""
+"""Bytes of encrypted image chunks that are kept; siblings are a few chunks apart
+(`weights/sender.py`)."""
 
 
 class SentChunks:
-    """Encrypted chunks of images that came or were made recently."""
+    """Encrypted chunks of images that have recently arrived or been made."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without chunks."""
         self._frames: OrderedDict[tuple[bytes, int], Frame] = OrderedDict()
         self._num_bytes = 0
 
     def get(self, key: bytes, index: int) -> Frame | None:
-        """Return a chunk as it travels, if it is here; the key names the form."""
+        """Return a chunk as it travels, or None if it is not kept; the key identifies the form."""
         return self._frames.get((key, index))
 
     def add(self, key: bytes, index: int, frame: Frame) -> None:
-        """Keep a chunk that has the hash which the learner signed, in the place of the oldest."""
+        """Keep a verified chunk, and drop the oldest beyond the bound."""
         if (key, index) in self._frames:
             return
         self._frames[key, index] = frame

@@ -1,7 +1,7 @@
 """Block codec: a piece of an image, alone or as a delta.
 
-A block is coded on its own, so that blocks can be coded, sent and decoded in any order and by
-several threads at once. Its first byte says how, the second the bytes of a word:
+Each block is coded on its own, so blocks can be coded, sent and decoded in any order and by several
+threads. The first byte of a coded block is its codec, the second the size of a word in bytes:
 
 | codec      | holds                                            | the shortest where       |
 |------------|--------------------------------------------------|--------------------------|
@@ -15,16 +15,16 @@ several threads at once. Its first byte says how, the second the bytes of a word
 A byte plane gathers one byte of every word: the exponents of floats lie close together and pack
 well, mantissas do not and stay as they are. Bytes that do not fill a word follow at the end.
 
-Everything is an integer on bit patterns, little-endian like the image, so every value comes back
-bit for bit. Coding is deterministic for a given zstd: all nodes that code the same block get the
-same bytes.
+All arithmetic is on bit patterns as integers, little-endian like the image, so every value is
+restored bit for bit. Coding is deterministic for a given version of zstd: all nodes that code the
+same block get the same bytes.
 
-The encoder does not try all codecs. How many words changed is known first: up to a fifth CHANGES
-is within 5 % of the shortest whatever the steps are, above that samples from all over the block
-decide.
+The encoder does not try all codecs. It counts the changed words first. Up to a fifth of the words,
+CHANGES is within 5 % of the shortest codec for steps of any size. Above that, samples from all over
+the block decide.
 
-The decoder trusts nothing: every length is compared with the size of the block before memory is
-taken. For honest blocks that is a few times the block, for any at most some twenty times.
+The decoder compares every length with the size of the block before it allocates memory. It
+allocates a few times the block for an honest block, and at most about twenty times for any block.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from echo.weights.manifest import TensorSpec
 
 # --- streams: each one zstd or as it is, whichever is shorter -------------------------------------
 #
-# A stream is a length (u32) and that many bytes. The reader always knows the size that the stream
-# must have once it is unpacked: where the length equals it, the bytes are stored as they are, else
-# they are one zstd frame. The size that a frame claims is compared with the promised size before
-# anything is unpacked, so that a hostile frame cannot make the receiver allocate.
+# A stream is a length (u32) and its bytes. The reader always knows the unpacked size of the stream.
+# If the length equals that size, the bytes are stored without compression; otherwise they are one
+# zstd frame. The size that a frame claims is compared with the known size before it is unpacked, so
+# a hostile frame cannot make the receiver allocate memory.
 #
 # The coded bytes are close to random at the level of strings: the gain comes from the Huffman code
 # over single bytes. Hence the settings: matches only where they are long, and a table for finding
@@ -75,7 +75,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 def pack_streams(*streams: Bytes) -> list[bytes]:
     """Return contiguous arrays as streams, one after the other: each its length and its bytes."""
-    # A compressor of its own costs 10 us, and nothing is shared between threads.
+    # A new compressor costs 10 us, and so threads share none.
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     parts = []
     for data in streams:
@@ -99,14 +99,14 @@ def pack_planes(words: Words) -> list[bytes]:
 def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
     """Copy bytes to a place of their length, without the GIL.
 
-    A slice assignment would hold it, and with it every thread where a page of `out` is a file's and
-    the kernel makes its writer wait.
+    A slice assignment would hold the GIL, and so stop all threads while the kernel makes the writer
+    of a file's page wait.
     """
     np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
 
 
 class BlockReader:
-    """Takes a coded block apart, and refuses what does not fit it."""
+    """Reads the fields of a coded block, and refuses fields that do not fit it."""
 
     def __init__(self, coded: memoryview) -> None:
         """Read `coded` from its beginning."""
@@ -135,22 +135,22 @@ class BlockReader:
         return np.frombuffer(stored, np.uint8)
 
     def planes(self, count: int, word_bytes: int) -> Words:
-        """Return `count` words that lie in planes."""
+        """Return `count` words from byte planes."""
         words = np.empty((count, word_bytes), np.uint8)
         for plane in range(word_bytes):
             words[:, plane] = self.stream(count)
         return words.reshape(-1).view(f"<u{word_bytes}")
 
     def finish(self) -> None:
-        """Check that nothing is left."""
+        """Check that all bytes were read."""
         if self._rest:
             raise RemoteProtocolError("a coded block with bytes left over")
 
 
 def _unpacked(frame: memoryview, size: int, decompressor: zstandard.ZstdDecompressor) -> bytes:
-    """Return what a zstd frame holds, which must be `size` bytes."""
+    """Return the contents of a zstd frame, which must be `size` bytes."""
     try:
-        # Of skippable frames and dictionaries, which zstd knows too, there are none.
+        # The encoder makes no skippable frames and uses no dictionaries.
         if bytes(frame[:4]) != _MAGIC:
             raise RemoteProtocolError("a coded block with a stream that is no zstd frame")
         claims = zstandard.get_frame_parameters(frame)
@@ -194,10 +194,10 @@ _ESCAPE = 15
 
 
 def has_more_changes(old: Words, new: Words, limit: int) -> bool:
-    """Return whether surely more than `limit` words differ, cheaply if it is far from that.
+    """Return whether more than `limit` words differ; True is certain.
 
-    Where samples find less than half of it, False is but an expectation: counting is a pass over
-    both blocks, and useless where the changes are sparse and are about to be searched for anyway.
+    If samples find less than half of `limit`, the words are not counted and False is an estimate:
+    a count is a pass over both blocks, and the search for sparse changes follows anyway.
     """
     every = _SAMPLE_STRIDE
     if every * np.count_nonzero(old[::every] != new[::every]) <= limit // 2:
@@ -211,7 +211,7 @@ def has_more_changes(old: Words, new: Words, limit: int) -> bool:
 
 
 def has_changed_little(old: memoryview, new: memoryview) -> bool:
-    """Return whether few words of an image differ from another one, as samples tell.
+    """Return whether few words of an image differ from another one, judged by samples.
 
     Args:
         old: an image.
@@ -225,13 +225,13 @@ def has_changed_little(old: memoryview, new: memoryview) -> bool:
 
 
 def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
-    """Return where words differ, in order, by how much modulo their size, and the old ones there.
+    """Return the indices of changed words, in order, with their differences and old values.
 
-    Where few do, most of the time goes into finding them. The comparison yields a byte per word;
-    eight of those at a time are looked at as one number, and only the numbers that are not zero
-    are searched: twice the speed of asking for the nonzero bytes at once. Pieces of a size that
-    caches hold spare a sixth, since the words found are then read from there; so are the old ones,
-    which would have to be gathered again from a block that has left the caches.
+    Differences are modulo the word's size. If few words differ, most of the time is spent on the
+    search. The comparison yields a byte per word. Eight of these bytes are read as one number, and
+    only nonzero numbers are searched, which is twice as fast as a search for nonzero bytes. The
+    search works on pieces that fit into the caches, which saves a sixth: the old and new words are
+    then read from the caches.
     """
     size = max(8, min(_PIECE_BYTES // new.itemsize, -(-new.size // 8) * 8))
     differs = np.zeros(size, np.bool_)
@@ -253,7 +253,7 @@ def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
 
 
 def gather(values: npt.NDArray[Any], where: Indices) -> npt.NDArray[Any]:
-    """Return the values at places that are known to lie inside: clipping is the cheapest check."""
+    """Return the values at valid indices; clipping is the cheapest check."""
     return np.take(values, where, mode="clip")
 
 
@@ -266,7 +266,7 @@ def zigzag(difference: Words) -> Words:
 
 
 def unzigzag(number: Words) -> Words:
-    """Return the difference that zigzag() made this number of."""
+    """Return the difference of a number: the inverse of zigzag()."""
     sign: Words = number & 1
     np.negative(sign, out=sign)
     difference: Words = number >> 1
@@ -278,8 +278,8 @@ def pack_changes(where: Indices, difference: Words) -> list[bytes]:
     """Code changes.
 
     Args:
-        where: indices of the words that changed, increasing.
-        difference: by how much each one changed, modulo the size of a word; none is zero.
+        where: indices of the changed words, increasing.
+        difference: their differences, modulo the size of a word; none is zero.
     """
     gaps = _pack_gaps(where)
     number = zigzag(difference) - 1
@@ -297,15 +297,15 @@ def pack_changes(where: Indices, difference: Words) -> list[bytes]:
 
 
 def read_changes(reader: BlockReader, num_words: int, word_bytes: int) -> tuple[Indices, Words]:
-    """Return what `pack_changes` was given.
+    """Return the arguments that `pack_changes` was given.
 
     Args:
-        reader: stands before the changes.
+        reader: positioned before the changes.
         num_words: words of the block.
         word_bytes: size of a word.
 
     Raises:
-        RemoteProtocolError: if the changes are not those of such a block.
+        RemoteProtocolError: if the changes do not fit such a block.
     """
     count, num_gaps, num_escapes = reader.unpack(_COUNTS)
     if count > num_words or num_gaps > count + num_words // _SKIP or num_escapes > count:
@@ -324,7 +324,7 @@ def read_changes(reader: BlockReader, num_words: int, word_bytes: int) -> tuple[
 
 
 def _pack_gaps(where: Indices) -> Bytes:
-    """Return the gaps before each change, one byte each, and escapes where one is too large."""
+    """Return the gap before each change, one byte each, with escapes for large gaps."""
     gaps = where.copy()
     np.subtract(where[1:], where[:-1], out=gaps[1:])
     gaps[1:] -= 1
@@ -340,13 +340,13 @@ def _unpack_gaps(packed: Bytes) -> Indices:
     """Return the indices of the changes."""
     is_change = packed != _SKIP
     steps = packed + is_change  # 254 + 1 still is a byte
-    steps[:1] -= 1  # before the first change lies its gap alone
+    steps[:1] -= 1  # the first change has only its gap before it
     where: Indices = np.cumsum(steps, dtype=np.int64)[is_change]
     return where
 
 
 def _step_table(word_bytes: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return for each byte the two differences it stands for, side by side as one number."""
+    """Return the table of the two differences in each byte, as one number."""
     byte = np.arange(256, dtype=f"<u{word_bytes}")
     nibbles = np.stack([byte & 15, byte >> 4], axis=1)
     steps = np.where(nibbles == _ESCAPE, 0, unzigzag(nibbles + 1)).astype(byte.dtype)
@@ -365,7 +365,7 @@ BLOCK_BYTES = 4 << 20
 UNCHANGED, RAW, CHANGES, DIFFERENCE, XOR, PLANES = range(6)
 
 SPARSE_SHARE = 0.2
-"""Changed share of the words up to which CHANGES is not compared with other codecs."""
+"""Share of changed words up to which CHANGES is not compared with other codecs."""
 NUM_SAMPLES = 16
 SAMPLE_WORDS = 1024
 
@@ -379,11 +379,11 @@ def block_bytes_of(chunk_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CodedBlock:
-    """A block as a delta, and what it is to be applied to."""
+    """A block as a delta, with the hash of the bytes that it replaces."""
 
     coded: bytes
     old_hash: bytes
-    """BLAKE3-256 of the bytes that it replaces: words that change and the tail, or all."""
+    """BLAKE3-256 of the replaced bytes: changed words and the tail, or the whole block."""
 
 
 def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBytes) -> bytes:
@@ -392,7 +392,7 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
     Args:
         base: the same block of the version that the receiver holds; None codes it alone.
         new: the block, of any length.
-        word_bytes: size of the floats that it holds, 1 if of other or unknown things.
+        word_bytes: size of its floats, 1 for other or unknown contents.
 
     Raises:
         LocalProtocolError: if base and block differ in length.
@@ -406,12 +406,12 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
 def code_block(
     base: memoryview | None, new: memoryview, block: tuple[int, int, WordBytes]
 ) -> CodedBlock:
-    """Return one block of an image as a version travels with it.
+    """Return the coded form of one block of an image.
 
     Args:
         base: the image of the version that the receiver holds; None codes it alone.
         new: the image.
-        block: where it begins and ends in both, and the size of its words.
+        block: its start and stop in both images, and the size of its words.
     """
     start, stop, word_bytes = block
     if base is None:
@@ -439,7 +439,7 @@ def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) ->
 
 
 def _old_hash(codec: int, base: memoryview, old: Words, old_tail: memoryview, new: Words) -> bytes:
-    """Return the hash of what a block replaces that may have been coded in any way."""
+    """Return the hash of the bytes that a block replaces, for any codec."""
     if codec == CHANGES:
         _, _, replaced = find_changes(old, new)
         return hash_old(replaced, old_tail)
@@ -447,21 +447,21 @@ def _old_hash(codec: int, base: memoryview, old: Words, old_tail: memoryview, ne
 
 
 def hash_old(words: Words, tail: memoryview | bytes = b"") -> bytes:
-    """Return the hash of what a block replaces: words in their order, and the bytes behind them."""
+    """Return the hash of replaced words in their order, and of the tail behind them."""
     return blake3(words.view(np.uint8).data).update(tail).digest()
 
 
 def most_sparse(num_words: int) -> int:
-    """Return how many words of a block may have changed for it to count as sparse."""
+    """Return the largest number of changed words in a sparse block."""
     return int(SPARSE_SHARE * num_words)
 
 
 def encode_changes(where: Indices, difference: Words, tail: memoryview | bytes = b"") -> bytes:
-    """Return the coded form of a block whose changes are known already and sparse.
+    """Return the coded form of a block with known, sparse changes.
 
     Args:
-        where: indices of the words that changed, increasing.
-        difference: by how much each of them did, modulo the size of a word.
+        where: indices of the changed words, increasing.
+        difference: their differences, modulo the size of a word.
         tail: the block's bytes after the last whole word.
     """
     return _assembled(CHANGES, pack_changes(where, difference), difference.itemsize, tail)
@@ -469,10 +469,10 @@ def encode_changes(where: Indices, difference: Words, tail: memoryview | bytes =
 
 @dataclass(frozen=True, slots=True)
 class BlockPatch:
-    """The changes that a delta makes to a block, with what takes them back."""
+    """The changes that a delta makes to a block, with the old words to take them back."""
 
     where: Indices | None
-    """Indices of the words, increasing; None for a block that is replaced whole."""
+    """Indices of the changed words, increasing; None if the whole block is replaced."""
     old: Words
     new: Words
     old_tail: bytes
@@ -481,16 +481,16 @@ class BlockPatch:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of its arrays."""
         positions = 0 if self.where is None else self.where.nbytes
         return positions + self.old.nbytes + self.new.nbytes
 
     def write(self, block: memoryview) -> None:
-        """Write the new words to the block; doing so twice changes nothing more."""
+        """Write the new words to the block; a second call changes nothing."""
         _write(block, self.where, self.new, self.new_tail)
 
     def take_back(self, block: memoryview) -> None:
-        """Write the old words, whichever of the new ones had been written."""
+        """Write the old words, also where the new ones had not been written."""
         _write(block, self.where, self.old, self.old_tail)
 
 
@@ -507,16 +507,16 @@ _NOTHING = np.empty(0, np.int64)
 
 
 def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPatch:
-    """Return what a coded block changes of its base, which is only read.
+    """Return the changes of a coded block to its base, which is only read.
 
     Args:
-        coded: what `encode_delta` returned, or anything else that came from the network.
-        base: the block as it is.
-        old_hash: that the bytes about to be replaced must have.
+        coded: a result of `encode_delta`, or any bytes from the network.
+        base: the block of the base.
+        old_hash: the hash that the replaced bytes must have.
 
     Raises:
         RemoteProtocolError: if the block is malformed.
-        StorageError: if the base is another one than it was coded against.
+        StorageError: if the block was coded against another base.
     """
     reader = BlockReader(coded)
     [codec] = reader.take(1)
@@ -544,15 +544,15 @@ def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPat
 
 
 def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) -> None:
-    """Write the block that `coded` stands for to `out`, every byte of it.
+    """Write the decoded block to `out`, every byte of it.
 
     Args:
-        coded: what encode_block() returned, or anything else that came from the network.
-        base: the same block of the version that it was coded against; None if there is none.
+        coded: a result of encode_block(), or any bytes from the network.
+        base: the same block of the base; None without a base.
         out: memory of the block's length, not overlapping the base.
 
     Raises:
-        RemoteProtocolError: if it is malformed; `out` then holds anything.
+        RemoteProtocolError: if it is malformed; then `out` is undefined.
     """
     reader = BlockReader(coded)
     [codec] = reader.take(1)
@@ -613,24 +613,24 @@ def _samples(words: Words) -> Words:
 
 
 def _assembled(codec: int, parts: list[bytes], word_bytes: int, tail: memoryview | bytes) -> bytes:
-    """Return a coded block of its parts."""
+    """Return a coded block, given its parts."""
     return b"".join([bytes([codec, word_bytes]), *parts, tail])
 
 
 def _no_longer(coded: bytes, new: memoryview) -> bytes:
-    """Return a coded block, or the block as it is if that is no longer."""
+    """Return a coded block, or the raw block if that is not longer."""
     return coded if len(coded) <= len(new) else b"".join([bytes([RAW]), new])
 
 
 def _split(block: memoryview, word_bytes: int) -> tuple[Words, memoryview]:
-    """Return a block's words, and the bytes after the last whole one."""
+    """Return a block's words, and the bytes after its last whole word."""
     count = len(block) // word_bytes
     words: Words = np.frombuffer(block, f"<u{word_bytes}", count)
     return words, block[count * word_bytes :]
 
 
 def _word_bytes(reader: BlockReader) -> int:
-    """Return the size of a word, as the second byte says it."""
+    """Return the size of a word, from the second byte."""
     [word_bytes] = reader.take(1)
     if word_bytes not in (1, 2, 4):
         raise RemoteProtocolError(f"a coded block with words of {word_bytes} bytes")
@@ -645,14 +645,14 @@ _FLOAT_BYTES: dict[str, WordBytes] = {"float32": 4, "bfloat16": 2, "float16": 2}
 def word_bytes_of(tensors: Sequence[TensorSpec], start: int, stop: int) -> WordBytes:
     """Return the size of the floats that most bytes of [start, stop) belong to.
 
-    A block may span tensors of several dtypes. It is coded in one size of word, which concerns
-    its length only, never its content. Tensors of other dtypes count as bytes; of equal shares
+    A block may span tensors of several dtypes. It is coded with one size of word, which affects
+    only its coded length, not its contents. Tensors of other dtypes count as bytes; of equal shares
     the larger word wins.
 
     Args:
-        tensors: what lies where in the image, in order of offset.
+        tensors: places of the tensors in the image, in order of offset.
         start: first byte of the block in the image.
-        stop: the byte after its last.
+        stop: the byte after its last byte.
     """
     shares: Counter[WordBytes] = Counter()
     first = bisect.bisect_right(tensors, start, key=lambda tensor: tensor.offset) - 1

@@ -1,20 +1,20 @@
 """Manifest of a version: tensors, chunk hashes, and the learner's signature.
 
-A version is one byte image: its tensors one after the other, each once. The image is cut into
-chunks of equal size (the last may be shorter). The manifest lists tensors and the BLAKE3 hash of
-every chunk; its own hash is the **root**, and the root is what the learner signs. So one signature
-covers every byte, a relay can verify each chunk on its own before it forwards it, and a chunk that
-was damaged on the way stops at the first hop. Where chunks travel encrypted (`cipher.py`) these are
-hashes of what travels; of an image the manifest has both.
+A version is one byte image: its tensors one after the other, each once. The image is divided into
+chunks of equal size (the last may be shorter). The manifest lists the tensors and the BLAKE3 hash
+of each chunk. Its own hash is the **root**, which the learner signs. So one signature covers every
+byte, a relay verifies each chunk before it forwards it, and a chunk that was damaged on the way
+stops at the first hop. If chunks travel encrypted (`cipher.py`), the manifest also has the hashes
+of the encrypted chunks.
 
-Beside its image a version may travel as an **encoded version**: a delta against a version that the
-receiver holds, or a keyframe, in segments whose tables are signed one by one (`store.py`). A table
-says either what the image chunks that come out must hash to, and then the last table carries the
-manifest; or what the words that it replaces must hash to in the base. These and the signed changes
-determine every byte that comes out, so such a delta leaves before its image has been hashed. The
-manifest follows as the version's **seal**, when the learner has hashed it beside the training.
+A version may also travel as an **encoded version**: a delta against a version that the receiver
+holds, or a keyframe, in segments whose tables are signed one by one (`encoded.py`). A table has
+either the hashes of the decoded image chunks, and then the last table contains the manifest; or the
+hashes of the words in the base that it replaces. Those words and the signed changes determine every
+decoded byte, so such a delta is sent before its image has been hashed. The manifest follows as the
+version's **seal**, when the learner has hashed the image beside the training.
 
-Sizes come from the wire and are checked against each other before anything is allocated.
+Sizes come from the network, and are checked against each other before memory is allocated.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Manifest(msgspec.Struct, frozen=True):
     chunk_hashes: bytes
     """BLAKE3-256 of each chunk, one after the other."""
     sent_hashes: bytes = b""
-    """BLAKE3-256 of each chunk as it travels, encrypted; empty where chunks travel as they are."""
+    """BLAKE3-256 of each encrypted chunk; empty if chunks travel without encryption."""
     key_hash: bytes = b""
-    """Of the key (`cipher.py`); empty where there is none."""
+    """Hash of the key (`cipher.py`); empty without a key."""
 
     @property
     def num_chunks(self) -> int:
@@ -83,7 +83,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def chunks(self) -> range:
-        """Chunks that the image has, hashed or not yet."""
+        """Chunks of the image, with or without hashes."""
         return range(-(-self.num_bytes // self.chunk_bytes))
 
     def chunk_range(self, index: int) -> tuple[int, int]:
@@ -104,13 +104,13 @@ class Manifest(msgspec.Struct, frozen=True):
 class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
     """A manifest or a segment's table as it travels, inside CURVE.
 
-    The bytes that were signed, the signature of their hash, and the key that they commit to.
+    It has the signed bytes, the signature of their hash, and the key that they commit to.
     """
 
     body: bytes
     signature: bytes
     key: bytes = b""
-    """Of the chunks; empty where they are not encrypted."""
+    """Key of the chunks; empty if they are not encrypted."""
 
     def __repr__(self) -> str:
         return f"SignedManifest(root={self.root.hex()})"  # no key in a log
@@ -126,30 +126,30 @@ _signed_decoder = msgspec.msgpack.Decoder(SignedManifest)
 
 
 def provisional(manifest: Manifest, version: PolicyVersion) -> Manifest:
-    """Return the manifest of a version laid out like another one, without any hash yet."""
+    """Return a manifest of `version` without hashes, with the layout of another manifest."""
     return msgspec.structs.replace(
         manifest, version=version, chunk_hashes=b"", sent_hashes=b"", key_hash=b""
     )
 
 
 class ChunkHashes(NamedTuple):
-    """BLAKE3-256 of some chunks of an image, one after the other."""
+    """Hashes (BLAKE3-256) of some chunks of an image, one after the other."""
 
     plain: bytes
     sent: bytes
-    """As they travel, encrypted; empty where they travel as they are."""
+    """Hashes of the encrypted chunks; empty if chunks are not encrypted."""
 
 
 def hash_chunks(
     image: bytes | bytearray | memoryview, chunk_bytes: int, chunks: range, key: bytes = b""
 ) -> ChunkHashes:
-    """Hash chunks of an image, as they travel too.
+    """Return the hashes of chunks of an image, plain and encrypted.
 
     Args:
         image: the bytes.
         chunk_bytes: size of a chunk.
-        chunks: which of them, by index.
-        key: with which chunks are encrypted, never used before; empty if they are not.
+        chunks: indices of the chunks.
+        key: a key that was never used before; empty if chunks are not encrypted.
     """
     view = memoryview(image)
     plain, sent = [], []
@@ -157,14 +157,14 @@ def hash_chunks(
     for index in chunks:
         chunk = view[index * chunk_bytes : (index + 1) * chunk_bytes]
         plain.append(blake3(chunk).digest())
-        if key:  # while the caches have it
+        if key:  # while the chunk is in the caches
             crypt(key, index, chunk, encrypted[: len(chunk)])
             sent.append(blake3(encrypted[: len(chunk)]).digest())
     return ChunkHashes(b"".join(plain), b"".join(sent))
 
 
 def hash_image(image: bytes | bytearray | memoryview, chunk_bytes: int) -> bytes:
-    """Return the hash of an image: that of its chunks' hashes, which many can make together."""
+    """Return the hash of an image: the hash of its chunks' hashes, computed in parallel."""
     chunks = range(-(-len(image) // chunk_bytes))
     return blake3(hash_chunks(image, chunk_bytes, chunks).plain).digest()
 
@@ -175,7 +175,7 @@ def with_hashes(manifest: Manifest, parts: Iterable[ChunkHashes], key: bytes = b
     Args:
         manifest: without any.
         parts: the hashes, in order of the chunks.
-        key: with which the chunks are encrypted; empty if they are not.
+        key: the key of the chunks; empty if they are not encrypted.
     """
     plain, sent = zip(*parts, strict=True)
     hashed = msgspec.structs.replace(
@@ -195,16 +195,16 @@ def build_manifest(
     chunk_bytes: int,
     key: bytes = b"",
 ) -> Manifest:
-    """Describe `image`, hashing every chunk, as it travels too.
+    """Return the manifest of `image`, with the hashes of every chunk, plain and encrypted.
 
     Args:
         run_id: the run that the version belongs to.
         version: its name.
         model_digest: hash of the model configuration.
-        tensors: what lies where in the image.
+        tensors: places of the tensors in the image.
         image: the bytes.
         chunk_bytes: size of a chunk, between MIN_CHUNK_BYTES and MAX_CHUNK_BYTES.
-        key: with which chunks are encrypted, never used before; empty if they are not.
+        key: a key that was never used before; empty if chunks are not encrypted.
     """
     manifest = Manifest(
         run_id=run_id,
@@ -224,9 +224,9 @@ def sign(
     """Sign the root of a manifest, or of a segment's table, with the learner's key.
 
     Args:
-        manifest: what is signed.
+        manifest: the manifest or table.
         key: the learner's.
-        chunk_key: with which the chunks are encrypted that it describes.
+        chunk_key: key of the chunks that it describes; empty if they are not encrypted.
     """
     body = msgspec.msgpack.encode(manifest)
     return SignedManifest(body, key.sign(blake3(body).digest()), chunk_key)
@@ -327,11 +327,11 @@ def _check_manifest(manifest: Manifest) -> None:
 # --- segment tables of an encoded version ---------------------------------------------------------
 
 MAX_BLOCK_OVERHEAD_BYTES = 64
-"""By how much a coded block may be longer than what it codes: a tag and a length."""
+"""Bytes by which a coded block may exceed its block: a tag and a length."""
 
 
 class SegmentTable(msgspec.Struct, frozen=True):
-    """One segment of an encoded version; its encoding is what the learner signs."""
+    """One segment of an encoded version; the learner signs its encoding."""
 
     run_id: str
     version: PolicyVersion
@@ -348,13 +348,13 @@ class SegmentTable(msgspec.Struct, frozen=True):
     chunk_hashes: bytes
     """BLAKE3-256 of each payload chunk, as it travels."""
     result_hashes: bytes = b""
-    """BLAKE3-256 of each image chunk that comes out; empty where `old_hashes` are given."""
+    """BLAKE3-256 of each decoded image chunk; empty if `old_hashes` are given."""
     manifest: bytes | None = None
-    """In the last segment: the signed manifest of the image, encoded; None where it follows."""
+    """In the last segment: the signed manifest of the image, encoded; None if it follows."""
     old_hashes: bytes = b""
-    """BLAKE3-256 of what each block replaces in the base (`delta.py`)."""
+    """BLAKE3-256 of the bytes of the base that each block replaces (`delta.py`)."""
     key_hash: bytes = b""
-    """Of the key of the encoded version (`cipher.py`); empty where there is none."""
+    """Hash of the encoded version's key (`cipher.py`); empty without a key."""
 
     @property
     def num_bytes(self) -> int:
@@ -373,7 +373,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether it says what it replaces, and not what comes out."""
+        """Whether it hashes the bytes that it replaces, and not the result."""
         return bool(self.old_hashes)
 
     @property
@@ -393,12 +393,12 @@ class SegmentTable(msgspec.Struct, frozen=True):
         """Refuse a table whose numbers contradict each other or exceed what this node accepts.
 
         Args:
-            where: which segment this is, for the message.
-            first_block: the block after the last of the segment before.
+            where: name of the segment in messages.
+            first_block: the block after the last one of the segment before.
             max_bytes: bound of the image.
 
         Raises:
-            RemoteProtocolError: says what contradicts what.
+            RemoteProtocolError: with the two numbers that contradict each other.
         """
         chunk_bytes = (self.chunk_bytes, self.image_chunk_bytes)
         if not all(MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES for size in chunk_bytes):
@@ -444,7 +444,7 @@ _table_decoder = msgspec.msgpack.Decoder(SegmentTable)
 
 
 def decode_table(body: bytes) -> SegmentTable:
-    """Return the table whose encoding the learner has signed, not checked yet.
+    """Return the table in a signed encoding, without a check of its numbers.
 
     Raises:
         RemoteProtocolError: if it is malformed.

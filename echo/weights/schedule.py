@@ -1,33 +1,33 @@
 """Publication schedule: when to publish, and as full image, keyframe or delta.
 
 **Period.** Fixed, or the smallest that hides the broadcast of a version. It is counted from the
-last publication, whatever its step, and is at most S + 1 of the bound in force: so two versions
-never lie more than S + 1 steps apart, however often period and bound change in between. Further
-apart, the last version would be too old to sample for the step after which the next one is due, and
-learner and workers would wait for each other forever.
+last publication, and is at most S + 1 of the staleness bound in force. So two versions are never
+more than S + 1 steps apart, even if period and bound change in between. Further apart, the last
+version would be too old to sample for the step after which the next one is due, and learner and
+workers would wait for each other forever.
 
-**Path.** A version can be had as its full image, as a keyframe (packed, but without a base), or as
-a delta on top of an older version, which in turn can be had in several ways. The way with the
-fewest bytes wins; of those the one with the fewest steps, since each step costs a pass over the
-whole image.
+**Path.** A version can be fetched as its full image, as a keyframe (packed, without a base), or as
+a delta against an older version, which again can be fetched in several forms. A node takes the path
+with the fewest bytes, and of equal ones the path with the fewest steps, because each step costs a
+pass over the whole image.
 
-**Forms.** A small version goes out as its image alone, and so does each where the configuration
-asks for that. Of any other the learner makes a delta against its last published version, and sends
-the image behind the delta's first segment; and a keyframe now and then. Sizes that were measured in
-this run decide, by one yardstick: the bytes that a node has to fetch.
+**Forms.** A small version is published as its image only, and so is every version if the
+configuration says so. For any other version the learner makes a delta against its last published
+version, sends the image behind the first segment of the delta, and makes a keyframe from time to
+time. Sizes measured in this run decide, by one measure: the bytes that a node has to fetch.
 
-* A **keyframe** is what a node without any version fetches, and then the deltas made since. It is
-  due as soon as that way costs KEYFRAME_MARGIN more than a fresh keyframe would, or leads over more
-  than MAX_STEPS encoded versions; each costs a pass over the image. At lr 1e-6 a bf16 delta is
+* A node without any version fetches a **keyframe**, and then the deltas made since. A new keyframe
+  is due when that path costs KEYFRAME_MARGIN more than a new keyframe would, or has more than
+  MAX_STEPS encoded versions, each of which costs a pass over the image. At lr 1e-6 a bf16 delta is
   1/116 and a keyframe 2/3 of the image: the steps decide, one keyframe in 16 versions. At 5e-6
-  (1/37) it is one in 7. The first version always gets one, unless keyframes turn out hardly smaller
-  than the image.
-* A **delta** is worth its base only if it is clearly shorter than what needs no base: if the last
-  one was more than DELTA_SHARE of a keyframe (or image), the next version goes without, and a delta
-  is tried again RETRY_AFTER versions later: steps shrink when the learning rate decays.
+  (1/37) it is one in 7. The first version always gets one, unless keyframes are hardly smaller than
+  the image.
+* A **delta** is made only if it is clearly shorter than a form without a base. If the last delta
+  was more than DELTA_SHARE of a keyframe (or image), the next version has none. A delta is tried
+  again RETRY_AFTER versions later, because steps shrink when the learning rate decays.
 
-With codec = "delta" a delta is made whenever there is a base. Otherwise keyframe and delta alike
-are given up after a first segment that is hardly shorter than its part of the image.
+With codec = "delta" every version with a base gets a delta. Otherwise a keyframe or delta is
+abandoned if its first segment is hardly shorter than its part of the image.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from echo.wire.messages import ItemId
 # --- publish period -------------------------------------------------------------------------------
 
 MAX_PENDING = 64
-"""Versions whose arrival is awaited for the measurement; a slower node is not waited for."""
+"""Published versions whose arrival is measured; with more the oldest is no longer measured."""
 
 
 class PublishPace:
-    """Publish period: fixed, or one that follows what was measured."""
+    """Publish period: fixed, or adapted to measured broadcasts."""
 
     def __init__(self, *, period: int, is_auto: bool, max_staleness: int) -> None:
         """Start with `period` steps between publications.
 
         Args:
-            period: kappa, or where to begin if it is measured.
-            is_auto: whether it follows what is measured.
-            max_staleness: S, which bounds it.
+            period: kappa; the first one if it is adapted.
+            is_auto: whether it is adapted to measured broadcasts.
+            max_staleness: S, which bounds the period.
         """
         self.period = period
         self._longest = period
@@ -64,14 +64,14 @@ class PublishPace:
         self._published_at: dict[PolicyVersion, float] = {}
         self._num_bytes = 0
         self.broadcast_s: float | None = None
-        """Seconds that the last fully received version took to reach every node."""
+        """Seconds in which the last fully received version reached every node."""
         self.num_broadcasts = 0
-        """Versions that have reached every node, those that came together counted once."""
+        """Versions that have reached every node; versions that arrived together count once."""
 
     def limit(self, max_staleness: int) -> None:
-        """Follow another bound on staleness from now on: a version for each S + 1 steps at least.
+        """Take another bound on staleness: at least one version for each S + 1 steps.
 
-        A period that is measured follows with the next measurement.
+        An adapted period changes with the next measurement.
         """
         self._max_staleness = max_staleness
         longest = self.period if self._is_auto else self._longest
@@ -84,18 +84,18 @@ class PublishPace:
 
     @property
     def choices(self) -> range:
-        """The periods that may be had: the one that is set, or all that the bound allows."""
+        """The possible periods: the fixed one, or all that the bound allows."""
         if self._is_auto:
             return range(1, self._max_staleness + 2)
         return range(self.period, self.period + 1)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a version has not reached every node yet."""
+        """Whether a published version has not reached every node yet."""
         return bool(self._published_at)
 
     def published(self, version: PolicyVersion, *, num_bytes: int, now: float) -> None:
-        """Note when a version of this size was published."""
+        """Note the time at which a version of this size was published."""
         self._num_bytes = num_bytes
         self._published_step = version.step
         self._published_at[version] = now
@@ -105,7 +105,7 @@ class PublishPace:
     def received(
         self, installed: Sequence[PolicyVersion | None], *, now: float, train_s: float | None
     ) -> bool:
-        """Note what every node holds; return whether a version has reached all of them."""
+        """Note the newest version of every node; return whether a version has reached them all."""
         slowest = min((v for v in installed if v is not None), default=None)
         if slowest is None or None in installed:
             return False
@@ -121,7 +121,7 @@ class PublishPace:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Return the period, and what the last measured broadcast took."""
+        """Return the metrics: period, and duration and goodput of the last broadcast."""
         row: dict[str, float] = {"publish_period": self.period}
         if self.broadcast_s is not None:
             row["broadcast/seconds"] = self.broadcast_s
@@ -129,11 +129,11 @@ class PublishPace:
         return row
 
 
-# --- cheapest path from the versions held to the one wanted ---------------------------------------
+# --- cheapest path from the held versions to the wanted one ---------------------------------------
 
 
 class FetchPath(NamedTuple):
-    """Items to fetch, one after the other, to hold a version."""
+    """Items to fetch one after the other in order to hold a version."""
 
     num_bytes: int
     num_steps: int
@@ -143,15 +143,15 @@ class FetchPath(NamedTuple):
 def cheapest_paths(
     held: Collection[PolicyVersion], offers: Mapping[ItemId, int]
 ) -> dict[PolicyVersion, FetchPath]:
-    """Return the way to each version: fewest bytes, then fewest steps, then what is offered first.
+    """Return the path to each version: fewest bytes, then fewest steps, then offered first.
 
-    A delta leads to a newer version than its base, so one look at each, oldest first, is enough.
+    A delta leads to a newer version than its base, so one pass over them, oldest first, is enough.
 
     Args:
-        held: versions whose image the node has; their ways are empty.
-        offers: what can be fetched, and the bytes to be sent.
+        held: versions whose image the node has; their paths are empty.
+        offers: items that can be fetched, with the bytes to transfer.
     """
-    start: PolicyVersion | None = None  # where the ways without a base begin
+    start: PolicyVersion | None = None  # start of the paths without a base
     paths: dict[PolicyVersion | None, FetchPath] = {
         place: FetchPath(0, 0, ()) for place in (start, *held)
     }
@@ -168,28 +168,28 @@ def cheapest_paths(
 # --- full image, keyframe or delta ----------------------------------------------------------------
 
 MIN_IMAGE_BYTES = 4 << 20
-"""Smaller versions go in full unless deltas are asked for: they cost one window anyway."""
+"""Smaller versions are sent in full unless codec = "delta": they fit into one window."""
 HOPELESS_SHARE = 0.9
-"""Coded size to image size in the first segment, above which the image is sent instead."""
+"""Ratio of coded to image bytes in the first segment above which the image is sent instead."""
 KEYFRAME_MARGIN = 0.25
-"""Share of a keyframe that the deltas behind it may cost before a new one is due."""
+"""Share of a keyframe's bytes that later deltas may cost before a new keyframe is due."""
 MAX_STEPS = 16
-"""Encoded versions after one another that a node is asked to decode."""
+"""Most encoded versions on the path to the newest version."""
 DELTA_SHARE = 0.8
-"""Share of what needs no base up to which a delta is worth sending."""
+"""Largest size of a delta, as a share of the smallest form without a base."""
 RETRY_AFTER = 8
 """Versions after which a delta is tried again."""
 KEYFRAME_SHARE = 2 / 3
-"""Keyframe to image before one has been measured: byte planes of bf16 weights."""
+"""Assumed ratio of keyframe to image before a measurement: byte planes of bf16 weights."""
 USELESS_SHARE = 0.95
-"""Keyframe to image above which keyframes are not made."""
+"""Ratio of keyframe to image above which no keyframes are made."""
 
 
 class FormSchedule:
     """Decides in which forms the learner makes a version."""
 
     def __init__(self, codec: str) -> None:
-        """Begin without versions.
+        """Start without versions.
 
         Args:
             codec: "auto", "full" (never an encoded version) or "delta" (always one, however large).
@@ -201,18 +201,18 @@ class FormSchedule:
         """Size of the last delta; 0 before the first, which is always tried."""
         self._newest: PolicyVersion | None = None
         self._num_since_delta = 0
-        """Versions since one was last coded as a delta."""
+        """Versions since the last delta."""
 
     def begin(self, image_bytes: int, *, has_base: bool) -> Literal["full", "keyframe", "delta"]:
-        """Begin with the next version, and return what it goes out as.
+        """Begin the next version, and return the forms in which it is published.
 
         Args:
             image_bytes: size of its image.
             has_base: whether a delta against the version before is possible.
 
         Returns:
-            "full" for the image and nothing else, "keyframe" for the image and a keyframe where
-            that is due, "delta" for a delta before these.
+            "full" for the image only, "keyframe" for the image and, if due, a keyframe, "delta" for
+            a delta before these.
         """
         self._full_bytes = image_bytes
         is_auto = self._codec == "auto"
@@ -221,11 +221,11 @@ class FormSchedule:
         return "delta" if has_base and (not is_auto or self._is_delta_due) else "keyframe"
 
     def is_hopeless(self, coded_bytes: int, image_bytes: int) -> bool:
-        """Return whether to give up what its first segment has coded from so much of the image."""
+        """Return whether to abandon an encoded version, given its first segment and image part."""
         return self._codec == "auto" and coded_bytes > HOPELESS_SHARE * image_bytes
 
     def made(self, item: ItemId, num_bytes: int) -> None:
-        """Note what was made of a version, with its size: full image, keyframe or delta."""
+        """Note a form that was made of a version, with its size."""
         version, form = item
         if version != self._newest:
             self._newest = version
@@ -236,10 +236,10 @@ class FormSchedule:
             self._delta_bytes, self._num_since_delta = num_bytes, 0
 
     def is_keyframe_due(self, offers: Mapping[ItemId, int], newest: PolicyVersion) -> bool:
-        """Return whether the newest version should be packed as a keyframe too.
+        """Return whether the newest version should also be packed as a keyframe.
 
         Args:
-            offers: what can be had of the versions up to the newest, and its bytes.
+            offers: the items of the versions up to the newest, with their bytes.
             newest: the version that has just been published.
         """
         keyframe_bytes = self._expected_keyframe_bytes

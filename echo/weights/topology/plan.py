@@ -1,33 +1,32 @@
-"""Topology plan: who gets weights from whom, and when to replan.
+"""Topology plan: from which parents each node fetches weights, and when to replan.
 
-A plan is one tree over all nodes, which may be a chain or a star. It names for each node its
-parents in order of preference: the parent in the tree, then stand-ins, the learner always last, so
-that any node can fall back without asking.
+A plan is one tree over all nodes, which may be a chain or a star. It lists the parents of each node
+in order of preference: the parent in the tree, then stand-ins, and always the learner last. So a
+node can fall back without a message.
 
-**Plan.** `plan_topology` builds several trees (`trees.py`), predicts how long each would take for
-this payload (`throughput.py`), and takes the thriftiest of those that are about as fast as the
-fastest: fewest bytes for money, fewest copies from the learner. So the learner sends a version once
-unless a second copy saves clearly more time. Before that come regions: of the plans that take at
-most half as long again as the fastest only those with the fewest links between regions count. So a
-version enters each region once, unless that would cost much more time than the traffic is worth, as
-where no node of a region can serve others.
+**Plan.** `plan_topology` builds several trees (`trees.py`), predicts the time of each for this
+payload (`throughput.py`), and chooses among them in two steps. First it keeps the plans that take
+at most half as long again as the fastest, and of these only the plans with the fewest links between
+regions. So a version enters each region once, unless that would cost much time, because no node of
+a region can serve others. Then, of the plans that are about as fast as the fastest of these, it
+takes the cheapest: fewest paid bytes, then fewest copies from the learner. So the learner sends a
+version once, unless a second copy clearly saves time.
 
-**Replan.** The learner's `Planner` makes a plan when a node joins or leaves, when one is caught
-sending wrong chunks, and again every REPLAN_S while versions take longer than WORTHWHILE_S to
-spread: then what the transfers have shown of the links may ask for another one. While versions are
-on their way it must save more: a node that changes its parent in the middle of a transfer loses
-time and the chunks under way. So one is made before a version goes out, too, unless there was one
-at rest less than REPLAN_S ago: where versions follow each other closely, links would otherwise be
-known better and better to no use. The plan in force is patched rather than replaced until another
-one would save a stated share of the time: rates that are measured again and again must not move any
-node. Only in a small fleet it starts afresh when a node that can serve has come or gone. A fleet
-that has just joined is not left to a plan that knows nothing: NEWS_S after a plan another one is
-made if an uplink has been shown for the first time since.
+**Replan.** The learner's `Planner` makes a plan when a node joins, leaves or is caught sending
+wrong chunks, and every REPLAN_S while versions take longer than WORTHWHILE_S to spread, because
+transfers measure the links. During a broadcast a new plan must save more time, since a node that
+changes its parent loses time and the chunks under way. So a plan is also made just before a version
+is sent, unless one was made between two broadcasts less than REPLAN_S ago; otherwise measurements
+would have no effect where versions follow each other closely. The plan in force is patched until
+another one would save a set share of the time, so small changes of measured rates move no node.
+Only in a small fleet a node that can serve and joins or leaves causes a new plan from scratch. A
+fleet that has just joined has a plan without measurements: NEWS_S after a plan another one is made
+if an uplink was measured for the first time since.
 
-**What is known.** Each node's uplink from the chunks that its children have acknowledged, its
-downlink where that limits it (`sites.py`), its round trip to its parent, its region and the price
-of its traffic from its configuration, and whom it caught sending wrong chunks: those serve no node
-until the quarantine ends.
+**Inputs.** Of each node: its uplink, from the chunks that its children have acknowledged; its
+downlink, if that limits it (`sites.py`); its round trip to its parent; its region and the price of
+its traffic, from its configuration; and the nodes that it caught sending wrong chunks, which serve
+no node until their quarantine ends.
 """
 
 from __future__ import annotations
@@ -65,26 +64,25 @@ from echo.wire.messages import LEARNER_ID, NodeStats, TopologyPlan
 # The parent in the tree comes first, the learner last, stand-ins between: the grandparent, a node
 # beside the parent (which does not share the parent's fate), further ancestors.
 #
-# Why falling back makes no circle: every node on a list lies strictly nearer to the
-# learner in the tree, counted in hops. So whichever entries the nodes choose, each at its
-# own will, every step leads to fewer hops, and the walk ends at the learner. This holds within one
-# plan; while nodes follow plans of different epochs a circle is possible for a moment, and the
-# progress watchdog ends it, since every list ends in the learner.
+# Fallbacks cannot form a circle: every node on a list has fewer hops to the learner in the tree
+# than the node itself. So each entry leads to fewer hops, whichever one a node chooses, and the
+# path ends at the learner. This holds within one plan. While nodes follow plans of different epochs
+# a circle is possible for a moment. The watchdog ends it, since every list ends with the learner.
 
 MAX_PARENTS = 6
-"""Entries for one node, the learner included."""
+"""Most parents of one node, the learner included."""
 
 Parents = Mapping[str, tuple[Hop, ...]]
 """Node id -> parents in order of preference."""
 
 
 def with_backups(fleet: Sites, parents: Tree, *, previous: Parents) -> Parents:
-    """Return everyone's parents.
+    """Return the parents of every node.
 
     Args:
         fleet: the nodes.
         parents: the parent of each node in the tree.
-        previous: lists in force; one that still serves is kept, so that nodes need not be told.
+        previous: lists in force; a list that is still valid is kept, and its node gets no message.
     """
     counts = num_children(parents)
     numbers = {name: index for index, name in enumerate(fleet.names)}
@@ -101,10 +99,10 @@ def with_backups(fleet: Sites, parents: Tree, *, previous: Parents) -> Parents:
 
 
 class _Rows:
-    """The tree, row by row of equal distance from the learner."""
+    """The tree in rows of equal distance from the learner."""
 
     def __init__(self, fleet: Sites, parents: Sequence[int]) -> None:
-        """Count hops; the row holds the nodes that can serve, and every child knows its rank."""
+        """Count hops; rows hold the nodes that can serve, and each child has a rank."""
         self._fleet, self._parents = fleet, parents
         self._depths = [0] * len(parents)
         self._ranks = [0] * len(parents)
@@ -121,8 +119,8 @@ class _Rows:
     def stand_ins(self, node: int, counts: Sequence[int]) -> list[int]:
         """Return the parents of a node, the learner last.
 
-        Where a parent dies, its own parent has room for one child more: the first child goes there,
-        the others first to nodes beside the parent, spread over the row.
+        When a parent dies, its own parent can serve one more child: the first child goes there. The
+        other children go to nodes beside the parent first, spread over the row.
         """
         above = [self._parents[node]]
         while above[-1] > 0 and len(above) < MAX_PARENTS:
@@ -161,23 +159,22 @@ class _Rows:
 
 # --- patch: keep a plan in force while nodes come and go ------------------------------------------
 #
-# A node that has lost its parent (it left, can no longer be dialled, or is suspected) moves with
-# its whole subtree, and newcomers become leaves: each goes where it is nearest to the learner,
-# among the nodes that can feed one child more at the plan's rate, else to the one with the most to
-# spare. A newcomer's own uplink is used only by the next new plan. Where much has changed there is
-# nothing to keep.
+# A node that has lost its parent (which left, cannot be dialled, or is suspected) moves with its
+# whole subtree, and newcomers become leaves. Each goes nearest to the learner among the nodes that
+# can feed one more child at the plan's rate, or else to the node with the most unused uplink. Only
+# the next new plan uses a newcomer's own uplink. After many changes the plan is not patched.
 
 MOST_CHANGED = 0.25
-"""Share of the links beyond which a plan is not patched."""
+"""Share of changed links above which a plan is not patched."""
 
 
 def patched(fleet: Sites, previous: Parents, *, rate_bytes_per_s: float) -> list[int] | None:
-    """Return the tree of a former plan, fitted to the nodes of now; None if too much changed.
+    """Return the tree of a former plan, fitted to the present nodes; None after many changes.
 
     Args:
-        fleet: the nodes of now.
-        previous: everyone's parents in the former plan.
-        rate_bytes_per_s: what it gives every receiver.
+        fleet: the present nodes.
+        previous: the parents of every node in the former plan.
+        rate_bytes_per_s: the former plan's rate for every receiver.
     """
     parents = _surviving(fleet, previous)
     lost = [node for node in range(1, len(parents)) if parents[node] < 0]
@@ -194,7 +191,7 @@ def patched(fleet: Sites, previous: Parents, *, rate_bytes_per_s: float) -> list
     below = {node: _below(children, node) for node in lost}
     latencies = [0.0] * len(parents)
     hosts.extend_latencies(latencies, parents, reached[1:])
-    # The largest subtree first: it may hold places for the others.
+    # The largest subtree first: the others may find a parent in it.
     for node in sorted(lost, key=lambda i: (-len(below[i]), i)):
         parents[node] = hosts.choose(reached, latencies, node)
         counts[parents[node]] += 1
@@ -222,13 +219,13 @@ def _below(children: list[list[int]], node: int) -> list[int]:
 
 
 class _Hosts:
-    """Finds places for those that need one."""
+    """Finds parents for nodes without one."""
 
     def __init__(self, fleet: Sites, counts: list[int], share: float, former: int) -> None:
-        """Look at the fleet.
+        """Keep the facts of the fleet.
 
         Args:
-            fleet: the nodes of now.
+            fleet: the present nodes.
             counts: children that each node serves, kept up to date by the caller.
             share: bytes per second that a link should carry.
             former: links that the learner served in the former plan.
@@ -238,13 +235,13 @@ class _Hosts:
     def extend_latencies(
         self, latencies: list[float], parents: list[int], nodes: list[int]
     ) -> None:
-        """Note for nodes in order how far from the learner they are, in seconds."""
+        """Note the distance of nodes from the learner, in seconds; parents before children."""
         for node in nodes:
             hop_s = self._fleet.rtt_s(parents[node], node) / 2 + HOP_WORK_S
             latencies[node] = latencies[parents[node]] + hop_s
 
     def choose(self, reached: list[int], latencies: list[float], node: int) -> int:
-        """Return the parent for a node: the learner once more only if no other has a place."""
+        """Return the parent for a node: the learner again only if no other node can serve."""
         fleet = self._fleet
         hosts = [i for i in reached if fleet.uplinks[i] > 0]
         spare = {i: fleet.uplinks[i] / (self._counts[i] + 1) for i in hosts}
@@ -271,10 +268,10 @@ THRIFT = 0.05
 """Plans within this share of the fastest count as equally fast."""
 
 INSIGNIFICANT_S = 0.25
-"""And so do plans that take so little more, as for small versions: that is nothing to a step."""
+"""Seconds within which plans also count as equally fast: a step takes far longer."""
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
-"""Parts of the best rate to build for: flatter trees are faster for what is small."""
+"""Shares of the best rate to build trees for: flatter trees are faster for small payloads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +283,7 @@ class Candidate:
     rate_bytes_per_s: float
     """Rate of the slowest receiver."""
     learner_copies: int
-    """How often the payload would leave the learner."""
+    """Copies of the payload that the learner would send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +294,9 @@ class Topology:
     parents: Parents
     """Node id -> ((node id, address), ...), the learner last."""
     predicted_s: float
-    """Until the last node has it all, apart from those whose own downlink is far too slow."""
+    """Time until the last node, stragglers apart, has the payload."""
     rate_bytes_per_s: float
-    """Expected rate of the slowest receiver: one that gets clearly less is limited by itself."""
+    """Expected rate of the slowest receiver; a node with clearly less is limited by itself."""
     candidates: tuple[Candidate, ...]
     """Plans that were considered, fastest first."""
 
@@ -319,11 +316,11 @@ def plan_topology(
     Args:
         sites: every live node except the learner, in a stable order (that of joining).
         learner: the learner; its address may be empty or None for "as you reached it".
-        payload_bytes: what one version takes on the wire, typically.
+        payload_bytes: typical bytes of one version on the wire.
         chunk_bytes: unit of forwarding.
         rtt_s: (node id, node id) -> seconds of the round trip, an assumption where unknown.
-        previous: the plan in force; kept, patched for nodes that came and went, while no other is
-            clearly better, since every change of parents costs connections.
+        previous: the plan in force. It is kept, patched for nodes that joined or left, while no
+            other is clearly better, because a change of parents costs connections.
         min_gain: share of the predicted time that a new plan must save.
     """
     fleet = survey(sites, learner=learner, rtt_s=rtt_s)
@@ -373,15 +370,15 @@ class _Plan:
         return Candidate(self.kind, self.seconds, rate, copies)
 
     def saves_less(self, other_s: float, min_gain: float) -> bool:
-        """Return whether a plan of that duration would not be worth the change."""
+        """Return whether a plan of that duration saves too little to replace the one in force."""
         return self.seconds * (1 - min_gain) <= other_s
 
 
 def _by_region(plans: Sequence[_Plan]) -> list[_Plan]:
-    """Return the plans with the fewest links between regions that take no more than so much longer.
+    """Return the plans with the fewest links between regions, of those that are fast enough.
 
     Args:
-        plans: the fastest first; so are those that are returned.
+        plans: the fastest first, as in the result.
     """
     enough_s = plans[0].seconds + max(REGION_COST * plans[0].seconds, INSIGNIFICANT_S)
     near = [plan for plan in plans if plan.seconds <= enough_s]
@@ -402,7 +399,7 @@ class _Planner:
         self._has_regions = len(set(fleet.regions)) > 1
 
     def keep(self, previous: Topology) -> _Plan | None:
-        """Return the plan in force, patched for who came and went."""
+        """Return the plan in force, patched for nodes that joined or left."""
         tree = patched(self._fleet, previous.parents, rate_bytes_per_s=previous.rate_bytes_per_s)
         return None if tree is None else self._measured(previous.kind, tree)
 
@@ -421,7 +418,7 @@ class _Planner:
         return sorted(plans, key=lambda plan: plan.seconds)
 
     def _bounded(self, does_spare_learner: bool, is_by_region: bool, best_s: float) -> list[_Plan]:
-        """Return a tree at the best rate, and at lower ones while those could be the fastest."""
+        """Return a tree at the best rate, and at lower rates while such a tree could be faster."""
         plans: list[_Plan] = []
         for share in SHARES:
             tree = bounded_tree(
@@ -454,10 +451,10 @@ class _Planner:
 
 
 def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
-    """Return each node's parents, most wanted first, in one chain: relays, workers, then leaves.
+    """Return each node's parents, preferred first, in one chain: relays, workers, then leaves.
 
-    The learner tells no node its address: it is where a node has reached it. Suspects serve leaves
-    alone, as the last before the learner, which those may be unable to reach.
+    The learner does not send its address, as each node has already reached it. Suspects serve only
+    leaves, as the last entry before the learner, which a leaf may be unable to reach.
 
     Args:
         sites: every live node except the learner, in a stable order (that of joining).
@@ -478,16 +475,16 @@ def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
 
 
 PLAN_S = 1e-2
-"""Pause between two plans, for each node: 10 s with 1000, so that many who join make one plan."""
+"""Pause between two plans, per node: 10 s with 1000, so that many joins cause one plan."""
 REPLAN_S = 10.0
 """Seconds between two plans while versions take long."""
 NEWS_S = 2.0
-"""Seconds between two plans where a node's uplink has become known: probes come together."""
+"""Seconds between two plans when an uplink was first measured: several probes end together."""
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
-"""Share of the predicted time that another plan must save, at rest and in mid-transfer."""
+"""Share of the predicted time that another plan must save, between and during broadcasts."""
 WORTHWHILE_S = 0.5
 MAX_REBUILT = 64
-"""Nodes up to which the plan is made from scratch when one that can serve has come or gone."""
+"""Largest fleet whose plan is made from scratch when a node that can serve joins or leaves."""
 ASSUMED_PAYLOAD_BYTES = 1 << 30
 """Size of a version before the first one is published."""
 
@@ -521,7 +518,7 @@ class _View:
         )
 
     def _rtt_s(self, first: str, second: str) -> float:
-        # Asked for many times by every plan.
+        # Every plan calls this many times.
         region = self.regions[first]
         if region and region == self.regions[second]:
             return SAME_REGION_RTT_S
@@ -533,14 +530,14 @@ class _View:
 
 
 class Planner:
-    """The plan in force at the learner, and when to make another."""
+    """Holds the learner's plan in force, and decides when to make another."""
 
     def __init__(self, *, learner: Site, chunk_bytes: int) -> None:
         """Start without nodes.
 
         Args:
             learner: its address may be empty for "as you reached it"; its uplink counts until
-                transfers have shown it.
+                transfers have measured it.
             chunk_bytes: unit of forwarding, until a version has been published.
         """
         self.learner = learner
@@ -549,19 +546,19 @@ class Planner:
         self.epoch = 0
         self.topology: Topology | None = None
         self.downlink_limits: dict[str, float] = {}
-        """Bytes per second that nodes can take which are limited by themselves, as last seen."""
+        """Downlinks of nodes that are limited by themselves, bytes per second, as last measured."""
         self._planned_at, self._rested_at, self._num_nodes = 0.0, 0.0, 0
         self.has_news = False
-        """Whether an uplink has been shown for the first time since the plan was made."""
+        """Whether an uplink was measured for the first time since the last plan."""
         self._listening: tuple[str, ...] = ()
 
     def expect(self, payload: Chunked | None) -> None:
-        """Plan for versions of that size, forwarded in such chunks."""
+        """Plan for versions and chunks of these sizes from now on."""
         if payload is not None and payload.num_chunks:
             self.payload_bytes, self.chunk_bytes = payload.num_bytes, payload.chunk_size(0)
 
     def is_due(self, *, now: float, is_between: bool = False) -> bool:
-        """Return whether what has been learned meanwhile may ask for another plan.
+        """Return whether new measurements may justify another plan.
 
         Args:
             now: the present.
@@ -571,13 +568,13 @@ class Planner:
             return False
         if self.has_news and is_between:
             return True
-        # A plan costs in proportion to the fleet: larger ones are looked at less often.
+        # The cost of a plan grows with the fleet, so a large fleet is planned less often.
         period_s = NEWS_S if self.has_news else REPLAN_S
         period_s *= max(1.0, self._num_nodes / MANY_NODES)
         return now >= (self._rested_at if is_between else self._planned_at) + period_s
 
     def learn(self, stats: NodeStats, *, former: NodeStats) -> None:
-        """Note what a node says of its links, beside what it said before."""
+        """Note the rates that a node reports, in addition to earlier ones."""
         if stats.uplink_bytes_per_s is not None and former.uplink_bytes_per_s is None:
             self.has_news = True
 
@@ -597,7 +594,7 @@ class Planner:
 
         Args:
             nodes: every live node except the learner, in the order in which they joined.
-            uplink_bytes_per_s: the learner's own, as far as it is known.
+            uplink_bytes_per_s: the learner's own; None if unknown.
             now: the present.
             is_between: whether one version has been sent and the next is about to be.
         """
@@ -608,7 +605,7 @@ class Planner:
             plans = self._plan_behind_relays(view.sites)
         else:
             is_busy = any(node.stats.fetching is not None for node in receivers)
-            # In its first version a fleet is unknown, and almost any other plan teaches something.
+            # During its first version a fleet is unmeasured, and another plan measures other links.
             is_steady = all(node.installed is not None for node in receivers)
             does_disturb = is_busy and is_steady and not is_between
             if not does_disturb:
@@ -657,8 +654,8 @@ class Planner:
         return broadcast_s
 
     def _survey(self, nodes: Sequence[PlannedNode], uplink_bytes_per_s: float | None) -> _View:
-        """Return what is known of the links."""
-        # Relays exist to serve: they come first wherever nothing else is known.
+        """Return the known facts about the links."""
+        # Relays come first where no rate is known: they exist to serve.
         ordered = sorted(nodes, key=lambda node: node.role != "relay")
         suspects = {name for node in ordered for name in node.stats.suspects}
         rtts = {node.node_id: node.stats.rtt_s for node in ordered}

@@ -2,12 +2,12 @@
 
 Nodes are counted from 1 in the order given, the learner is 0, so that plans are lists of integers.
 
-Rates that have not been measured yet are assumed: an unknown uplink is the median of the known ones
-(the learner's among them), that of the learner the largest of them, and if none is known all are
-equal; an unknown downlink is no limit, since downlinks are told only of nodes that were seen to be
-limited by them. A node that cannot be dialled, or that is suspected of having sent a corrupt chunk,
-serves no other node: its uplink counts as nothing. The same holds for stragglers: nodes with a
-downlink so thin that their children would starve.
+Rates that are not measured yet are assumed. An unknown uplink is the median of the known uplinks,
+the learner's included; an unknown uplink of the learner is the largest known one; if no uplink is
+known, all are equal. An unknown downlink is no limit, because downlinks are reported only for nodes
+that are limited by them. A node that cannot be dialled, or that is suspected of having sent a
+corrupt chunk, serves no other node: its uplink counts as 0. So do the uplinks of stragglers, whose
+downlink is too slow to feed children.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Site:
     node_id: str
     role: str
     address: str | None
-    """Where it serves weights; None for a node that can only dial out: always a leaf."""
+    """Address at which it serves weights; None for a node that can only dial out: always a leaf."""
     uplink_bytes_per_s: float | None = None
-    """Its uplink in all; None if no transfer has shown it yet."""
+    """Its uplink to all children together; None before a transfer has measured it."""
     downlink_bytes_per_s: float | None = None
     """Its downlink; None unless it took less than was offered (`weights/link.py`)."""
     region: str = ""
-    """Where it stands, any name; empty for unknown: then it gets no special treatment."""
+    """Name of its region; empty for unknown, which is treated as no region."""
     price_per_gb: float = 0.0
     """Price of 1e9 bytes that leave its region."""
     is_suspect: bool = False
@@ -53,21 +53,21 @@ class Site:
 
 @dataclass(slots=True)
 class PlannedNode:
-    """A live node, as far as the plan of the weights goes; the role keeps it up to date."""
+    """A live node as the weight plan sees it; the role keeps it up to date."""
 
     node_id: str
     role: str
     advertise: str | None
-    """Where it serves weights; None for a node that can only dial out."""
+    """Address at which it serves weights; None for a node that can only dial out."""
     region: str = ""
     price_per_gb: float = 0.0
     stats: NodeStats = field(default_factory=NodeStats)
-    """Of its last heartbeat: rates, parent, what it fetches."""
+    """Its last heartbeat: rates, parent, the version that it fetches."""
     installed: PolicyVersion | None = None
     is_standby: bool = False
     """Whether it is given no weights for now."""
     plan: TopologyPlan | None = None
-    """Its parents as it was told them last."""
+    """Its parents in the plan that it was sent last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Sites:
 
     names: tuple[str, ...]
     addresses: tuple[str, ...]
-    """Where it is dialled; empty for "as you reached it" or not at all."""
+    """Address at which it is dialled; empty for "as you reached it" or not at all."""
     uplinks: tuple[float, ...]
     """Bytes per second to others; 0 for a node that serves no other."""
     downlinks: tuple[float, ...]
@@ -102,13 +102,13 @@ class Sites:
 
     @property
     def best_rate(self) -> float:
-        """Most that any plan could give to every receiver but stragglers, in bytes per second."""
+        """Bound of the rate of any plan for every receiver but stragglers, bytes per second."""
         downlinks = (d for i, d in enumerate(self.downlinks) if i and i not in self.stragglers)
         return min(_uplink_rate(self.uplinks), min(downlinks, default=math.inf))
 
 
 def survey(sites: Sequence[Site], *, learner: Site, rtt_s: Callable[[str, str], float]) -> Sites:
-    """Number the nodes and assume what is not known of them."""
+    """Number the nodes, and assume their unknown rates."""
     everyone = [learner, *sites]
     measured = [rate for site in everyone if (rate := site.uplink_bytes_per_s)]
     uplink = statistics.median_low(measured) if measured else ASSUMED_BYTES_PER_S
@@ -117,8 +117,8 @@ def survey(sites: Sequence[Site], *, learner: Site, rtt_s: Callable[[str, str], 
     uplinks = [
         _known(site.uplink_bytes_per_s, uplink) if _may_serve(site) else 0.0 for site in everyone
     ]
-    # Everything comes from the learner: were it taken for one of many slow nodes, no plan would
-    # seem better than another. Nor can it have none: such a measurement is a mistake.
+    # Every byte comes from the learner: if it counted as one of many slow nodes, no plan would seem
+    # better than another. A measured uplink of 0 is a mistake.
     uplinks[0] = learner.uplink_bytes_per_s or most
     least = STRAGGLER_SHARE * _uplink_rate(uplinks)
     stragglers = frozenset(i for i, rate in enumerate(downlinks) if i and rate < least)
@@ -147,13 +147,12 @@ def _known(rate: float | None, assumed: float) -> float:
     return assumed if rate is None or rate < 0 else rate
 
 
-# Who is limited by its own downlink, as far as that can be told from what everybody received
+# --- nodes that are limited by their own downlink, judged by the rates that all nodes receive ---
 #
-# As a rule a node receives what its parent can spare, and that says nothing of its downlink. To
-# take it for a limit would be worse than to know nothing: a plan that is slow for another reason
-# would prove itself right forever. So a node is limited by itself only if its parent could have
-# given it clearly more: the parent receives faster than the node does, and all that it sends is
-# clearly less than its uplink has carried.
+# Usually a node receives at the rate that its parent can send, which is no measure of its downlink.
+# If that rate counted as a limit, a plan that is slow for another reason would confirm itself
+# forever. So a node counts as limited by itself only if its parent could have sent clearly more:
+# the parent receives faster than the node, and sends clearly less than its uplink has carried.
 
 
 LIMIT_SHARE = 0.7
@@ -167,13 +166,13 @@ def downlink_limits(
     *,
     root: str,
 ) -> dict[str, float]:
-    """Return what the nodes can take that are limited by themselves, in bytes per second.
+    """Return the downlinks of the nodes that are limited by themselves, bytes per second.
 
     Args:
-        parents: of every node the one that it took weights from.
-        received: bytes per second that came to a node in all, over busy time, where known.
-        uplinks: bytes per second that a node has been seen to send, where known.
-        root: the learner, which has everything.
+        parents: the node from which each node fetched weights.
+        received: bytes per second that a node received, over busy time, where known.
+        uplinks: bytes per second that a node has sent, where known.
+        root: the learner, which holds every version.
     """
     loads: dict[str, float] = defaultdict(float)
     for node_id, parent in parents.items():

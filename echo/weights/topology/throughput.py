@@ -1,7 +1,7 @@
 """Throughput of a plan, and the bound for any plan.
 
-Bound (Kumar and Ross 2006; Mundinger et al. 2008): every receiver gets everything, and every byte
-that is received was sent by someone, so no plan gives all N receivers more than
+Bound (Kumar and Ross 2006; Mundinger et al. 2008): every receiver gets the whole version, and every
+received byte was sent by a node, so no plan gives all N receivers more than
 
     r* = min(u0, min d, (u0 + sum u) / N)
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from echo.weights.topology.sites import Sites
 
 HOP_WORK_S = 0.0005
-"""Time that a node spends on a chunk before it can go on: store, hash, one turn of the loop."""
+"""Time between arrival and forwarding of a chunk: hash, store, one turn of the loop."""
 
 Tree = Sequence[int]
 """The parent of each node by number; the learner's, at 0, is -1."""
@@ -39,15 +39,15 @@ class PlanThroughput:
     """Forecast of a plan."""
 
     predicted_s: float
-    """Until the last receiver has everything, apart from stragglers."""
+    """Time until the last receiver, stragglers apart, has the version."""
     rate_bytes_per_s: float
     """Rate of the slowest receiver that is no straggler."""
     learner_copies: int
-    """How often the payload leaves the learner."""
+    """Copies of the payload that the learner sends."""
     egress_gb_price: float
     """Price of the bytes that change regions, for each GB of payload."""
     crossings: int
-    """How often the payload goes from one region to another."""
+    """Copies of the payload that are sent from one region to another."""
 
 
 def fluid_rate(uplink: float, uplinks: Sequence[float], downlinks: Sequence[float]) -> float:

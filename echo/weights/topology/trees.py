@@ -1,14 +1,14 @@
 """Build the trees that a plan is chosen from: star, chain, degree-bounded tree.
 
-A tree at the rate r gives each receiver one link of r, so a node with uplink u can take
-floor(u / r) children: its **slots**. Every receiver needs a slot, and as a node takes one and
-brings at least one, a tree can always be grown from the learner through the nodes with slots, most
-first, and closed with leaves. So a rate can be built if and only if the slots suffice, and the
-largest such rate is found by bisection.
+A tree at the rate r gives each receiver one link of r, so a node with uplink u has floor(u / r)
+**slots** for children. Every receiver needs one slot. A node with slots takes one and brings at
+least one, so a tree can always be grown from the learner through the nodes with slots, most slots
+first, and completed with leaves. So a rate is possible if and only if there are enough slots, and
+bisection finds the largest such rate.
 
-Slots are dealt so that every region hangs from one entry and the learner's from none: a link
-between regions carries the version once. So the rate is also bounded by what each region can pass
-on within itself. Regions that could not keep up with the others by far (REGION_COST) import more.
+Slots are assigned so that each region has one entry, and the learner's region has none: the version
+crosses into each region once. So the slots within each region also bound the rate. A region that
+would slow the version down by more than REGION_COST gets more entries.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ from echo.weights.topology.sites import Sites
 _Counts = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 WINDOW = 16
-"""How many candidates for a place are compared by distance."""
+"""Number of candidate parents that are compared by distance."""
 
 REGION_COST = 0.5
-"""By how much one entry per region may slow a version down before a region is let have more."""
+"""Largest slowdown by one entry per region; beyond it a region gets more entries."""
 
 HEADROOM = 1.25
-"""Where something else limits the rate, uplinks are loaded as if it were this much higher."""
+"""Factor of the rate for which uplinks are loaded when they are not its limit."""
 
 _STEPS = 50
-"""Halvings of the interval that contains the rate: more than a float distinguishes."""
+"""Bisections of the interval of the rate: enough for the precision of a float."""
 
 
 def star(fleet: Sites) -> list[int]:
-    """Return the tree in which the learner serves everyone."""
+    """Return the star: the learner serves every node."""
     return [-1, *[0] * fleet.num_receivers]
 
 
 def chain(fleet: Sites) -> list[int] | None:
-    """Return one line through the nodes that can carry the rate; the others are leaves.
+    """Return a chain of the nodes that can carry the rate, with the others as leaves; None without.
 
-    The line goes region by region, the learner's first, and within one to the nearest next. Slow
-    nodes hang from its end and from nodes with an uplink to spare, those of their own region first.
-    None if no such line exists.
+    The chain goes region by region, the learner's first, and within a region to the nearest next
+    node. Leaves hang from its end and from nodes with unused uplink, of their own region first.
     """
     slots = slots_of(fleet, does_spare_learner=True)
     if slots is None:
@@ -57,7 +56,7 @@ def chain(fleet: Sites) -> list[int] | None:
         parents[node] = parent
         slots[parent] -= 1
     leaves = [node for node in range(1, len(parents)) if parents[node] < 0]
-    # From the end, where a leaf costs no other node's time.
+    # From the end of the chain, where a leaf delays no other node.
     rooms = [node for node in reversed(line) for _ in range(min(slots[node], len(leaves)))]
     by_region: dict[str, deque[int]] = {}
     for node in rooms:
@@ -83,9 +82,9 @@ def bounded_tree(
 
     Args:
         fleet: the nodes.
-        does_spare_learner: the learner sends the version exactly once.
-        is_by_region: one entry for each region, where its uplinks can feed it.
-        share: part of the largest rate to build for; less makes flatter trees.
+        does_spare_learner: whether the learner sends the version exactly once.
+        is_by_region: whether each region has one entry, if its uplinks can feed it.
+        share: share of the largest rate to build for; a smaller one makes flatter trees.
     """
     groups = _numbered(fleet.regions) if is_by_region else [0] * len(fleet.names)
     slots = slots_of(fleet, does_spare_learner=does_spare_learner, share=share, groups=groups)
@@ -98,7 +97,7 @@ def bounded_tree(
 def slots_of(
     fleet: Sites, *, does_spare_learner: bool, share: float = 1.0, groups: Sequence[int] = ()
 ) -> list[int] | None:
-    """Return how many children each node can serve at the largest rate that can be built.
+    """Return the number of children that each node can serve at the largest possible rate.
 
     Args:
         fleet: the nodes.
@@ -127,7 +126,7 @@ def slots_of(
         return low if low > high * 1e-6 else 0.0
 
     rate = largest(lambda slots: bool(slots.sum() >= needed))
-    if not rate:  # only the learner can serve, and it is to be spared
+    if not rate:  # only the learner can serve, and it may send one copy only
         return None
     if within.any():
         bound = feeds(slots_at(rate / (1 + REGION_COST))) >= 0
@@ -136,9 +135,10 @@ def slots_of(
 
 
 def _links_within(groups: Sequence[int]) -> list[int]:
-    """Return for each region how many links begin there at least.
+    """Return the least number of links that begin in each region.
 
-    All its nodes but the entry are fed from within; the learner's, too, and it feeds another.
+    All nodes of a region but its entry are fed from within. In the learner's region all are, and
+    one more link leads to another region.
     """
     sizes = [0] * (max(groups) + 1)
     for group in groups[1:]:
@@ -154,13 +154,13 @@ def _numbered(regions: tuple[str, ...]) -> list[int]:
 
 
 def _deal(slots: list[int], groups: list[int]) -> list[int]:
-    """Return how many children each node is to take."""
+    """Return the number of children that each node gets."""
     num_receivers = len(slots) - 1
     home, *others = _links_within(groups)
     own = [0] * (1 + len(others))
     for node, group in enumerate(groups):
         own[group] += slots[node]
-    # Other regions are given no more of the learner's than they lack.
+    # Other regions get no more of the learner's slots than they lack.
     others = [min(links, n) for links, n in zip(others, own[1:], strict=True)]
     dealt = [0] * len(slots)
     dealt[0] = min(num_receivers - sum(others), slots[0])
@@ -176,7 +176,7 @@ def _deal(slots: list[int], groups: list[int]) -> list[int]:
     def left(node: int) -> int:
         return slots[node] - dealt[node]
 
-    # The rest leads from one region to another.
+    # The remaining slots are for links between regions.
     for node in sorted(serving, key=lambda i: (not dealt[i], -left(i), i)):
         taken = min(left(node), gap)
         dealt[node] += taken
@@ -204,16 +204,16 @@ class _Grower:
         num_groups = max(groups) + 1
         self._open: list[list[int]] = [[] for _ in range(num_groups)]
         self._surplus = [0] * num_groups
-        """Places that a region has beyond its own need."""
+        """Slots that a region has beyond its own need."""
         for node, group in enumerate(groups):
             self._surplus[group] += places[node] - (node > 0)
         self._open[groups[0]].append(0)
 
     def grow(self) -> list[int]:
-        """Attach every node: those with places first, most first, then the leaves.
+        """Attach every node: nodes with slots first, most slots first, then the leaves.
 
-        Nodes of the learner's region come before all others, or the region would have to be entered
-        itself. Then comes who can lead on to the most.
+        Nodes of the learner's region come before all others; otherwise that region would need an
+        entry from outside. Then come the nodes through which most others can be reached.
         """
         places, groups = self._places, self._groups
         surplus = tuple(self._surplus)
@@ -237,7 +237,7 @@ class _Grower:
         rooms = self._open[group]
         near = rooms[:WINDOW]
         arrivals = self._chunk_times(near, node)
-        # Only what leaves a region is paid for.
+        # Only traffic that leaves a region is paid for.
         prices = [self._fleet.prices[i] if group != own else 0.0 for i in near]
         index = min(range(len(near)), key=lambda i: (prices[i], arrivals[i]))
         parent = near[index]
@@ -247,12 +247,12 @@ class _Grower:
             del rooms[index]
 
     def _exporter(self) -> int:
-        """Return a region with an open place that it does not need itself, if there is one."""
+        """Return a region with an open slot that it does not need itself; None without."""
         regions = [group for group, rooms in enumerate(self._open) if rooms]
         return max(regions, key=lambda group: (self._surplus[group], -group))
 
     def _chunk_times(self, parents: list[int], node: int) -> list[float]:
-        """Return when a first chunk, of a megabyte, would reach a node through each parent."""
+        """Return the arrival time of a first chunk of 1 MiB at a node through each parent."""
         lags, load_s, rtt_s = self._lags, self._load_s, self._fleet.rtt_s
         return [lags[p] + load_s[p] * 1e6 + rtt_s(p, node) / 2 for p in parents]
 
@@ -266,7 +266,7 @@ def _itinerary(fleet: Sites, nodes: list[int]) -> list[int]:
     found = [0]
     for _, group in itertools.groupby(waiting, key=lambda i: fleet.regions[i]):
         region = list(group)
-        last = min(region, key=lambda i: fleet.prices[i])  # it leads on to the next region
+        last = min(region, key=lambda i: fleet.prices[i])  # the node leads to the next region
         if fleet.prices[last] == max(fleet.prices[i] for i in region):
             last = -1
         while region:
