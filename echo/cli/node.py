@@ -930,6 +930,6 @@ async def show_status(worker: WorkerNode, line: StatusLine, log: logging.Logger)
     try:
         while True:
             await asyncio.sleep(REFRESH_S)
-            status.tell(worker.view(), now=worker.now)
+            status.report(worker.view(), now=worker.now)
     finally:
         line.show("")

@@ -166,10 +166,10 @@ class RowsTask(Task):
             sides["heldout" if is_out else "train"].append(example)
         if self.heldout_path:
             sides["heldout"] = list(self._read(self.heldout_path))
-            self._tell_shared(sides)
+            self._warn_of_shared_prompts(sides)
         return sides
 
-    def _tell_shared(self, sides: Mapping[str, Iterable[Example]]) -> None:
+    def _warn_of_shared_prompts(self, sides: Mapping[str, Iterable[Example]]) -> None:
         trained = {_key_of(example) for example in sides["train"]}
         heldout = {_key_of(example) for example in sides["heldout"]}
         if shared := len(trained & heldout):

@@ -100,7 +100,7 @@ class MixtureTask(Environment):
         """Begin an episode of the example's task."""
         task = self.part_of(example)
         own = task.begin(example) if isinstance(task, Environment) else [example, ""]
-        return _begun(task, own) if inspect.isawaitable(own) else (task, own)
+        return _when_begun(task, own) if inspect.isawaitable(own) else (task, own)
 
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
         """Return the task's reply to a turn; a task of one turn has none."""
@@ -155,7 +155,7 @@ class MixtureTask(Environment):
         return _order_of(name, epoch, size)[position]
 
 
-async def _begun(task: Task, own: Awaitable[Any]) -> tuple[Task, Any]:
+async def _when_begun(task: Task, own: Awaitable[Any]) -> tuple[Task, Any]:
     return task, await own
 
 

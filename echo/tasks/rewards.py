@@ -539,7 +539,7 @@ class PoolHost(TaskHost):
         """Return the free process with the fewest episodes; None if a new one would have fewer."""
         for dead in [process for process in self._free if not process.is_alive]:
             self._free.remove(dead)  # the system may have killed it to free memory
-            self._bury(dead)
+            self._remove(dead)
         process = min(self._free, key=lambda process: process.num_episodes, default=None)
         if process is None or (process.num_episodes and self._may_start):
             return None
@@ -581,10 +581,10 @@ class PoolHost(TaskHost):
                     del self._homes[call.episode]
                     process.num_episodes -= 1
             else:
-                self._bury(process)
+                self._remove(process)
             self._changed.notify_all()
 
-    def _bury(self, process: TaskProcess) -> None:
+    def _remove(self, process: TaskProcess) -> None:
         """Remove an ended process and its episodes."""
         process.discard()
         self._homes = {

@@ -265,7 +265,7 @@ def _read_columns(
                 )
             own = {field.name: _what_cannot_travel(pyarrow, field.type) for field in schema}
             new = {name: own[name] for name in own if name not in {*names, *leave_out}}
-            _tell_unable(dataset, new)
+            _warn_of_columns(dataset, new)
             names |= own
             kept = [name for name in schema.names if not names[name] and name not in leave_out]
             if not is_stream:
@@ -276,7 +276,7 @@ def _read_columns(
             raise DataError(f"{path}: not readable as {kind}: {error}") from error
 
 
-def _tell_unable(path: str, columns: Mapping[str, str]) -> None:
+def _warn_of_columns(path: str, columns: Mapping[str, str]) -> None:
     if unable := ", ".join(f"`{name}` ({what})" for name, what in columns.items() if what):
         _log.warning("%s: left out columns that cannot travel to a worker: %s", path, unable)
 

@@ -458,7 +458,7 @@ class TextCodec:
         found = self._control.search(text) if self._control else None
         return found[0] if found else ""
 
-    def tells_of(
+    def shows_tools(
         self, tools: Sequence[Mapping[str, Any]], prompt: str | Sequence[Mapping[str, Any]]
     ) -> bool:
         """Return whether the rendered prompt differs with and without these tools."""
@@ -540,32 +540,32 @@ class TextCodec:
     ) -> str:
         kwargs = dict(self.chat_template_kwargs)
         if tools:
-            kwargs["tools"] = [self._cut(tool) for tool in tools]
+            kwargs["tools"] = [self._mark(tool) for tool in tools]
         template = None
         if self.now is not None and self.reads_clock():
             kwargs["_now"] = {each: self.now.strftime(each) for each in _TIME_DIRECTIVES}
             template = _CLOCK + self.tokenizer.get_chat_template(tools=kwargs.get("tools"))
-        told = [self._told(plain_message(message)) for message in messages]
+        given = [self._as_given(plain_message(message)) for message in messages]
         return render_messages(
-            self.tokenizer, told, kwargs, opens_turn=opens_turn, template=template
+            self.tokenizer, given, kwargs, opens_turn=opens_turn, template=template
         )
 
-    def _told(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _as_given(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a message in the form that the template gets."""
-        found = message if message["role"] == "assistant" else self._cut(message)
+        found = message if message["role"] == "assistant" else self._mark(message)
         if self._wants_parts:
             return {**found, "content": [{"type": "text", "text": found["content"]}]}
         return found
 
-    def _cut(self, value: Any) -> Any:
+    def _mark(self, value: Any) -> Any:
         """Return a value with a `MARK` in each control token of its texts."""
         match value:
             case str() if self._control:
                 return self._control.sub(lambda found: found[0][0] + MARK + found[0][1:], value)
             case Mapping():
-                return {self._cut(key): self._cut(item) for key, item in value.items()}
+                return {self._mark(key): self._mark(item) for key, item in value.items()}
             case list() | tuple():
-                return [self._cut(item) for item in value]
+                return [self._mark(item) for item in value]
         return value
 
     def _with_beginning(self, opened: str, message: Mapping[str, Any]) -> str:

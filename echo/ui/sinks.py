@@ -79,7 +79,7 @@ class _Feed:
             self._rows.put_nowait((step, metrics, at))
         except queue.Full:
             if not self._is_behind:
-                self._tell("does not keep up and has holes from now on", f"step {step}")
+                self._warn("does not keep up and has holes from now on", f"step {step}")
             self._is_behind = True
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class _Feed:
         except queue.Full:
             pass
         if self._thread.is_alive() and not self._has_failed:
-            self._tell("did not finish", f"no answer within {CLOSE_S:g} s")
+            self._warn("did not finish", f"no answer within {CLOSE_S:g} s")
 
     def _run(self) -> None:
         try:
@@ -102,9 +102,9 @@ class _Feed:
         except Exception as error:  # noqa: BLE001 -- an error of disk, login or network must not stop training
             self._has_failed = True
             why = f"{type(error).__name__}: {one_line(str(error))}"
-            self._tell("fails and is left out, training goes on", why)
+            self._warn("fails and is left out, training goes on", why)
 
-    def _tell(self, what: str, why: str) -> None:
+    def _warn(self, what: str, why: str) -> None:
         text = 'metrics.sinks = "%s" %s: %s; %s. %s has every number'
         logger.warning(text, self._name, what, why, self._mirror.remedy, self._path)
 

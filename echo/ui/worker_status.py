@@ -65,18 +65,18 @@ class WorkerStatus:
     def __init__(self, line: StatusLine, log: logging.Logger) -> None:
         """Begin without a measurement."""
         self._line, self._log = line, log
-        self._told_at: float | None = None
+        self._reported_at: float | None = None
         self._sampled: deque[tuple[float, int]] = deque()
 
-    def tell(self, view: WorkerView, *, now: float) -> None:
+    def report(self, view: WorkerView, *, now: float) -> None:
         """Show a state at the time `now` in seconds; without a terminal log one per LOG_S."""
         text = self.text(view, now=now)
         if self._line.is_live:
             self._line.show(text)
-        elif self._told_at is None:
-            self._told_at = now  # the log has just reported the start
-        elif now >= self._told_at + LOG_S:
-            self._told_at = now
+        elif self._reported_at is None:
+            self._reported_at = now  # the log has just reported the start
+        elif now >= self._reported_at + LOG_S:
+            self._reported_at = now
             self._log.info("%s", text)
 
     def text(self, view: WorkerView, *, now: float) -> str:

@@ -229,9 +229,9 @@ def test_templates_are_given_one_form_of_content_and_arguments() -> None:
 
 
 def test_a_template_that_leaves_tools_out_is_noticed() -> None:
-    assert codec().tells_of([{"name": "add"}], "1+1?")
-    assert not codec(CHATML.replace("if tools", "if none")).tells_of([{"name": "add"}], [ASK])
-    assert not codec(None).tells_of([{"name": "add"}], "1+1?")
+    assert codec().shows_tools([{"name": "add"}], "1+1?")
+    assert not codec(CHATML.replace("if tools", "if none")).shows_tools([{"name": "add"}], [ASK])
+    assert not codec(None).shows_tools([{"name": "add"}], "1+1?")
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -52,7 +52,7 @@ def test_a_worker_tells_its_status_on_a_terminal_or_in_its_log(
     status = WorkerStatus(StatusLine(stream), logging.getLogger("test.status"))
     with caplog.at_level(logging.INFO):
         for second in range(121):
-            status.tell(view(0), now=float(second))
+            status.report(view(0), now=float(second))
     text = "v3  0 tokens/s  7 groups delivered  sampling"
     said = stream.text() if is_terminal else stream.getvalue()
     assert (said.count(text), caplog.text.count(text)) == ((121, 0) if is_terminal else (0, 2))

@@ -68,7 +68,7 @@ class Dialogue:
                 raise DataError("the prompt has no tokens; a prompt needs at least one")
             return np.array(ids, np.int32), None
         call = max(begun, key=lambda call: len(call.text))
-        more = self._codec.encode_rendered(_behind(text, len(call.text)))
+        more = self._codec.encode_rendered(_after(text, len(call.text)))
         return np.concatenate([call.ids, np.array(more, np.int32)]), call
 
     def continue_ids(self, ids: Sequence[int], known: Sequence[Turn]) -> tuple[Ids, Turn | None]:
@@ -94,7 +94,7 @@ class Dialogue:
         return self._codec.decode(ids)
 
 
-def _behind(text: str, length: int) -> str:
+def _after(text: str, length: int) -> str:
     """Return the rest of rendered text after `length` characters, not counting `MARK`s."""
     end = length
     while (num_marks := text.count(MARK, 0, end)) != end - length:

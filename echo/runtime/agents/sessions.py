@@ -114,7 +114,7 @@ class SessionOutcome:
 
 
 @dataclass(slots=True, eq=False)
-class _Hand:
+class _OpenLease:
     """A lease and its episodes."""
 
     lease: Lease
@@ -139,37 +139,37 @@ class Episodes:
         """
         self._group_size = group_size
         self._timeout_s = timeout_s
-        self._hands: dict[LeaseKey, _Hand] = {}
+        self._open_leases: dict[LeaseKey, _OpenLease] = {}
         self._sessions: dict[str, Session] = {}
 
     @property
     def leases(self) -> list[Lease]:
-        return [hand.lease for hand in self._hands.values()]
+        return [entry.lease for entry in self._open_leases.values()]
 
     @property
     def num_free(self) -> int:
         """Number of episodes without a session."""
-        return sum(len(hand.waiting) for hand in self._hands.values())
+        return sum(len(entry.waiting) for entry in self._open_leases.values())
 
     def has_sessions(self, lease: Lease) -> bool:
         """Return whether a lease has a session."""
-        return bool(self._hands[key_of(lease)].sessions)
+        return bool(self._open_leases[key_of(lease)].sessions)
 
     def add(self, lease: Lease, *, now: float) -> None:
-        self._hands[key_of(lease)] = _Hand(lease, deque(range(self._group_size)), now)
+        self._open_leases[key_of(lease)] = _OpenLease(lease, deque(range(self._group_size)), now)
 
     def begin(self, *, now: float) -> Session | None:
         """Return a session for the oldest free episode; None if there is none."""
-        hand = next((hand for hand in self._hands.values() if hand.waiting), None)
-        if hand is None:
+        entry = next((entry for entry in self._open_leases.values() if entry.waiting), None)
+        if entry is None:
             return None
-        member = hand.waiting.popleft()
-        attempt = hand.num_attempts[member] = hand.num_attempts.get(member, 0) + 1
-        lease = hand.lease
+        member = entry.waiting.popleft()
+        attempt = entry.num_attempts[member] = entry.num_attempts.get(member, 0) + 1
+        lease = entry.lease
         name = f"{lease.group_id}-{lease.attempt}-{member}-{attempt}"
         session = self._sessions[name] = Session(name, lease, member, now)
-        hand.sessions.add(name)
-        hand.touched_at = now
+        entry.sessions.add(name)
+        entry.touched_at = now
         return session
 
     def find(self, session_id: str, *, now: float) -> Session:
@@ -228,21 +228,21 @@ class Episodes:
             SessionError: as in `leaf_of`.
         """
         leaf = self.leaf_of(session)
-        hand = self._close(session)
+        entry = self._close(session)
         num_sampled = sum(len(turn.completion.token_ids) for turn in session.turns)
-        hand.outcomes[session.member] = SessionOutcome(leaf, reward, num_sampled)
-        if len(hand.outcomes) < self._group_size:
+        entry.outcomes[session.member] = SessionOutcome(leaf, reward, num_sampled)
+        if len(entry.outcomes) < self._group_size:
             return None
-        del self._hands[key_of(session.lease)]
-        return [hand.outcomes[member] for member in range(self._group_size)]
+        del self._open_leases[key_of(session.lease)]
+        return [entry.outcomes[member] for member in range(self._group_size)]
 
     def abandon(self, session: Session) -> bool:
         """End a session and free its episode; return False if its lease is given up instead."""
-        hand = self._close(session)
-        if hand.num_attempts[session.member] >= MAX_EPISODE_ATTEMPTS:
-            self._drop(hand)
+        entry = self._close(session)
+        if entry.num_attempts[session.member] >= MAX_EPISODE_ATTEMPTS:
+            self._drop(entry)
             return False
-        hand.waiting.append(session.member)
+        entry.waiting.append(session.member)
         return True
 
     def expire(self, *, now: float) -> list[tuple[Lease, str]]:
@@ -258,10 +258,10 @@ class Episodes:
             if session.session_id in self._sessions and not self.abandon(session):
                 text = f"{MAX_EPISODE_ATTEMPTS} agents did not finish episode {session.member}"
                 given_up.append((session.lease, text))
-        for hand in list(self._hands.values()):
-            if not hand.sessions and now - hand.touched_at > 2 * self._timeout_s:
-                self._drop(hand)
-                given_up.append((hand.lease, f"no agent came within {2 * self._timeout_s:g} s"))
+        for entry in list(self._open_leases.values()):
+            if not entry.sessions and now - entry.touched_at > 2 * self._timeout_s:
+                self._drop(entry)
+                given_up.append((entry.lease, f"no agent came within {2 * self._timeout_s:g} s"))
         return given_up
 
     def _open(self, session_id: str) -> Session:
@@ -274,17 +274,17 @@ class Episodes:
         return session
 
     def _touch(self, session: Session, now: float) -> None:
-        session.touched_at = self._hands[key_of(session.lease)].touched_at = now
+        session.touched_at = self._open_leases[key_of(session.lease)].touched_at = now
 
-    def _close(self, session: Session) -> _Hand:
+    def _close(self, session: Session) -> _OpenLease:
         del self._sessions[session.session_id]
-        hand = self._hands[key_of(session.lease)]
-        hand.sessions.discard(session.session_id)
-        return hand
+        entry = self._open_leases[key_of(session.lease)]
+        entry.sessions.discard(session.session_id)
+        return entry
 
-    def _drop(self, hand: _Hand) -> None:
-        del self._hands[key_of(hand.lease)]
-        for name in hand.sessions:
+    def _drop(self, entry: _OpenLease) -> None:
+        del self._open_leases[key_of(entry.lease)]
+        for name in entry.sessions:
             del self._sessions[name]
 
 

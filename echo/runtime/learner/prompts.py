@@ -239,7 +239,7 @@ class PromptSource:
                 "template writes those: in a prompt they are encoded as text"
             )
         tools = self._task.tools(example)
-        if tools and not self._text.tells_of(tools, example.prompt):
+        if tools and not self._text.shows_tools(tools, example.prompt):
             yield (
                 "the chat template does not mention the tools: the policy is not told of them; "
                 "describe them in a message, or set model.chat_template to one that does"
