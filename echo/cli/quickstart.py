@@ -61,6 +61,12 @@ GRACE_S = 15.0
 """Seconds in which workers and relay may end by themselves after the run, before they get
 SIGTERM.
 """
+SAVE_S = 10.0
+"""Seconds from the first SIGTERM to the second: a worker stops its engine and saves rollouts.
+A worker that takes longer waits for acknowledgements, which no learner sends any more.
+"""
+STOP_S = 10.0
+"""Seconds from the second SIGTERM to SIGKILL; a node takes at most interrupts.HURRY_S."""
 
 
 class Fork:
@@ -576,16 +582,28 @@ def describe_end(node: NodeProcess) -> str:
 
 
 def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
-    """Wait `grace_s` for the nodes to end by themselves, then send SIGTERM, then SIGKILL."""
-    give_up_at = time.monotonic() + grace_s
+    """Wait `grace_s` for the nodes to end by themselves, then send SIGTERM twice, then SIGKILL.
+
+    The first SIGTERM has a worker stop its engine and save unfinished rollouts. The second
+    has it end its engine and its reward processes, which would outlive a killed worker.
+    """
+    running = still_running(nodes, within_s=grace_s)
+    for patience_s in (SAVE_S, STOP_S):
+        for node in running:
+            node.process.terminate()
+        running = still_running(running, within_s=patience_s)
+    for node in running:
+        node.process.kill()
+        node.process.wait()
+
+
+def still_running(nodes: Sequence[NodeProcess], *, within_s: float) -> list[NodeProcess]:
+    """Wait `within_s` in all for nodes to end; return the nodes that still run."""
+    give_up_at = time.monotonic() + within_s
+    running = []
     for node in nodes:
         try:
             node.process.wait(timeout=max(0.01, give_up_at - time.monotonic()))
         except subprocess.TimeoutExpired:
-            node.process.terminate()
-    for node in nodes:
-        try:
-            node.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            node.process.kill()
-            node.process.wait()
+            running.append(node)
+    return running

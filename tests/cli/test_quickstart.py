@@ -291,6 +291,31 @@ def test_nodes_end_by_themselves_are_asked_and_then_made_to() -> None:
     assert (done.process.returncode, asked.process.returncode) == (0, 7)
 
 
+SAVING = """
+import signal, sys, time
+def again(*_):
+    sys.exit(9)
+def first(*_):
+    signal.signal(signal.SIGTERM, again)
+signal.signal(signal.SIGTERM, first)
+print(flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+def test_a_node_that_has_saved_and_waits_is_told_to_stop_before_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quickstart, "SAVE_S", 0.3)
+    waiting, deaf = start("w1", SAVING), start("w2", SAVING.replace("again)", "first)"))
+    stop([waiting], grace_s=0.01)
+    assert waiting.process.poll() == 9
+    monkeypatch.setattr(quickstart, "STOP_S", 0.1)
+    stop([deaf], grace_s=0.01)
+    assert deaf.process.poll() == -signal.SIGKILL
+
+
 def test_a_node_in_a_fork_has_what_was_imported_its_own_session_and_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
