@@ -69,6 +69,9 @@ class EngineDamaged:
     """Event: the memory of the installed version is damaged, so nothing may be sampled from it."""
 
 
+InstallEvent = VersionInstalled | InstallFailed | InstallMissed | EngineDamaged
+
+
 @dataclass(frozen=True, slots=True)
 class LearnerProgress:
     """The learner's progress, as far as this worker has received it."""
@@ -124,21 +127,21 @@ class EngineVersions:
         self.installing, self.again_at = newest, math.inf
         return newest
 
-    def on_installed(self, version: PolicyVersion) -> None:
-        """Note the version that samples from now on."""
-        self.installing = self.refusal = None
-        self.installed = version
-        self._kept = (*self._kept, version)[-self._max_kept :]
-
-    def on_failed(self, version: PolicyVersion, error: EngineError, *, now: float) -> None:
-        """Note that the engine has refused a version."""
-        self.installing = None
-        self.refusal = version, one_line(str(error))[:MAX_REFUSAL_LENGTH]
-        self.again_at = now + INSTALL_AGAIN_S
-
-    def on_damaged(self) -> None:
-        """Sample nothing until a version has been received and installed again."""
-        self.installed = None
+    def handle(self, event: InstallEvent, *, now: float) -> None:
+        """Note how an installation has ended, or that the installed version is damaged."""
+        match event:
+            case VersionInstalled(version):
+                self.installing = self.refusal = None
+                self.installed = version
+                self._kept = (*self._kept, version)[-self._max_kept :]
+            case InstallFailed(version, error):
+                self.installing = None
+                self.refusal = version, one_line(str(error))[:MAX_REFUSAL_LENGTH]
+                self.again_at = now + INSTALL_AGAIN_S
+            case InstallMissed():
+                self.installing = None
+            case EngineDamaged():
+                self.installed = None  # until a version has been received and installed again
 
     def on_lost(self, version: PolicyVersion | None) -> None:
         """Note that the engine no longer holds a version."""

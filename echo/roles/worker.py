@@ -38,7 +38,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import msgspec
 import numpy as np
@@ -72,9 +72,8 @@ from echo.roles.departure import (
 )
 from echo.roles.engine_facts import EngineFacts
 from echo.roles.installing import (
-    EngineDamaged,
+    InstallEvent,
     InstallFailed,
-    InstallMissed,
     LearnerProgress,
     VersionInstalled,
 )
@@ -82,15 +81,11 @@ from echo.roles.joining import NodeSettings
 from echo.roles.members import IDLE
 from echo.roles.node import DialingRole, Handler
 from echo.roles.sampling import (
-    CallRaised,
-    CallRefused,
     CallReturned,
     Decision,
     EngineCalls,
     EngineEvent,
     GiveUp,
-    MembersGrown,
-    NonfiniteFound,
     NoResult,
     not_installed,
 )
@@ -476,13 +471,15 @@ class Worker(DialingRole):
         saved = self._keeper.save(run_id, interval_s=interval_s, now=now)
         return [*actions, *self.ship(interval_s=interval_s, now=now), *saved]
 
-    def _on_installed(self, event: VersionInstalled, now: float) -> list[Action]:
-        self._engine.versions.on_installed(event.version)
-        return [*self._beat(now), *self._give_back(now)]
-
-    def _on_install_failed(self, event: InstallFailed, now: float) -> list[Action]:
-        """Keep the version before, and report it; without any version this worker ends."""
-        self._engine.versions.on_failed(event.version, event.error, now=now)
+    def _on_install(self, event: InstallEvent, now: float) -> list[Action]:
+        """Report which version samples now; without any version this worker ends."""
+        if self._calls is None:
+            return []  # a stored version was found damaged before the engine was built
+        self._calls.versions.handle(event, now=now)
+        if isinstance(event, VersionInstalled):
+            return [*self._beat(now), *self._give_back(now)]
+        if not isinstance(event, InstallFailed):
+            return []
         self.counters.add("engine/installs_failed")
         beat, text = self._beat(now), f"cannot install {event.version}"
         if self.installed_version is None:
@@ -490,15 +487,6 @@ class Worker(DialingRole):
             return [note, *beat, Stop("failed", event.error)]
         text = f"{text}, keeping {self.installed_version}: {event.error}"
         return [Note("warning", text), *beat]
-
-    def _on_missed(self, event: InstallMissed, now: float) -> list[Action]:
-        self._engine.versions.installing = None
-        return []
-
-    def _on_damaged(self, event: EngineDamaged, now: float) -> list[Action]:
-        if self._calls is not None:
-            self._calls.versions.on_damaged()
-        return []
 
     def _give_back(self, now: float) -> list[Action]:
         """Give back the leases whose version has not arrived in time."""
@@ -652,12 +640,9 @@ class Worker(DialingRole):
     HANDLERS: ClassVar[Mapping[type, Handler]] = {
         **DialingRole.HANDLERS,
         EngineBuilt: _on_engine_built,
-        **dict.fromkeys((MembersGrown, NonfiniteFound, CallRefused, CallRaised), _on_engine),
+        **dict.fromkeys(get_args(EngineEvent), _on_engine),
         CallReturned: _on_returned,
-        VersionInstalled: _on_installed,
-        InstallFailed: _on_install_failed,
-        InstallMissed: _on_missed,
-        EngineDamaged: _on_damaged,
+        **dict.fromkeys(get_args(InstallEvent), _on_install),
         GroupScored: _on_scored,
         GroupFinished: _on_finished,
         NoResult: _on_no_result,
