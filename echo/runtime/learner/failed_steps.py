@@ -54,7 +54,8 @@ class FailedSteps:
         """End the groups that made a step fail, or all of its batch; put the others back.
 
         Raises:
-            StepError: if so many steps in a row failed that the groups can hardly be the cause.
+            StepError: if MAX_FAILED_STEPS steps in a row failed: the groups can hardly be the
+                cause.
         """
         step, counters = self._role.step, self._role.counters
         self._num_in_a_row += 1

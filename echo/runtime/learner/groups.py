@@ -64,8 +64,9 @@ class DeliveredGroups:
             clock: returns the present instant of the loop.
         """
         self.is_open = True
-        """Whether groups are taken. One that comes later is never acknowledged, so that its worker
-        delivers it to the learner that resumes the run."""
+        """Whether groups are taken. A later group is never acknowledged, so that its worker
+        delivers it to the learner that resumes the run.
+        """
         self._role, self._ledger, self._buffer = role, ledger, buffer
         self._progress = progress
         self._refusal, self._rewards = refusal, rewards

@@ -98,7 +98,7 @@ class OpenedRun:
     ledger: LedgerQueue
     checkpoints: Checkpoints
     activation: ActivationSettings | None
-    """Which workers are activated; None where every one generates, whatever it costs."""
+    """The rules by which workers are activated; None if every worker generates, at any cost."""
     progress: Progress
     trainer: AnyTrainer
     attribution: Attribution | None
@@ -162,7 +162,7 @@ class LearnerNode(Node):
         self.is_stopping = False
         """Whether the operator has asked for the end."""
         self._failure: EchoError | None = None
-        """Why the run cannot go on, where it cannot."""
+        """The error that ends the run; None if there is none."""
         self._is_work_over = asyncio.Event()
         self._wire_groups(run)
         self._wire_versions(run, follower)
@@ -288,7 +288,7 @@ class LearnerNode(Node):
             super().perform(batch)
 
     def _settle(self) -> None:
-        """Have committed, too, what has been recorded meanwhile."""
+        """Also have the records committed that were appended meanwhile."""
         super()._settle()
         self._commits.want()
 
@@ -342,7 +342,7 @@ class LearnerNode(Node):
             self._is_work_over.set()
 
     async def _make_prompts(self, prompts: PromptsAhead) -> None:
-        """Make prompts, and grant what has waited for them."""
+        """Make prompts, and grant the groups that have waited for them."""
         pool = self.threads.pool("prompts")
         while True:
             if await prompts.make(pool):
@@ -441,7 +441,7 @@ class LearnerNode(Node):
         return None
 
     async def _find_failure(self) -> EchoError | None:
-        """Return why no batch can come any more; None where one still can, or none need come."""
+        """Return why no further batch can come; None if one can, or if the run simply ends."""
         if self.role.prompt_fault is not None:
             return self.role.prompt_fault
         newest = self._versions.newest
@@ -515,7 +515,7 @@ class LearnerNode(Node):
         self.stop("finished")
 
     async def _save(self) -> None:
-        """Save where the run does not end for good, so that --resume goes on from here."""
+        """Save a run that is not finished, so that --resume continues from here."""
         await self._close_records()
         self.log.info(
             "stopped at step %d; --resume continues from step %d%s",

@@ -27,9 +27,9 @@ from echo.roles.members import MAX_NAMES_KEPT
 from echo.weights.schedule import PublishPace
 
 IDLE_WINDOW_S = 60.0
-"""Seconds over which the display says how much the learner waits, at least."""
+"""Least seconds over which the display computes the share of waiting."""
 IDLE_WINDOW_STEPS = 10
-"""Steps over which it does: a window shorter than a step would say either nothing or all."""
+"""Least steps over which the display computes it: in less than a step the share is 0 or 1."""
 MAX_HISTORY = 10_000
 """Points of a curve kept for the display."""
 
@@ -43,11 +43,11 @@ _ADVICE = {
     "lost_member": "this loss needs a trained token in each rollout of a group: raise "
     "sampling.max_completion_tokens or sync.max_staleness, or choose another loss.kind",
 }
-"""Remedies where groups are left out for another reason than equal rewards."""
+"""Remedies by the reason for which groups are left out, other than equal rewards."""
 
 
 class Progress:
-    """Counts what the learner has done since it started (for staleness and curve, before, too)."""
+    """Totals since the learner started; staleness and curves include the run before a resume."""
 
     def __init__(
         self,
@@ -91,14 +91,14 @@ class Progress:
         self.newest_sampled: PolicyVersion | None = None
         """The newest version that has sampled a stored group."""
         self.activity = "starting"
-        """Activity of the learner; empty while it waits for groups."""
+        """The learner's present activity; empty while it waits for groups."""
         self._waits: deque[tuple[float, float]] = deque()
         """(start, end) of the last waits, one for each step."""
         self._waiting_since: float | None = None
         self._all_waits_s = 0.0
 
     def begin(self, activity: str, *, now: float) -> None:
-        """Note what the learner does from now on; an empty `activity` is waiting for groups."""
+        """Note the learner's activity from now on; an empty string means waiting for groups."""
         self.activity = activity
         if not activity:
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
@@ -111,7 +111,7 @@ class Progress:
                 self._waits.popleft()
 
     def idle_ratio_by_now(self, now: float) -> float:
-        """Return the share of the time since the start, a wait that goes on included."""
+        """Return the share of the time since the start that was spent waiting, up to now."""
         since = now if self._waiting_since is None else self._waiting_since
         return (self._all_waits_s + now - since) / max(now - self._started_at, 1e-9)
 
@@ -281,7 +281,7 @@ class Progress:
         return row
 
     def _describe_wait(self, role: Learner) -> str:
-        """Say what the learner waits for, and whether what comes is of any use."""
+        """Describe what the learner waits for, and whether the last groups taught nothing."""
         waiting, num_zero_signal = role.describe_wait(), self.zero_signal.num_groups
         if not waiting or num_zero_signal < role.settings.leases.groups_per_step:
             return waiting
@@ -291,7 +291,7 @@ class Progress:
         )
 
     def describe_zero_signal(self, step: int) -> str:
-        """Say in one line that nothing is learned now, and what could be done."""
+        """Return one line that says why nothing could be learned, and a remedy."""
         what = (
             f"nothing could be learned from the last {self.zero_signal.num_groups} groups "
             f"({self._reasons_text}): the run ends at step {step}"
@@ -299,7 +299,7 @@ class Progress:
         return f"{what}; {self._zero_signal_advice()}"
 
     def _zero_signal_advice(self) -> str:
-        """Say what most groups of a zero-signal stretch have in common, and what would help."""
+        """Return the remedy for the most frequent reason of a zero-signal stretch."""
         [(reason, _)] = self._zero_signal_reasons.most_common(1)
         if reason in _ADVICE:
             return _ADVICE[reason]
@@ -327,7 +327,7 @@ class Progress:
         )
 
     def describe_failing(self, step: int) -> str | None:
-        """Say why the groups of a zero-signal stretch failed; None if most of them did not."""
+        """Describe the failures in a zero-signal stretch; None if they are less than half."""
         num_groups = self.zero_signal.num_groups
         if 2 * self._num_failed < num_groups:
             return None
@@ -348,7 +348,7 @@ class Progress:
         return self._waited_s / total_s if total_s else 0.0
 
     def _with_quality(self, view: NodeView) -> NodeView:
-        """Return a node's view with what its samples are worth."""
+        """Return a node's view with the mismatch and the reward of its samples."""
         found = self.workers.of(view.node_id)
         return replace(view, mismatch_kl=found.get("mismatch_kl"), reward=found.get("reward"))
 
@@ -396,7 +396,7 @@ class Progress:
         )
 
 
-# --- What each worker's samples are worth, over its newest trained groups: `workers/` ---
+# --- Mismatch and reward of each worker's newest trained groups: `workers/` ---
 
 
 MAX_WORKERS_SHOWN = 64
@@ -420,12 +420,12 @@ class WorkerQuality:
     def trained(
         self, groups: Sequence[Group], by_group: Mapping[int, Mismatch], *, step: int
     ) -> list[Sampled]:
-        """Note the groups of a step; return those whose tokens were scored, to be compared.
+        """Note the groups of a step; return a sample for each group whose tokens were scored.
 
         Args:
-            groups: that the step was made of.
-            by_group: the mismatch of those that went through the model.
-            step: optimizer steps that were done before it.
+            groups: trained in the step.
+            by_group: mismatch by group id, of the groups that went through the model.
+            step: optimizer steps done before this one.
         """
         samples = []
         for group in groups:
@@ -441,7 +441,7 @@ class WorkerQuality:
         return samples
 
     def of(self, worker_id: str) -> dict[str, float]:
-        """Return what is known of a worker; empty before a group of it was trained."""
+        """Return the statistics of a worker; empty before one of its groups was trained."""
         made = self._made.get(worker_id)
         if not made:
             return {}
@@ -449,7 +449,7 @@ class WorkerQuality:
         return {**total.metrics(), "reward": fmean(each.reward for each in made)}
 
     def row(self, worker_ids: Iterable[str]) -> dict[str, Mapping[str, float]]:
-        """Return each statistic as a table by worker, of the workers that are here."""
+        """Return each statistic as a table by worker, for the given workers."""
         known = {name: found for name in worker_ids if (found := self.of(name))}
         worst = sorted(known, key=lambda name: -known[name]["mismatch_kl"])[:MAX_WORKERS_SHOWN]
         return {
@@ -493,11 +493,11 @@ RARE = (
     "engine/installs_failed",
     "engine/version_refused",
 )
-"""Shown from the first time on that they happen."""
+"""Counts that a row shows from the first time that they are not 0."""
 
 MILLISECONDS = "env/milliseconds"
 AGENT_TOKENS = ("agents/tokens_sampled", "agents/tokens_trained")
-"""In sessions that were rewarded: in all of their calls, and in those that are trained on."""
+"""Tokens in rewarded sessions: of all their calls, and of the calls that are trained on."""
 TRAINED_SHARE = "agents/trained_share"
 
 
@@ -509,7 +509,7 @@ class TaskMetrics:
         self._seen: set[str] = set()
 
     def row(self, totals: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-        """Return what happened since the last call; nothing of what never happens."""
+        """Return the differences since the last call, without counts that were always 0."""
         names = (*COUNTED, MILLISECONDS, *RARE, *AGENT_TOKENS)
         sums = {
             name: sum(

@@ -1,9 +1,9 @@
-"""Rewards at the learner, for groups whose workers know no answers.
+"""Rewards computed at the learner, for workers that do not have the answers.
 
 With reward.where = "learner" a worker delivers its rollouts with rewards of 0. Before the trainer
 looks at a group or it is written to the ledger, each of its completions is decoded and scored,
-off the loop, with the example that the learner has kept. A group that cannot be scored ends with
-the reason, as it would have at a worker.
+off the loop, with the example that the learner has kept. If scoring fails, the group ends with that
+reason, as it would at a worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LearnerRewards:
     """Scores groups on their way into the ledger."""
 
     def __init__(self, host: TaskHost, prompts: PromptsAhead, text: TextCodec) -> None:
-        """Take the reward processes, what groups are of, and the model's text."""
+        """Take the reward processes, the prompts of the groups, and the model's text."""
         self._host = host
         self._prompts = prompts
         self._text = text

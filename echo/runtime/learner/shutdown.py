@@ -1,9 +1,9 @@
-"""The end of a run reaches every node, also those that are away just then.
+"""The end of a run, told to every node, also to a node that is disconnected at that moment.
 
 A node that has lost its way to the learner dials at growing pauses: after the learner's crash, a
 relay's, or a link's. If the learner ended meanwhile, the node's dials would fail, and it would end
-with an error. So the learner stays until each node that it has heard recently has gone, or has had
-the time to come back. A learner that resumes a run also gives that time to the nodes of the former
+with an error. So the learner stays until each node with a recent message has gone, or has had the
+time to come back. A learner that resumes a run also gives that time to the nodes of the former
 process.
 """
 

@@ -1,4 +1,4 @@
-"""Waiting for a batch: ask again, say why, give up at last.
+"""The wait for a batch: look again, report the reason, and end the run after a bound.
 
 Groups are granted and versions published when something happens: a heartbeat, a result, a step.
 Where no event happens, one look per heartbeat still does:
@@ -7,10 +7,10 @@ Where no event happens, one look per heartbeat still does:
     no worker can be given a group                told once per reason, if it lasts
     no worker at all                              told each minute; after a bound the run ends
 
-Once there were workers the bound is `network.reconnect_for_s`: for so long those that have lost
-the learner try to come back. Before the first one it is FIRST_WORKER_S, if that is longer: its
-operator may rent or start the workers much later. A worker counts from its Hello on, so one that
-loads its model is here, and so is one on standby.
+Once a worker has joined the bound is `network.reconnect_for_s`: workers that have lost the learner
+try to come back for that long. Before the first worker it is at least FIRST_WORKER_S, because the
+operator may rent or start workers much later. A worker counts from its Hello on, also while it
+loads its model and while it is on standby.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from echo.leases.scheduler import WaitReason
 from echo.roles.learner import Learner
 
 FIRST_WORKER_S = 4 * 3600.0
-"""How long a learner waits for its first worker at least."""
+"""Least time that a learner waits for its first worker."""
 TELL_S = 60.0
-"""Between two lines about missing workers."""
+"""Seconds between two lines about missing workers."""
 
 _WAIT_REASONS = {
     "outdated": "nothing can be granted{}: the newest version is too old for the next step",
@@ -36,7 +36,7 @@ _WAIT_REASONS = {
     "no_agent": "no agent has asked for a group{}: have agents call a worker's endpoint",
     "busy": "nothing can be granted{}: no worker takes a group",
 }
-"""With how long that has been so."""
+"""Texts by reason; `{}` gets the time for which the reason has held."""
 
 
 class BatchWait:
@@ -65,7 +65,7 @@ class BatchWait:
         """When to look next."""
 
     def begin(self, *, now: float) -> None:
-        """Note that the learner waits from now on; while it trained, nothing was looked at."""
+        """Start a wait: times without a worker, or with a reason, count from now."""
         self._alone_since = self._told_at = self._wait_reason_since = now
         self._wait_reason, self._is_told = "", False
         self.look_at = now + self._role.settings.leases.heartbeat_s
@@ -83,7 +83,7 @@ class BatchWait:
         return asyncio.get_running_loop().time() >= self.look_at
 
     def look(self, *, now: float) -> WaitReason:
-        """Look whether anything can come of the waiting; return what keeps groups from workers.
+        """Look for workers, and return what keeps groups from being granted to them.
 
         Raises:
             TransportError: if there has been no worker for too long.
@@ -119,7 +119,7 @@ class BatchWait:
             )  # fmt: skip
 
     def _note(self, wait_reason: WaitReason, now: float) -> None:
-        """Tell a reason once, as soon as it has lasted for as long as a silent node counts."""
+        """Log a reason once, after it has held for `dead_after_s`; log "outdated" at once."""
         if wait_reason != self._wait_reason:
             self._wait_reason, self._wait_reason_since, self._is_told = wait_reason, now, False
         lasted_s = now - self._wait_reason_since
