@@ -1,4 +1,4 @@
-"""Admission of inbound connections: keys, tokens, and bounds on what strangers take.
+"""Admission of inbound connections: keys, tokens, and bounds on the resources of strangers.
 
 During the handshake with a client libzmq asks whether to admit it, by messages to an address inside
 the process (ZAP, RFC 27). The event loop answers, so no thread is needed. The run has one key for
@@ -22,11 +22,11 @@ from echo.net.channel import Socket
 from echo.net.transport import PeerId, TransportOptions
 
 MAX_STRANGER_BYTES = 256
-"""Largest frame of a connection that has shown no token; frames of a handshake are shorter."""
+"""Largest frame of a connection without a token; frames of a handshake are shorter."""
 LOOK_S = 0.1
-"""Between two looks for unfinished messages that have become too long."""
+"""Seconds between two checks of the length of unfinished messages."""
 CONNECTIONS_PER_LOOK = 512
-"""Connections in one look, by a call of the kernel for each; of more, each less often."""
+"""Connections in one check, which makes a system call for each; more are checked in turns."""
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 """`tcpi_bytes_received` of Linux's struct tcp_info."""
 
@@ -34,20 +34,20 @@ _BYTES_RECEIVED = struct.Struct("=128xQ")
 class AcceptedConnections:
     """The connections that libzmq has accepted, with two bounds that libzmq does not have.
 
-    **Strangers** are connections over which no message has come. libzmq accepts every connection,
-    and each takes a descriptor, without which the node can neither write its files nor dial. So at
+    **Strangers** are connections over which no message has arrived. libzmq accepts every
+    connection, and each takes a descriptor, which the node needs for its files and links. So at
     most `max_strangers` stay open: the oldest is closed first. A member sends its first message
     within a few round trips, so only many more connections in that time can displace it.
 
-    **Unfinished messages.** libzmq shows a message when its last frame has come. It bounds the size
-    of a frame and not the number of frames, so it would store a message without an end. The kernel
-    counts the bytes of each connection; one that has received more than `max_message_bytes` since
-    its last whole message is closed. Linux only: other kernels do not report the count.
+    **Unfinished messages.** libzmq reports a message when its last frame has arrived. It bounds the
+    size of a frame and not the number of frames, so it would store a message without an end. The
+    kernel counts the bytes of each connection; one that has received more than `max_message_bytes`
+    since its last whole message is closed. Linux only: other kernels do not report the count.
 
-    The descriptors are libzmq's. It reports that a connection is over before it closes the
-    descriptor, so after all news is read a number still stands for the connection that was noted,
-    but for a few microseconds. A number that has become another's in those is harmless: `shutdown`
-    fails on a file, and a link that it ends is dialled again.
+    libzmq owns the descriptors. It reports the end of a connection before it closes the descriptor,
+    so once all news is read a number belongs to the connection that was noted, except for a few
+    microseconds. If the number is reused within them, no harm is done: `shutdown` fails on a file,
+    and a link that it ends is dialled again.
     """
 
     def __init__(self, max_strangers: int, max_message_bytes: int) -> None:
@@ -55,10 +55,10 @@ class AcceptedConnections:
         self._max_message_bytes = max_message_bytes
         self._strangers: dict[int, None] = {}
         self._whole_bytes: OrderedDict[int, int] = OrderedDict()
-        """Descriptor -> bytes received when the last look found a whole message. Next look first.
-        """
+        """Descriptor -> bytes received when the last check found a whole message; the next to check
+        comes first."""
         self._has_spoken: set[int] = set()
-        """Those over which a whole message has come since their last look."""
+        """Descriptors over which a whole message has arrived since their last check."""
 
     def __contains__(self, descriptor: int) -> bool:
         return descriptor in self._whole_bytes
@@ -74,19 +74,22 @@ class AcceptedConnections:
         self._whole_bytes[descriptor] = 0
 
     def discard(self, descriptor: int) -> None:
-        """Note that a connection is over."""
+        """Note the end of a connection."""
         self._strangers.pop(descriptor, None)
         self._whole_bytes.pop(descriptor, None)
         self._has_spoken.discard(descriptor)
 
     def spoke(self, descriptor: int) -> None:
-        """Note that a whole message has come over a connection."""
+        """Note that a whole message has arrived over a connection."""
         if descriptor in self._whole_bytes:
             self._strangers.pop(descriptor, None)
             self._has_spoken.add(descriptor)
 
     def close_excess(self) -> int:
-        """Close the oldest strangers beyond the bound; return how many. All news must be read."""
+        """Close the oldest strangers beyond the bound; return their number.
+
+        All news must be read before.
+        """
         excess = list(self._strangers)[: max(0, len(self._strangers) - self._max_strangers)]
         for descriptor in excess:
             del self._strangers[descriptor]
@@ -94,7 +97,7 @@ class AcceptedConnections:
         return len(excess)
 
     def close_unfinished(self) -> int:
-        """Close connections whose unfinished message is too long; return how many."""
+        """Close connections whose unfinished message is too long; return their number."""
         num_closed = 0
         for descriptor in list(itertools.islice(self._whole_bytes, CONNECTIONS_PER_LOOK)):
             self._whole_bytes.move_to_end(descriptor)
@@ -111,7 +114,7 @@ class AcceptedConnections:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Yield a socket object for a descriptor that stays libzmq's to close."""
+    """Yield a socket object for a descriptor without closing it: libzmq does."""
     connection = socket.socket(fileno=descriptor)
     try:
         yield connection
@@ -126,7 +129,7 @@ def _shut_down(descriptor: int) -> None:
 
 
 def _bytes_received(descriptor: int) -> int:
-    """Return what a connection has received; 0 where the kernel does not say."""
+    """Return the bytes that a connection has received; 0 if the kernel does not report them."""
     if sys.platform != "linux":
         return 0
     try:
@@ -139,7 +142,7 @@ def _bytes_received(descriptor: int) -> int:
 
 
 def largest_message(options: TransportOptions) -> int:
-    """Return how many bytes a whole message may take on the wire, with what CURVE adds."""
+    """Return the largest size of a whole message on the wire, with the overhead of CURVE."""
     return options.max_message_bytes * 17 // 16 + (1 << 20)
 
 
@@ -162,12 +165,12 @@ class ZapHandler:
         self._client_key = client_key
         self._warn = warn
         self.tokens: dict[bytes, PeerId] = {}
-        """Token -> the peer whose bulk connection may show it, once."""
+        """Token -> the peer whose bulk connection may use it, once."""
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ENDPOINT)
         loop.add_reader(self._socket.FD, self.answer)
-        self.answer()  # only a reader that has seen EAGAIN is woken
+        self.answer()  # a reader is woken only after it has returned EAGAIN
 
     def answer(self) -> None:
         """Answer all questions that have arrived."""

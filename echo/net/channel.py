@@ -1,6 +1,6 @@
-"""Raw sockets of ZeroMQ: their messages, the news of their connections, the bytes they owe.
+"""Raw sockets of ZeroMQ: their messages, the news of their connections, and their unsent bytes.
 
-`zmq.py` describes the behaviour of libzmq that this file answers to.
+`zmq.py` describes the behaviour of libzmq that this file relies on.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from echo.net.transport import (
     TransportStats,
 )
 
-# --- bulk connections: how they are asked for. No message of the protocol begins like that. ---
+# --- bulk connections: requests and offers. No message of the protocol begins with these bytes. ---
 
 BULK_ASK = b"\0bulk?"
 BULK_OFFER = b"\0bulk!"
 BULK_PORT_OFFSET = 1000
-"""The port is so much above the listener's own, where it is free."""
+"""Distance of the bulk port above the listener's own port, if that port is free."""
 TOKEN_BYTES = 16
 
 
 class News(enum.Enum):
-    """What can happen to a connection."""
+    """Events of a connection."""
 
     ACCEPTED = enum.auto()
     UP = enum.auto()
     HANDSHAKE_FAILED = enum.auto()
     REFUSED = enum.auto()
-    """The side that listens did not admit the other's key."""
+    """The listener did not admit the dialler's key."""
     OVER = enum.auto()
 
 
 OnNews = Callable[[News, int], None]
-"""Called with the news and the file descriptor it is about; of a handshake none is known."""
+"""Called with the news and its file descriptor, which is unknown for a handshake."""
 
 
 class Burst:
@@ -65,7 +65,7 @@ class Burst:
         return self._bytes_left <= 0 or self._messages_left <= 0
 
     def add(self, peer: PeerId, frames: list[Frame], *, is_public: bool = False) -> None:
-        """Add a message."""
+        """Add a received message."""
         num_bytes = sum(map(len, frames))
         self._bytes_left -= num_bytes
         self._messages_left -= 1
@@ -81,7 +81,7 @@ class Burst:
 
 
 class Host(Protocol):
-    """What listeners and dialled links use of the transport that they belong to."""
+    """The part of the transport that listeners and dialled links use."""
 
     options: TransportOptions
     totals: TransportStats
@@ -91,7 +91,7 @@ class Host(Protocol):
         """The loop that the transport was started on."""
 
     def note(self, source: Any) -> None:
-        """Remember that a channel has something for `receive`."""
+        """Remember that a channel has events for `receive`."""
 
     def warn(self, place: str, reason: str, text: str) -> None:
         """Log a warning, once a minute for a place and a reason."""
@@ -100,11 +100,11 @@ class Host(Protocol):
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
 NEWS_PER_TURN = 1024
-"""News of connections read in one turn of the loop: of strangers there may always be more."""
+"""News of connections read in one turn of the loop; strangers may cause any number."""
 
-# Below this libzmq copies, which is cheaper than a release notice per frame; pyzmq's own choice.
+# Smaller frames are copied, which is cheaper than a release notice per frame; pyzmq's own choice.
 _ZERO_COPY_BYTES = zmq.COPY_THRESHOLD
-# Plain numbers: what Python does with pyzmq's enumerations takes longer than what libzmq does.
+# Plain numbers, because operations on pyzmq's enumerations take longer than the calls of libzmq.
 _AT_ONCE, _MORE_AT_ONCE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 _READABLE = int(zmq.POLLIN)
 _NEWS: dict[int, News] = {
@@ -114,12 +114,12 @@ _NEWS: dict[int, News] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: News.HANDSHAKE_FAILED,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: News.REFUSED,
     zmq.EVENT_DISCONNECTED: News.OVER,
-    zmq.EVENT_CONNECT_RETRIED: News.OVER,  # an attempt that never became a connection
+    zmq.EVENT_CONNECT_RETRIED: News.OVER,  # an attempt without a connection
 }
 
 
 _MAX_MS = 6_553_599
-"""Largest time to live that libzmq accepts (16 bits of deciseconds); other times may be longer."""
+"""Largest time to live that libzmq accepts: 16 bits of deciseconds."""
 
 
 def _ms(seconds: float) -> int:
@@ -127,7 +127,7 @@ def _ms(seconds: float) -> int:
 
 
 class ZmqOutbox:
-    """Sends on one connection, and counts what libzmq has not yet passed on to the kernel."""
+    """Sends on one connection, and counts the bytes that libzmq has not passed to the kernel."""
 
     def __init__(self, to: Socket, identity: bytes, max_unsent_bytes: int) -> None:
         self._to = to
@@ -146,7 +146,7 @@ class ZmqOutbox:
         try:
             tracker = self._hand_over(frames, is_tracked)
         except zmq.ZMQError as error:
-            # Only the first part can fail: the rest follows into the pipe that took it.
+            # Only the first part can fail: the other parts follow into the same pipe.
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
             raise TransportError(f"cannot send {num_bytes} bytes: {error}") from error
@@ -159,7 +159,7 @@ class ZmqOutbox:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes accepted that libzmq has not yet passed on to the kernel, overhead included."""
+        """Accepted bytes that libzmq has not passed to the kernel, overhead included."""
         while self._tracked and self._tracked[0][1].done:
             self._unsent_bytes -= self._tracked.popleft()[0]
         return self._unsent_bytes
@@ -196,7 +196,7 @@ class ZmqChannel:
     ) -> None:
         """Make a ROUTER or DEALER; the caller binds or connects it.
 
-        `more` are options of the socket, beside or in place of what follows from the others.
+        `more` are options of the socket; they replace those that follow from `options`.
         """
         self._loop = loop
         self._on_readable = on_readable
@@ -223,7 +223,7 @@ class ZmqChannel:
             self.socket.monitor(endpoint, sum(_NEWS))
             self._monitor: Socket = context.socket(zmq.PAIR)
         except zmq.ZMQError:  # no descriptor left, or a peer's token that cannot be one
-            self.socket.close(linger=0)  # the context waits for every socket it has
+            self.socket.close(linger=0)  # the context waits for all its sockets
             raise
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(endpoint)
@@ -233,8 +233,8 @@ class ZmqChannel:
         self.read_news()  # only a reader that has seen EAGAIN is woken
 
     def has_whole_message(self) -> bool:
-        """Return whether a message waits to be received; it is looked at in the next turn."""
-        self.look_soon()  # this question may swallow the edge
+        """Return whether a message waits to be received; the next turn looks at the socket."""
+        self.look_soon()  # reading EVENTS may consume the edge
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def look(self) -> None:
@@ -244,13 +244,13 @@ class ZmqChannel:
             self._on_readable()
 
     def look_soon(self) -> None:
-        """Look in the next turn of the loop: once, whatever is sent until then."""
+        """Call `look` in the next turn of the loop, once for all sends until then."""
         if not self._will_look:
             self._will_look = True
             self._loop.call_soon(self.look)
 
     def read_news(self, at_most: int | None = None) -> bool:
-        """Read the monitor, and return whether it has been read empty."""
+        """Read news from the monitor; return whether it is empty now."""
         for _ in itertools.count() if at_most is None else range(at_most):
             if self._monitor.closed:
                 return True
@@ -263,7 +263,7 @@ class ZmqChannel:
         return False
 
     def _read_some_news(self) -> None:
-        """Read a turn's share, so that a flood of connections does not hold the loop."""
+        """Read at most NEWS_PER_TURN, so that a flood of connections does not block the loop."""
         if self._is_reading_on:
             return
         if not self.read_news(NEWS_PER_TURN):
@@ -289,25 +289,25 @@ class ZmqChannel:
         return self._first_part.bytes, [_as_frame(part) for part in payload]
 
     def descriptor(self) -> int | None:
-        """Return the file descriptor that the last message came in on; None for a stranger."""
+        """Return the file descriptor of the last message's connection; None for a stranger."""
         try:
             return None if self._first_part is None else int(self._first_part.get(zmq.SRCFD))
         except zmq.ZMQError:  # ZMTP 1 has no metadata, and almost any bytes pass for ZMTP 1
             return None
 
     def user(self) -> PeerId:
-        """Return whose token the connection showed that the last message came in on."""
+        """Return the peer whose token the last message's connection has shown."""
         try:
             return "" if self._first_part is None else str(self._first_part.get("User-Id"))
         except zmq.ZMQError:
             return ""
 
     def outbox(self, identity: bytes) -> ZmqOutbox:
-        """Return the means to send on one connection."""
+        """Return the outbox of one connection."""
         return ZmqOutbox(self.socket, identity, self._options.max_unsent_bytes)
 
     def close(self, linger_s: float) -> None:
-        """Close the socket; libzmq goes on sending for at most `linger_s`."""
+        """Close the socket; libzmq sends accepted messages for at most `linger_s`."""
         self._loop.remove_reader(self._monitor.FD)
         self._loop.remove_reader(self.socket.FD)
         self._is_closed = True
@@ -317,5 +317,5 @@ class ZmqChannel:
 
 
 def _as_frame(part: zmq.Frame) -> Frame:
-    # A small one is a slice of libzmq's shared read buffer, which a view would keep alive.
+    # A small frame is a slice of libzmq's shared read buffer, which a view would keep alive.
     return part.bytes if len(part) < _ZERO_COPY_BYTES else part.buffer

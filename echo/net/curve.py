@@ -1,19 +1,19 @@
 """CURVE key pairs: admission of nodes, and identity of listeners.
 
-All links are encrypted with CURVE (elliptic curve 25519, forward secret), and it answers two
-questions with two kinds of keys:
+All links are encrypted with CURVE (elliptic curve 25519, forward secret). Two kinds of keys answer
+two questions:
 
-* *Is this the process that I want?* Every process that listens has a **server key**, and its
-  address says which: `tcp://host:port#KEY`. The learner tells these addresses to all nodes in its
-  plans, so a user copies only the learner's key by hand.
-* *Does this one belong to the run?* The run has one **secret**. From it follows the key pair with
-  which every node of the run dials, and a listener admits that key and no other.
+* *Is this the right process?* Every process that listens has a **server key**, which is a part of
+  its address: `tcp://host:port#KEY`. The learner sends these addresses to all nodes in its plans,
+  so a user copies only the learner's key by hand.
+* *Does the dialler belong to the run?* The run has one **secret**. The key pair with which every
+  node of the run dials is derived from it, and a listener admits only that key.
 
-A worker makes a new server key at each start: its address is known from plans only. A relay
-is different: its address stands in configurations. Its key follows from the secret, so that the
-one string of the run suffices on every machine and outlives the relay's restarts. The price: any
-insider can pose as a relay, if it also holds the relay's address. It cannot pose as the learner,
-nor change what the learner signs: the fingerprint in the join string says whose signature counts.
+A worker makes a new server key at each start, because its address is known from plans only. The
+address of a relay is part of configurations. Its key is derived from the secret, so the join string
+of the run is enough on every machine and stays valid when the relay restarts. As a consequence any
+member of the run can pose as a relay if it also takes over the relay's address. It cannot pose as
+the learner or change signed data: the join string has the fingerprint of the learner's key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from echo.net.transport import parse_address, parse_key, without_key
 
 KEY_BYTES = 32
 SECRET_BYTES = 16
-"""As many as the strength of the curve; 22 letters in a join string."""
+"""Bytes of the secret: the strength of the curve, and 22 letters in a join string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class CurveKeys:
     """The keys of one process."""
 
     server: KeyPair
-    """With which it listens."""
+    """Key pair with which it listens."""
     client: KeyPair
-    """With which every node of the run dials."""
+    """Key pair with which every node of the run dials."""
     relay_key: bytes
     """The server key of the run's relays."""
     known: Mapping[str, bytes] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class CurveKeys:
     def of_node(cls, role: str, secret: bytes, *addresses: str) -> CurveKeys:
         """Return the keys of a relay, or new ones of a worker.
 
-        The keys of `addresses`, which it may dial, serve where one is written without.
+        The keys in `addresses` are used for the same addresses written without a key.
         """
         relay = _derive(secret, "relay")
         known = {}
@@ -88,10 +88,10 @@ class CurveKeys:
         )
 
     def server_keys(self, address: str) -> tuple[bytes, ...]:
-        """Return the keys that the process at `address` may have, the likeliest first.
+        """Return the possible keys of the process at `address`, the likeliest first.
 
-        Only one if the address names it or is known. Another address without a key leads to a
-        relay, or to one that is known under another name: the keys are tried in turn.
+        There is one if the address has a key or is known. Another address without a key may be a
+        relay's, or another name of a known process: its keys are tried in turn.
         """
         own = parse_key(address) or self.known.get(address)
         if own is not None:

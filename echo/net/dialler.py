@@ -1,4 +1,4 @@
-"""Links that a node opens, and opens again after every loss until they are closed."""
+"""Links that a node dials, and dials again after every loss until they are closed."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from echo.net.transport import (
 
 _SAME = "security.curve must be the same on all nodes of a run"
 PROBE_S = 3.0
-"""Seconds that a look at what is at an address may take."""
+"""Limit of the probe of an address, in seconds."""
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x00"
-"""How the greeting of a ZMTP 3 peer begins; one that hears no more of it goes on with its own."""
+"""Start of a ZMTP 3 greeting; the other side then continues with its own greeting."""
 GREETING_BYTES = 64
-"""A whole greeting; its bytes 12 to 32 are the mechanism."""
+"""Length of a greeting; its bytes 12 to 32 are the mechanism."""
 
 
 class DiallerHost(Host, Protocol):
-    """What a dialled link uses of its transport."""
+    """The part of the transport that a dialled link uses."""
 
     def server_keys(self, address: str) -> tuple[bytes | None, ...]:
-        """Return the keys that may be those of the process at `address`."""
+        """Return the possible keys of the process at `address`."""
 
     def connect(
         self,
@@ -79,7 +79,7 @@ class BulkChannel:
 
 
 class DialledLink:
-    """A link that this node opens, and opens again after every loss until it is closed."""
+    """A link that this node dials, and dials again after every loss until it is closed."""
 
     def __init__(
         self, host: DiallerHost, peer: PeerId, address: str, *, has_bulk: bool = False
@@ -89,10 +89,10 @@ class DialledLink:
         self._has_bulk = has_bulk
         self._bulk: list[BulkChannel] = []
         self._asked_at = 0.0
-        """When the first of them was asked for."""
+        """Time at which the first bulk connection was requested."""
         self._name, self._port = parse_dial_address(address)
         self._host = host
-        # The one to try next comes first.
+        # The key to try next comes first.
         self._keys = deque(host.server_keys(address))
         self._num_wrong_keys = 0
         self._fault: News | None = None
@@ -112,12 +112,12 @@ class DialledLink:
         self._begin()
 
     def drain(self, burst: Burst) -> bool:
-        """Move news and messages into the burst; return whether all have been taken."""
+        """Move news and messages into the burst; return whether all were moved."""
         if self._failure is not None:
             burst.events.append(self._failure)
             self._failure = None
         if self._channel is not None:
-            self._channel.read_news()  # a message may have overtaken the news of its connection
+            self._channel.read_news()  # a message may arrive before the news of its connection
         channel = self._channel
         if channel is None or not self._is_up:
             return True
@@ -161,7 +161,7 @@ class DialledLink:
         return self._host.options.max_bulk_connections
 
     def _open_bulk(self, offer: list[Frame]) -> None:
-        """Connect to where the other side says that it waits; ask for more where the link is long.
+        """Connect to the offered port; request more bulk connections if the link is long.
 
         Each connection has its own token, so a token read on the way cannot be used again.
         """
@@ -170,11 +170,11 @@ class DialledLink:
         except ValueError:
             return
         port = int.from_bytes(port_bytes, "big")
-        if not 0 < port < 1 << 16:  # it could not listen
+        if not 0 < port < 1 << 16:  # the other side has no bulk port
             return
         is_first = not self._bulk
         bulk = BulkChannel(port)
-        with contextlib.suppress(TransportError):  # it goes without
+        with contextlib.suppress(TransportError):  # the link works without
             bulk.channel = self._host.connect(
                 self._ip_address,
                 port,
@@ -197,7 +197,7 @@ class DialledLink:
             bulk.channel.outbox(b"").send([b""], 0)
             bulk.channel.look_soon()
         elif news is News.OVER and bulk.is_up:
-            self._is_over = True  # what was on its way is lost: as if the link were
+            self._is_over = True  # its messages under way are lost, as if the link had ended
             self._host.note(self)
         elif news is News.OVER:
             place = without_key(self.address)
@@ -215,7 +215,7 @@ class DialledLink:
         self._bulk.clear()
 
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
-        """Accept a message if the connection is up and has room."""
+        """Accept a message if the connection is up and below its byte bound."""
         if self._channel is None or self._outbox is None or self._is_over:
             return False
         is_sent = self._outbox.send(frames, num_bytes)
@@ -223,7 +223,7 @@ class DialledLink:
         return is_sent
 
     def close(self) -> None:
-        """End the link; what was accepted is still delivered for a while."""
+        """End the link; accepted messages are still delivered for `linger_s`."""
         if self._timer is not None:
             self._timer.cancel()
         if self._attempt is not None:
@@ -239,17 +239,17 @@ class DialledLink:
         self._attempt = self._host.loop.create_task(self._connect(), name=f"dial {self.address}")
 
     async def _connect(self) -> None:
-        # Looked up here and not in the socket's own thread, where it would hold up all traffic.
+        # Looked up here, because a look-up in libzmq's thread would block all traffic.
         try:
             found = await self._host.loop.getaddrinfo(
                 self._name, self._port, type=socket.SOCK_STREAM
             )
-        except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
+        except (OSError, UnicodeError) as error:  # the latter for an impossible host name
             why = getattr(error, "strerror", None) or str(error)
             self._redial(f"the host name of {without_key(self.address)} is not known: {why}")
             return
         ip_address = str(found[self._num_attempts % len(found)][4][0])
-        # An address of one network alone is nothing without the interface that leads there.
+        # A link-local address needs the interface that leads to its network.
         _, percent, interface = self._name.partition("%")
         ip_address = ip_address.partition("%")[0] + percent + interface
         self._num_attempts += 1
@@ -313,7 +313,7 @@ class DialledLink:
             except OSError as error:
                 reason = f"{place} cannot be reached: {error.strerror or error}"
             else:
-                # A busy node lets the handshake's time pass; one that refuses ends it at once.
+                # A busy node lets the handshake time out; a node that refuses ends it at once.
                 is_prompt = self._fault is not None and took_s < options.connect_timeout_s / 2
                 reason, is_refused = self._diagnose(greeting, is_prompt=is_prompt)
         is_refused = is_refused and not self._has_other_key
@@ -322,8 +322,7 @@ class DialledLink:
     def _diagnose(self, greeting: bytes, *, is_prompt: bool) -> tuple[str, bool]:
         """Describe what answers at this address, and whether dialling again is useless.
 
-        `greeting` is its first bytes; it `is_prompt` where it ended our handshake, and did not just
-        let its time pass.
+        `greeting` is its first bytes; it `is_prompt` if it ended our handshake before the timeout.
         """
         place = without_key(self.address)
         if not greeting.startswith(b"\xff") or len(greeting) < GREETING_BYTES:
@@ -361,14 +360,14 @@ class DialledLink:
         if self._channel is not None:
             self._channel.close(0)
             self._channel = self._outbox = None
-        # Spread out, so that the children of a lost parent do not come back in one instant.
+        # Random pauses, so that the children of a lost parent do not redial at the same time.
         pause_s = self._redial_s * random.uniform(0.5, 1.0)
         if self._has_other_key:
             pause_s = options.min_redial_s
         else:
             self._redial_s = min(2 * self._redial_s, options.max_redial_s)
         self._timer = loop.call_later(pause_s, self._begin)
-        if is_refused:  # what only the user can mend
+        if is_refused:  # only the user can mend it
             self._host.warn(without_key(self.address), "refused", reason)
         if not was_up:
             self._failure = DialFailed(self.peer, reason, is_refused)
@@ -380,7 +379,7 @@ async def read_greeting(
 ) -> bytes:
     """Send the start of a ZMTP greeting; return up to a whole greeting of the other side.
 
-    libzmq reports that an attempt failed and not why: no error of the connection, and a difference
+    libzmq reports that an attempt failed but no cause: no error of the connection, and a difference
     of mechanisms only if this side reads it before the other side closes.
 
     Raises:
@@ -393,7 +392,7 @@ async def read_greeting(
         async with asyncio.timeout(within_s):
             await loop.sock_connect(raw, (ip_address, port))
         said = b""
-        with contextlib.suppress(OSError):  # it may end the connection as it likes
+        with contextlib.suppress(OSError):  # the other side may end the connection at any time
             async with asyncio.timeout(within_s):
                 await loop.sock_sendall(raw, SIGNATURE)
                 while len(said) < GREETING_BYTES and (part := await loop.sock_recv(raw, 256)):

@@ -1,7 +1,7 @@
 """Listening sockets, and the connections that others open to them.
 
 A socket is bound first and listens later: a node takes its address before it opens its files, and
-strangers cannot take the descriptors that those need. Loading a model takes minutes, in which a
+strangers cannot take the descriptors of those files. Loading a model takes minutes. Meanwhile a
 second learner may start on the same port, and Linux lets both bind it until one listens. So a bound
 socket listens for an instant and then stops sharing its port (`_hold`).
 
@@ -28,8 +28,8 @@ from echo.net.kernel import descriptor_limit
 from echo.net.transport import Connected, Disconnected, Frame, PeerId, format_address, parse_address
 
 _MAX_BACKLOG = 512
-"""Connections that wait in the kernel for libzmq, which accepts all of them at once; a sixteenth of
-the limit of open files at most."""
+"""Connections that wait in the kernel for libzmq, which accepts all of them at once; at most a
+sixteenth of the limit of open files."""
 _REMEDIES = {
     errno.EADDRINUSE: "another process listens there; stop it or choose another port",
     errno.EADDRNOTAVAIL: "this machine has no such address; use one of its own or 0.0.0.0",
@@ -45,8 +45,8 @@ async def bound_socket(
 
     Args:
         address: tcp://host:port.
-        congestion_control: how accepted connections are to send, where the kernel permits it; None
-            for the system's default.
+        congestion_control: algorithm of accepted connections, if the kernel permits it; None for
+            the system's default.
 
     Raises:
         TransportError: if it cannot be bound; the message names the address and the remedy.
@@ -67,7 +67,7 @@ async def bound_socket(
         except OSError:
             bound.close()
             raise
-    except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
+    except (OSError, UnicodeError) as error:  # the latter for an impossible host name
         raise _refusal(address, error) from error
     return bound
 
@@ -78,20 +78,20 @@ def _hold(bound: socket.socket) -> None:
     Raises:
         OSError: if another socket listens there already.
     """
-    if sys.platform == "linux":  # others refuse a port that is bound
+    if sys.platform == "linux":  # other systems refuse a bound port
         bound.listen(1)
         bound.shutdown(socket.SHUT_RDWR)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 def listen_on(bound: socket.socket) -> None:
-    """Let others connect.
+    """Accept connections from now on.
 
     Raises:
         TransportError: if the kernel refuses.
     """
     try:
-        # Connections of a process before this one may linger at the port.
+        # Connections of an earlier process may linger at the port.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.listen(min(_MAX_BACKLOG, descriptor_limit() // 16))
     except OSError as error:
@@ -104,7 +104,7 @@ def _refusal(address: str, error: OSError | UnicodeError) -> TransportError:
 
 
 def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
-    """Choose how accepted connections send; keep the default where the kernel refuses."""
+    """Set the algorithm of accepted connections; keep the default if the kernel refuses."""
     host = str(bound.getsockname()[0])
     if name is None or host == "::1" or host.startswith("127."):
         return
@@ -113,7 +113,7 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
 
 
 STRANGERS_NEWS = 1024
-"""News of connections that is read in one turn before strangers are closed."""
+"""News of connections read in one turn before strangers are closed."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -124,34 +124,34 @@ class Inbound:
     identity: bytes
     outbox: ZmqOutbox
     descriptor: int = -1
-    """Of its connection; -1 once that is over."""
+    """Descriptor of its connection; -1 after its end."""
     is_hung_up: bool = False
     tokens: list[bytes] = dataclasses.field(default_factory=list)
-    """One for each bulk connection that it has asked for."""
+    """Tokens, one for each bulk connection that it requested."""
     bulk: list[ZmqOutbox] = dataclasses.field(default_factory=list)
 
 
 class ListenerHost(Host, Protocol):
-    """What a listener uses of its transport."""
+    """The part of the transport that a listener uses."""
 
     def mint(self, prefix: str) -> PeerId:
         """Return a new id."""
 
     def adopt(self, inbound: Inbound) -> None:
-        """Enter an inbound peer."""
+        """Add an inbound peer."""
 
     def forget(self, inbound: Inbound) -> None:
-        """Remove an inbound peer whose connection is over."""
+        """Remove an inbound peer whose connection has ended."""
 
     def find_inbound(self, peer: PeerId) -> Inbound | None:
-        """Return an inbound peer; None if it is gone."""
+        """Return an inbound peer; None after its end."""
 
     def offer_bulk(self, inbound: Inbound) -> None:
         """Send an inbound peer the port and a token of its bulk connection."""
 
 
 class Listener:
-    """All inbound peers, and the one channel that they share."""
+    """All inbound peers, and the channel that they share."""
 
     def __init__(self, host: ListenerHost) -> None:
         self.channel: ZmqChannel
@@ -162,13 +162,13 @@ class Listener:
             host.options.max_strangers, largest_message(host.options)
         )
         self._look: asyncio.TimerHandle | None = None
-        """The next look for unfinished messages that have become too long."""
+        """The next check of the length of unfinished messages."""
         self._closing: asyncio.Handle | None = None
-        """The next look at strangers of whom there are too many."""
+        """The next closing of excess strangers."""
         self._ended: list[Inbound] = []
 
     def drain(self, burst: Burst) -> bool:
-        """Move messages into the burst; return whether all have been taken."""
+        """Move messages into the burst; return whether the channel is empty."""
         while not burst.is_full:
             message = self.channel.receive()
             if message is None:
@@ -192,7 +192,7 @@ class Listener:
             burst.add(inbound.peer, frames)
 
     def on_news(self, news: News, descriptor: int) -> None:
-        """Handle what happened to the connection behind a descriptor."""
+        """Handle news of the connection of a descriptor."""
         if news is News.REFUSED:
             self._host.totals.refused_clients += 1
         elif news is News.HANDSHAKE_FAILED:
@@ -219,8 +219,8 @@ class Listener:
         self.channel.close(linger_s)
 
     def _close_strangers(self) -> None:
-        """Close the oldest of too many strangers, as soon as all news of connections is read."""
-        # A turn's share of the news only, so that a flood does not hold the loop.
+        """Close the oldest strangers beyond the bound, once all news of connections is read."""
+        # Only a part of the news in one turn, so that a flood does not block the loop.
         is_current = self.channel.read_news(STRANGERS_NEWS)
         num_closed = self._accepted.close_excess() if is_current else 0
         if num_closed:
@@ -236,9 +236,9 @@ class Listener:
             self._closing = self._host.loop.call_soon(self._close_strangers)
 
     def _close_unfinished(self) -> None:
-        """Close connections whose unfinished message is too long, and look again soon.
+        """Close connections whose unfinished message is too long, and check again soon.
 
-        Not while whole messages wait for the node to receive them: those are finished.
+        The check waits while whole messages are unread, because their bytes count as well.
         """
         is_idle = not self.channel.has_whole_message()
         num_closed = self._accepted.close_unfinished() if is_idle else 0
@@ -264,12 +264,12 @@ class Listener:
         if descriptor in self._accepted:
             inbound.descriptor = descriptor
             self._by_descriptor[descriptor] = inbound
-        else:  # gone before it was heard
+        else:  # its connection ended before its message was read
             self._ended.append(inbound)
         return inbound
 
     def _admit_peer(self, identity: bytes, burst: Burst) -> Inbound | None:
-        """Return the peer whose first message has come; None if it belongs to no peer."""
+        """Return the peer of a first message; None if it belongs to no peer."""
         inbound = Inbound(self._host.mint("in"), identity, self.channel.outbox(identity))
         self._host.adopt(inbound)
         burst.events.append(Connected(inbound.peer, None))

@@ -1,26 +1,27 @@
-"""Transport contract: what a node may expect of whatever carries its messages.
+"""Transport contract: the guarantees of a transport to its node.
 
 A message is a list of frames. A transport listens at one address at most, dials any number of
-others, and reports everything as events, in the order in which it happened to each peer:
+others, and reports events, in order for each peer:
 
-    Connected  Received*  Disconnected      and for a dialled peer the same again after each redial,
-                                            with a DialFailed for each attempt that came to nothing
+    Connected  Received*  Disconnected      for a dialled peer again after each redial, with a
+                                            DialFailed for each failed attempt
 
-A *dialled* peer is the link that `dial` opened; it keeps its id through every loss
-and redial until `hang_up`. An *inbound* peer is one connection that somebody else opened; when it
-is lost its id is dead, and the same node coming back is a new peer. Ids are never used twice.
+A *dialled* peer is the link that `dial` opened; it keeps its id through every loss and redial until
+`hang_up`. An *inbound* peer is one connection that another node opened. When it is lost its id
+ends, and the same node is a new peer when it returns. Ids are never used twice.
 
-Every implementation promises this, and the contract tests hold it:
+Every implementation guarantees the following, and the contract tests check it:
 
-* Between `Connected` and `Disconnected` messages arrive whole, once and in order. What was sent and
-  had not arrived when a connection broke is gone: the protocol above acknowledges what matters.
-* What a peer sent before it closed is received before its `Disconnected`.
+* Between `Connected` and `Disconnected` messages arrive whole, once and in order. Messages that
+  have not arrived when a connection breaks are lost: the protocol above has acknowledgements.
+* Messages that a peer sent before it closed are received before its `Disconnected`.
 * The dialling side speaks first: an inbound peer becomes known with its first message.
-* A link may have **bulk connections** beside it, without encryption. What is sent over them
-  (`is_public`) may overtake the rest and itself, and be overtaken. If one ends, the link does.
+* A link may have **bulk connections** beside it, without encryption. Messages over them
+  (`is_public`) have no order, neither among each other nor with the link's. If a bulk connection
+  ends, so does the link.
 * Everything is bounded by `TransportOptions`. A peer that does not read fills its own queue until
   `send` returns False, and does not affect other peers. A node that does not call `receive` stops
-  reading, so its peers' queues fill in turn.
+  reading, so the queues of its peers fill.
 * Only the loop's thread may call a transport. `send`, `dial` and `hang_up` never block.
 
 A `Disconnected` may be late by `dead_after_s` (a vanished machine says nothing), and for an inbound
@@ -60,12 +61,12 @@ class Connected:
 
     peer: PeerId
     address: str | None
-    """The address that was dialled; None for an inbound peer."""
+    """The dialled address; None for an inbound peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A connection is over; a dialled peer is dialled again until `hang_up`."""
+    """A connection has ended; a dialled peer is dialled again until `hang_up`."""
 
     peer: PeerId
     reason: str
@@ -73,24 +74,23 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message arrived whole."""
+    """A whole message has arrived."""
 
     peer: PeerId
     frames: list[Frame]
     is_public: bool = False
-    """Whether it came over a bulk connection: somebody on the way may have read or made it."""
+    """Whether it arrived over a bulk connection, where another machine may have read or made it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DialFailed:
-    """An attempt to dial did not come to a connection; another one follows."""
+    """An attempt to dial has failed; another one follows."""
 
     peer: PeerId
     reason: str
     """For the user."""
     is_refused: bool
-    """Whether a node answers whose keys or mechanism do not match ours: then another attempt cannot
-    help."""
+    """Whether a node answers with other keys or another mechanism, so that every attempt fails."""
 
 
 TransportEvent: TypeAlias = Connected | Disconnected | DialFailed | Received
@@ -103,32 +103,32 @@ class TransportOptions:
     max_message_bytes: int = 16 << 20
     """Largest message, frames together. A peer that sends a larger frame is disconnected."""
     max_unsent_bytes: int = 64 << 20
-    """Accepted for one peer and not yet given to the operating system, bytes, overhead included."""
+    """Bytes accepted for one peer and not yet passed to the kernel, overhead included."""
     max_unread_messages: int = 256
-    """Messages of one peer that may wait here; with more its connection is no longer read."""
+    """Unread messages of one peer; with more its connection is not read."""
     max_burst_bytes: int = 16 << 20
-    """About how much one `receive` returns at most, bytes."""
+    """Bytes after which one `receive` takes no further message."""
     max_burst_messages: int = 256
-    """How many messages one `receive` returns at most."""
+    """Most messages that one `receive` returns."""
     heartbeat_s: float = 2.0
-    """An idle connection is probed this often, seconds."""
+    """Interval of probes on an idle connection, seconds."""
     dead_after_s: float = 10.0
-    """A connection that answers no probe for this long is dead, seconds.
+    """Time without an answer to a probe after which a connection is dead, seconds.
 
     Must exceed the time that the largest message takes on the slowest link.
     """
     connect_timeout_s: float = 10.0
-    """How long one attempt to connect may take, for TCP and for the handshake each, seconds."""
+    """Limit of one attempt to connect, for TCP and for the handshake each, seconds."""
     min_redial_s: float = 0.1
     """Pause after a lost connection, doubled with each further attempt, seconds."""
     max_redial_s: float = 5.0
     """Longest pause between attempts, seconds."""
     max_strangers: int = 256
-    """Inbound connections that have not said anything yet; with more the oldest is closed."""
+    """Inbound connections without a message yet; with more the oldest is closed."""
     max_bulk_connections: int = 1
-    """Bulk connections that a dialled link opens at most; more than one only where it is long."""
+    """Most bulk connections of a dialled link; a short link has one."""
     linger_s: float = 1.0
-    """How long `close` and `hang_up` go on delivering what was accepted, seconds."""
+    """Time for which `close` and `hang_up` deliver accepted messages, seconds."""
 
     def __post_init__(self) -> None:
         if self.max_unsent_bytes < self.max_message_bytes + MESSAGE_OVERHEAD_BYTES:
@@ -150,17 +150,17 @@ class TransportStats:
     bytes_out: int = 0
     """Payload bytes accepted for sending, framing not counted."""
     refused_sends: int = 0
-    """Times `send` said False."""
+    """Times that `send` returned False."""
     discarded_messages: int = 0
     """Messages from inbound peers after `hang_up`, and from strangers to the wire's protocol."""
     failed_handshakes: int = 0
-    """Connections to or from something that does not speak this protocol, or has a wrong key."""
+    """Connections whose other side does not use this protocol, or has a wrong key."""
     closed_strangers: int = 0
-    """Connections closed because too many others came while they said nothing."""
+    """Connections closed without a message, because of too many newer ones."""
     public_messages_in: int = 0
-    """Of the messages received, those over bulk connections."""
+    """Messages received over bulk connections, as part of `messages_in`."""
     refused_clients: int = 0
-    """Connections that speak this protocol and do not know the run's secret."""
+    """Connections that use this protocol without the run's secret."""
 
 
 class Transport(abc.ABC):
@@ -200,9 +200,8 @@ class Transport(abc.ABC):
     def hang_up(self, peer: PeerId) -> None:
         """End a peer: no event of it follows, and sends to it are refused.
 
-        What was accepted for it is still delivered for `linger_s`. A dialled peer sees the
-        connection close; of an inbound one, whatever it still sends is discarded. A peer that is
-        unknown or already gone is ignored.
+        Accepted messages are still delivered for `linger_s`. A dialled peer sees the connection
+        close; further messages of an inbound peer are discarded. An unknown peer is ignored.
         """
 
     @abc.abstractmethod
@@ -215,12 +214,12 @@ class Transport(abc.ABC):
     ) -> bool:
         """Accept a message for a peer, or refuse it; never block.
 
-        Frames are not copied: the caller leaves their memory unchanged for good.
+        Frames are not copied, so the caller must never change their memory.
 
         Args:
-            peer: to whom.
+            peer: the receiver.
             frames: the message.
-            is_public: whether anybody may read it, so that it may go over a bulk connection.
+            is_public: whether any machine may read it, so that it may use a bulk connection.
 
         Returns:
             False if nothing was sent, because the peer is unknown, not connected, or has
@@ -240,7 +239,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Deliver what was accepted for at most `linger_s`, then release everything."""
+        """Deliver accepted messages for at most `linger_s`, then close all connections."""
 
     @abc.abstractmethod
     def stats(self) -> TransportStats:
@@ -289,7 +288,7 @@ def without_key(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address can be reached from its own machine only."""
+    """Return whether an address is on the loopback interface."""
     host, _ = parse_address(address)
     return host in ("localhost", "::1") or host.startswith("127.")
 
@@ -313,7 +312,7 @@ def format_address(host: str, port: int) -> str:
 def checked_num_bytes(
     frames: Sequence[bytes | bytearray | memoryview], max_message_bytes: int
 ) -> int:
-    """Return the size of a message in bytes, and refuse what no transport may carry.
+    """Return the size of a message in bytes.
 
     Raises:
         ValueError: if there is no frame, or together they exceed `max_message_bytes`.

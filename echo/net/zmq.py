@@ -4,9 +4,10 @@ Parents bind one ROUTER, and every dial is a DEALER. A `ZmqChannel` (`channel.py
 with its news. A `Listener` (`listener.py`) shares one channel among all inbound peers, which
 `admission.py` bounds. A `DialledLink` (`dialler.py`) owns at most one channel at a time.
 
-    dialled    looking up -> connecting -> up (Connected) -> over (Disconnected) -> backoff -> again
+    dialled    looking up -> connecting -> up (Connected) -> ended (Disconnected) -> backoff ->
+    again
                looking up or connecting fails (DialFailed) -> backoff -> again
-    inbound    accepted -> known with its first message (Connected) -> over (Disconnected)
+    inbound    accepted -> known with its first message (Connected) -> ended (Disconnected)
 
 **One connection, one channel, one identity.** A dialled link opens a new channel for each attempt,
 because libzmq would mix the messages of two connections in one pipe. So libzmq's own reconnection
@@ -36,23 +37,23 @@ drained in their callback, because libzmq's I/O thread waits on a full one.
 without. libzmq closes a connection that does not finish the handshake in time. A listener without
 keys cannot do that for the bytes of ZMTP 1, which has no handshake.
 
-**Bulk connections** carry chunks that are encrypted already, for which CURVE would cost more CPU
-than everything else on the way. A dialled link asks for each over CURVE, and gets a port and a
-token:
+**Bulk connections** carry chunks that are encrypted already. CURVE would cost more CPU for them
+than all other steps of a chunk. A dialled link requests each connection over CURVE, and gets a port
+and a token:
 
     dialler                              listener
       BULK_ASK                 ->                      over the link
                                <-  BULK_OFFER, port, token
       PLAIN handshake, token   ->                      to that port, which has a ROUTER of its own
-      an empty message         ->                      names the connection; its last one
-                               <-  what is_public says, from now on; the rest stays on the link
+      an empty message         ->                      introduces the connection; its only message
+                               <-  messages that are `is_public`; all others stay on the link
 
 A token is valid for one connection of one link, and expires with the link. Without a token the
-handshake fails; until then libzmq reads at most 256 bytes at a time and buffers nothing. Strangers
-are bounded there as on the link's own port. Only the empty message is accepted from a dialler. A
-dialler marks what it receives there `is_public`: another machine on the way may have made it. If a
-bulk connection cannot be opened (a firewall blocks its port), all messages take the link. If one
-ends, the link is dialled again.
+handshake fails; until then libzmq reads at most 256 bytes at a time and buffers nothing. The same
+bounds on strangers hold as on the link's own port. Only the empty message is accepted from a
+dialler. A dialler marks messages over a bulk connection `is_public`: another machine may have made
+them. If a bulk connection cannot be opened (a firewall blocks its port), all messages use the link.
+If a bulk connection ends, the link is dialled again.
 
 **Heartbeats** are ZMTP's, answered by libzmq's thread: a busy loop does not make a node look dead.
 """
@@ -103,7 +104,7 @@ from echo.net.transport import (
 
 _log = logging.getLogger(__name__)
 
-# Longer than any run: libzmq must not redial by itself, and "never" (-1) loses unread messages.
+# Longer than any run: libzmq must not redial, and its value for "never" (-1) loses unread messages.
 _NEVER_MS = 1_000_000_000
 
 
@@ -114,7 +115,7 @@ class ZmqTransport(Transport):
         listen_address: tcp://host:port to bind, port 0 for any free one; None to dial only.
         options: bounds and timings.
         keys: those of this process; without them nothing is encrypted.
-        congestion_control: wanted for what is sent to inbound peers; None for the system's default.
+        congestion_control: algorithm of inbound connections; None for the system's default.
     """
 
     def __init__(
@@ -150,18 +151,18 @@ class ZmqTransport(Transport):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that it was started on."""
+        """The loop on which it was started."""
         if self._loop is None:
             raise TransportError("the transport has not been started")
         return self._loop
 
     @property
     def listen_address(self) -> str | None:
-        """Where it listens, once started with the real port and its server key."""
+        """Address at which it listens; after the start with the real port and its server key."""
         return self._listen_address
 
     async def start(self) -> None:
-        """Bind and listen, if it has where."""
+        """Bind and listen, if there is an address."""
         await self.bind()
         try:
             self.listen()
@@ -192,7 +193,7 @@ class ZmqTransport(Transport):
         self._listen_address = address if key is None else with_key(address, key)
 
     async def _bind_bulk(self, host: str, wanted: int) -> socket.socket | None:
-        """Return a socket for bulk connections: at the port wanted, or any other one."""
+        """Return a socket for bulk connections, at the wanted port or at any other."""
         for port in (wanted, 0):
             with contextlib.suppress(TransportError):
                 bound = await bound_socket(format_address(host, port), self._congestion_control)
@@ -207,7 +208,7 @@ class ZmqTransport(Transport):
         return None
 
     def listen(self) -> None:
-        """Let others connect to the address that `bind` took.
+        """Accept connections at the address that `bind` took.
 
         Raises:
             TransportError: if the kernel refuses.
@@ -259,8 +260,8 @@ class ZmqTransport(Transport):
                 queue = inbound.outbox
                 if is_public and inbound.bulk:
                     queue = min(inbound.bulk, key=lambda outbox: outbox.unsent_bytes)
-                    # Of equal ones that which was taken longest ago: the kernel's buffer hides
-                    # what waits there.
+                    # Of equal connections take the one used longest ago: the kernel's buffers hide
+                    # bytes that wait there.
                     inbound.bulk.remove(queue)
                     inbound.bulk.append(queue)
                 is_sent = queue.send(frames, num_bytes)
@@ -310,7 +311,7 @@ class ZmqTransport(Transport):
         if self._admission is not None:
             self._admission.close()
             self._admission = None
-        # Waits for lingering sockets, each linger_s at most, and so not on the loop.
+        # Waits for lingering sockets, each linger_s at most, so it runs in a thread.
         await asyncio.to_thread(self.context.term)
 
     def stats(self) -> TransportStats:
@@ -318,32 +319,32 @@ class ZmqTransport(Transport):
         return dataclasses.replace(self.totals)
 
     def note(self, source: Listener | DialledLink) -> None:
-        """Remember that a channel has something for `receive`."""
+        """Remember that a channel has events for `receive`."""
         self._noted[source] = None
         self._wake()
 
     def mint(self, prefix: str) -> PeerId:
-        """Return a fresh id."""
+        """Return a new id."""
         return f"{prefix}-{next(self._ids)}"
 
     def adopt(self, inbound: Inbound) -> None:
-        """Enter an inbound peer."""
+        """Add an inbound peer."""
         self._peers[inbound.peer] = inbound
 
     def forget(self, inbound: Inbound) -> None:
-        """Remove an inbound peer whose connection is over."""
+        """Remove an inbound peer whose connection has ended."""
         self._peers.pop(inbound.peer, None)
         if self._admission is not None:
             for token in inbound.tokens:
                 self._admission.tokens.pop(token, None)
 
     def find_inbound(self, peer: PeerId) -> Inbound | None:
-        """Return an inbound peer; None if it is gone."""
+        """Return an inbound peer; None after its end."""
         found = self._peers.get(peer)
         return found if isinstance(found, Inbound) else None
 
     def offer_bulk(self, inbound: Inbound) -> None:
-        """Tell an inbound peer where a bulk connection of it is awaited, port 0 for nowhere."""
+        """Send an inbound peer port and token of its bulk connection; port 0 if there is none."""
         if self._admission is None or len(inbound.tokens) >= MAX_CONNECTIONS:
             return
         token = secrets.token_hex(TOKEN_BYTES).encode()
@@ -354,16 +355,16 @@ class ZmqTransport(Transport):
         inbound.outbox.send(offer, sum(map(len, offer)))
 
     def warn(self, place: str, reason: str, text: str) -> None:
-        """Log a warning, unless the same was logged for this place within the last minute.
+        """Log a warning, unless it was logged for this place within the last minute.
 
-        So neither redials nor several links to one place repeat it.
+        So redials and several links to one place do not repeat it.
         """
         line = self._warnings.say(place, reason, text, now=self.loop.time())
         if line is not None:
             _log.warning("%s", line)
 
     def server_keys(self, address: str) -> tuple[bytes | None, ...]:
-        """Return the keys that may be those of the process at `address`; None does not encrypt."""
+        """Return the possible keys of the process at `address`; None does not encrypt."""
         if self._keys is not None:
             return self._keys.server_keys(address)
         if parse_key(address) is not None:
@@ -384,7 +385,7 @@ class ZmqTransport(Transport):
         """Open a DEALER that makes one attempt.
 
         Raises:
-            TransportError: if no socket is to be had now.
+            TransportError: if no socket can be made now.
         """
         more = {**security, zmq.IPV6: int(":" in host), zmq.RECONNECT_IVL: _NEVER_MS}
         try:
@@ -443,7 +444,7 @@ class ZmqTransport(Transport):
             is_empty = source.drain(burst)
             del self._noted[source]
             if not is_empty:
-                self._noted[source] = None  # behind the others: each has its turn
+                self._noted[source] = None  # behind the others, which are drained before it
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

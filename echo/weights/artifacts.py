@@ -24,7 +24,7 @@ from echo.wire.messages import OPEN_END
 
 
 class Chunked(abc.ABC):
-    """An item, of which some chunks are held."""
+    """An item, complete or partial."""
 
     has_chunk: bytearray
     """One byte per chunk: 1 if held and verified."""

@@ -393,7 +393,7 @@ class Broadcast:
         return actions
 
     def evict(self, *, now: float) -> list[Action]:
-        """Drop the items that neither this node nor a child needs any more."""
+        """Drop the items that neither this node nor a child needs."""
         self._evicted_at = now
         self._sender.forget_silent(now)
         self.trust.retire(self.newest_complete, self.receiver.offers.items())

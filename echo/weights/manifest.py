@@ -10,9 +10,9 @@ of the encrypted chunks.
 A version may also travel as an **encoded version**: a delta against a version that the receiver
 holds, or a keyframe, in segments whose tables are signed one by one (`encoded.py`). A table has
 either the hashes of the decoded image chunks, and then the last table contains the manifest; or the
-hashes of the words in the base that it replaces. Those words and the signed changes determine every
-decoded byte, so such a delta is sent before its image has been hashed. The manifest follows as the
-version's **seal**, when the learner has hashed the image beside the training.
+hashes of the words in the base that it replaces. The replaced words and the signed changes
+determine every decoded byte, so such a delta is sent before its image has been hashed. The manifest
+follows as the version's **seal**, when the learner has hashed the image beside the training.
 
 Sizes come from the network, and are checked against each other before memory is allocated.
 """

@@ -197,7 +197,7 @@ class Receiver:
         return peer
 
     def _forsake(self, now: float) -> list[Action]:
-        """Abandon an item that the parent does not offer and of which no signed table has arrived.
+        """Abandon an item that the parent does not offer and that has no signed table yet.
 
         The item may not exist, and then no parent would ever serve it.
         """
@@ -652,7 +652,7 @@ class Receiver:
 def _fetch(
     item_id: ItemId, item: Chunked, ranges: tuple[tuple[int, int], ...], credit_bytes: int
 ) -> Fetch:
-    """Return the request for chunks of an item, as many runs of them as a message may name."""
+    """Return the request for chunks of an item: the first MAX_RANGES runs of them."""
     version, form = item_id
     return Fetch(
         version=version,

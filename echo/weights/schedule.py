@@ -18,7 +18,7 @@ time. Sizes measured in this run decide, by one measure: the bytes that a node h
 
 * A node without any version fetches a **keyframe**, and then the deltas made since. A new keyframe
   is due when that path costs KEYFRAME_MARGIN more than a new keyframe would, or has more than
-  MAX_STEPS encoded versions, each of which costs a pass over the image. At lr 1e-6 a bf16 delta is
+  MAX_STEPS encoded versions. Each one costs a pass over the image. At lr 1e-6 a bf16 delta is
   1/116 and a keyframe 2/3 of the image: the steps decide, one keyframe in 16 versions. At 5e-6
   (1/37) it is one in 7. The first version always gets one, unless keyframes are hardly smaller than
   the image.
