@@ -30,16 +30,16 @@ NODE_RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
 MAX_NAMES_KEPT = 10_000
 MAX_NODES = 1 << 16
-"""Nodes that are known at once: each Hello of a new name costs 2 kB until that falls silent."""
+"""Most nodes known at a time: each Hello of a new name takes 2 kB until the node is silent."""
 IDLE = "waiting for leases"
-"""State of a worker that has none."""
+"""State of a worker without leases."""
 
 Claim = Literal["new", "again", "restarted", "wait", "name_taken", "full"]
-"""The judgement of a Hello's claim to a name."""
+"""The result of a Hello's claim to a name."""
 
 
 class Presence(StrEnum):
-    """How far the learner has let a node in; `Admission.TABLE` says what changes it."""
+    """The learner's view of a node; `Admission.TABLE` has the events that change it."""
 
     UNKNOWN = "unknown"
     KNOWN = "known"
@@ -50,7 +50,7 @@ class Presence(StrEnum):
 
 @dataclass(slots=True)
 class Member:
-    """One node: its identity, when it was last seen, and the state that each plane keeps of it."""
+    """One node: its identity, its last message, and its state in each plane."""
 
     node_id: str
     role: str
@@ -64,20 +64,21 @@ class Member:
     presence: Presence = Presence.UNKNOWN
     seals: Seals = field(default_factory=Seals)
     hello_hash: bytes = b""
-    """Of the Hello that was welcomed last."""
+    """Hash of the Hello that was last answered with Welcome."""
     nonce: bytes = b""
-    """Of the learner's, in that Welcome."""
+    """The learner's nonce in that Welcome."""
     tokens_sampled: int | None = None
-    """Counter at the last heartbeat, which began with its process: its growth renews waiting
-    leases. None before a heartbeat."""
+    """Tokens sampled by this process, at its last heartbeat; a growth renews waiting leases. None
+    before a heartbeat.
+    """
     contested: tuple[float, float] | None = None
-    """(first, last) instant at which others asked for its name, be it one process or several."""
+    """(first, last) instant at which other processes claimed its name."""
     history: deque[tuple[float, int, int]] = field(default_factory=deque)
-    """(instant, tokens sampled, weight bytes received) of the last heartbeats."""
+    """(instant, tokens sampled, weight bytes received) of the recent heartbeats."""
 
     @classmethod
     def of(cls, message: Hello, *, now: float) -> Member:
-        """Return a node as it introduces itself."""
+        """Return the node that a Hello describes."""
         node = PlannedNode(
             message.node_id,
             message.role,
@@ -97,7 +98,7 @@ class Member:
         )
 
     def beat(self, message: Heartbeat, *, now: float) -> bool:
-        """Take a heartbeat; return whether the node has sampled anything since the last one."""
+        """Record a heartbeat; return whether the node has sampled tokens since the previous one."""
         stats = message.stats
         has_progress = stats.tokens_sampled != self.tokens_sampled
         self.last_seen_at, self.tokens_sampled = now, stats.tokens_sampled
@@ -126,7 +127,7 @@ class Member:
 
     @property
     def is_standby(self) -> bool:
-        """Whether it is given neither leases nor weights for now."""
+        """Whether it is a worker on standby, without leases and weights."""
         return self.node.is_standby
 
     def rates(self) -> tuple[float, float]:
@@ -141,12 +142,12 @@ class Member:
         return (tokens_now - tokens) / elapsed_s, (bytes_now - num_bytes) / elapsed_s
 
     def _state(self, num_leases: int) -> str:
-        """Return the state that the node reported last, without "waiting" if it has leases."""
+        """Return the last reported state, but not "waiting for leases" if the node has some."""
         state = self.stats.state
         return "leases under way" if num_leases and state == IDLE else state
 
     def describe(self, num_leases: int) -> str:
-        """Describe the work of a worker with `num_leases`, in a few words."""
+        """Describe a worker's leases, and the version that it fetches, in a few words."""
         stats = self.stats
         if stats.fetching is None:
             return f"{self.node_id} has {num_leases} ({self._state(num_leases)})"
@@ -191,11 +192,11 @@ class Roster:
         self.dead_after_s = dead_after_s
         self.nodes: dict[str, Member] = {}
         self.released: RecentMap[str, str] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Node id -> incarnation of the machines that were given back, the last ones."""
+        """Node id -> incarnation, of the machines that were given back recently."""
         self.uplinks: RecentMap[str, float] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Node id -> bytes per second that it could send when it was last heard."""
+        """Node id -> bytes per second that it could send, by its last heartbeat."""
         self._left: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Node id -> the counts of a worker that has left."""
+        """Node id -> the last counts of a worker that has left."""
         self._deadlines: Deadlines[Member] = Deadlines(self)
 
     @property
@@ -222,7 +223,7 @@ class Roster:
         return [member for member in self.members(role) if not member.is_standby]
 
     def move(self, member: Member, to: Presence) -> None:
-        """Change the presence of a node; a former process of its name is forgotten."""
+        """Change the presence of a node; it replaces a former process of its name."""
         if to is Presence.UNKNOWN:
             del self.nodes[member.node_id]
             if member.role == "worker":
@@ -233,16 +234,16 @@ class Roster:
         member.presence = to
 
     def take_counts_left(self) -> dict[str, Mapping[str, int]]:
-        """Return the last counts of workers that have left since this was last asked, by node."""
+        """Return node id -> last counts, of the workers that have left since the last call."""
         left, self._left = self._left.as_dict(), RecentMap(max_entries=MAX_NAMES_KEPT)
         return left
 
     def release(self, member: Member) -> None:
-        """Note that the machine of a node was given back."""
+        """Record that the machine of a node was given back."""
         self.released[member.node_id] = member.incarnation
 
     def claim(self, message: Hello, *, now: float) -> Claim:
-        """Judge the claim of a Hello to its name, and note one to a name that is taken."""
+        """Judge a Hello's claim to its name, and record a claim to a name that is in use."""
         known = self.nodes.get(message.node_id)
         if known is None:
             return "new" if len(self.nodes) < MAX_NODES else "full"
@@ -257,7 +258,7 @@ class Roster:
         return "name_taken" if now - first_at > self.dead_after_s else "wait"
 
     def take_silent(self, *, now: float) -> list[Member]:
-        """Return, once, the nodes that have been silent for too long."""
+        """Return the nodes that have been silent for too long, each once."""
         return self._deadlines.take_due(now=now)
 
 

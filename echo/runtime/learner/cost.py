@@ -4,9 +4,9 @@
     question (now and then) -> answer, in a thread -> decision -> set_standby
 
 A question (`echo.fleet.activation`) is asked once in a dwell, and at once when an active worker is
-gone. A dwell is the longer of `min_dwell_s` and MIN_STEPS steps: so long a change stays as it is,
+gone. A dwell is the longer of `min_dwell_s` and MIN_STEPS steps. During a dwell a change is kept,
 its effect is measured, and a worker without a measured rate is tried. A worker that joins begins to
-generate; with it above the budget it stands by, and is tried with the next question.
+generate; if the cost with it exceeds the budget it stands by, and is tried with the next question.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from echo.wire.actions import Action, Note
 from echo.wire.codec import BYTES_PER_TOKEN
 
 RESTART_S = 300.0
-"""Until a lost machine is replaced: renting one, starting it and catching up take minutes."""
+"""Seconds to replace a lost machine: renting one, starting it and catching up take minutes."""
 MIN_STEPS = 3
-"""Steps before T_train counts as known, since the first contain start-up; steps of a dwell."""
+"""Steps before T_train is known, since the first steps include start-up; also steps of a dwell."""
 MAX_STEPS = 8
 """Steps over which times are averaged."""
 MIN_DWELL_S = 120.0
-"""Seconds between two questions at least: some times what a worker needs for the weights."""
+"""Least seconds between two questions: several times what a worker needs to fetch the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class StepTimes:
 
     step_s: float
     waited_s: float
-    """Of `step_s`."""
+    """Seconds of `step_s` in which the learner waited for groups."""
     completion_tokens: float
     useful_share: float
 
@@ -87,20 +87,22 @@ class _State:
     active_s: float = 0.0
     """Seconds in which it had weights and was not on standby."""
     loaded_s: float = 0.0
-    """Of that, times the share of its places that had a group."""
+    """These seconds, each weighted by the share of the worker's places that had a group."""
     installed: PolicyVersion | None = None
     free_at: float = 0.0
-    """When it had its last version, or became active without: since then it can fetch another."""
+    """When it received its last version, or became active without one: it can fetch from then
+    on.
+    """
     took_s: float | None = None
-    """From the publication of a version, or since it could fetch it; None since the last change."""
+    """Seconds from the publication of a version, or from `free_at`; None since the last change."""
     late_s: float | None = None
-    """Of that, what the forecast for all active workers did not foresee; None if never seen."""
+    """Seconds of `took_s` beyond the forecast for all active workers; None if never measured."""
     alone_s: float = 0.0
-    """The forecast for this worker alone, as its links were known when it was active."""
+    """The forecast for this worker alone, from its links when it was last active."""
 
 
 class Activation:
-    """Measures, asks, and carries out."""
+    """Measures workers and steps, asks which workers are needed, and carries out the answer."""
 
     def __init__(self, settings: ActivationSettings, *, now: float) -> None:
         self.settings = settings
@@ -113,14 +115,16 @@ class Activation:
         self._active: frozenset[str] = frozenset()
         """The active workers, as of the last question or decision."""
         self._published_at: dict[PolicyVersion, float] = {}
-        """When the last MAX_STEPS versions went out."""
+        """Publication times of the last MAX_STEPS versions."""
         self._shown_bytes_per_s = 0.0
-        """The most that the learner has sent: a version, until the first worker had it."""
+        """Highest rate at which the learner has sent a version, up to the first worker's
+        install.
+        """
 
     # --- measuring -------------------------------------------------------------------------------
 
     def look(self, role: Learner, *, now: float) -> list[Action]:
-        """Take what workers have done since the last call; call it at least with each heartbeat."""
+        """Measure the workers since the last call; call it at least once per heartbeat."""
         members = role.roster.members("worker")
         newest = role.broadcast.newest_complete
         if newest is not None and newest not in self._published_at:
@@ -152,7 +156,7 @@ class Activation:
         return actions
 
     def _installed(self, role: Learner, state: _State, version: PolicyVersion, now: float) -> None:
-        """Note how long a worker needed for a version."""
+        """Record how long a worker needed to install a version."""
         state.took_s = now - max(self._published_at.get(version, now), state.free_at)
         if state.installed is not None and version == role.broadcast.newest_complete:
             # The first version of a worker may be one that it had kept.
@@ -161,7 +165,7 @@ class Activation:
         state.installed, state.free_at = version, now
 
     def _welcome(self, role: Learner, member: Member, now: float) -> list[Action]:
-        """Have a worker stand by that would be too dear; warn of one without a price."""
+        """Put a worker on standby that exceeds the budget; warn of a worker without a price."""
         cap = self.settings.budget_per_h
         if math.isinf(cap):
             return []
@@ -183,13 +187,13 @@ class Activation:
         return [Note("info", text), *role.set_standby(standby, now=now)]
 
     def stepped(self, times: StepTimes) -> None:
-        """Take the times of a step."""
+        """Record the times of a step."""
         self._steps.append(times)
         self._steps_since_change += 1
 
     @property
     def train_s(self) -> float | None:
-        """T_train: what a step takes without waiting; None before MIN_STEPS steps."""
+        """T_train: seconds of a step without waiting; None before MIN_STEPS steps."""
         if len(self._steps) < MIN_STEPS:
             return None
         return median(times.step_s - times.waited_s for times in self._steps)
@@ -215,7 +219,7 @@ class Activation:
     def question(
         self, role: Learner, pace: PublishPace, *, waiting_s: float, now: float
     ) -> Question | None:
-        """Return what is to be answered now, if anything is."""
+        """Return the question that is due, if one is."""
         # A worker that is set aside delivers nothing that counts, whatever rate and price it
         # states; a worker that was not looked at yet, as in a large fleet, takes part in the next
         # question.
@@ -254,7 +258,7 @@ class Activation:
         )
 
     def _is_untried(self, member: Member) -> bool:
-        """Return whether a worker's rate is unknown, and a dwell has not been enough to show it."""
+        """Return whether a worker without a measured rate has been active for less than a dwell."""
         state = self._states[member.node_id]
         return state.throughput.tokens_per_s is None and state.active_s < self.dwell_s
 
@@ -424,7 +428,7 @@ class Activation:
 
 
 LOST_COUNTS_FOR_S = 3600.0
-"""The usual step of a bill: no message says that a machine which vanished no longer bills."""
+"""Seconds, the usual billing step: no message says that a lost machine is no longer billed."""
 _TRAFFIC_WINDOW_S = 300.0
 """Seconds over which traffic is averaged."""
 
@@ -437,9 +441,9 @@ class _Machine:
     incarnation: str
     is_standby: bool = False
     gone_at: float | None = None
-    """Since when nothing has been heard of it; None while it is there."""
+    """When the node left or fell silent; None while it is known."""
     traffic_bytes: float | None = 0.0
-    """As reported by this incarnation; None where its first report is still to come."""
+    """Bytes reported by this incarnation; None before its first report to a resumed learner."""
 
 
 class CostMeter:
@@ -476,22 +480,22 @@ class CostMeter:
 
     @property
     def unconfirmed_per_h(self) -> float:
-        """The part for machines that are gone without word that they were given back."""
+        """The part for machines that are gone without a message that they were given back."""
         return sum(m.price_per_h for m in self._machines.values() if m.gone_at is not None)
 
     @property
     def traffic_per_h(self) -> float:
-        """$ per hour, lately."""
+        """$ per hour for traffic, over the last minutes."""
         return 3600 * self._traffic_per_s
 
     @property
     def has_prices(self) -> bool:
-        """Whether anything that is paid for has a price."""
+        """Whether any machine has a price, or any money was spent."""
         prices = [machine.price_per_h for machine in self._machines.values()]
         return bool(self._learner_per_h or self.total or any(prices))
 
     def update(self, roster: Roster, *, bytes_sent: int, now: float) -> None:
-        """Count the time since the last call, then take what has changed."""
+        """Count the cost since the last call, then record which machines are there now."""
         elapsed_s = max(0.0, now - self._at)
         self._at = now
         self.total += elapsed_s / 3600 * self.machines_per_h
@@ -505,7 +509,7 @@ class CostMeter:
         self._drop_gone(roster, now)
 
     def _take(self, members: Iterable[Member]) -> float:
-        """Enter every node that is there; return $ for its traffic since the last call."""
+        """Record every known node; return $ for their traffic since the last call."""
         cost = 0.0
         for member in members:
             machine = self._machines.get(member.node_id)
@@ -547,17 +551,17 @@ class CostMeter:
 
 
 LOOK_S = 0.1
-"""Seconds between looks at who holds the newest version: how finely a broadcast is timed."""
+"""Seconds between two looks at the installed versions: the resolution of broadcast times."""
 METER_S = 1.0
-"""Seconds between looks at costs, and at whether anything is to be decided."""
+"""Seconds between two updates of the costs, each of which may ask a question."""
 LOOKS_PER_S = 10_000
-"""Workers looked at per second at most; of larger fleets each is looked at less often."""
+"""Most workers measured per second; in larger fleets each is measured less often."""
 
 
 def activation_settings(
     section: ActivationSection, sync: SyncSection, batch: BatchSection, sampling: SamplingSection
 ) -> ActivationSettings | None:
-    """Return the rules of activation; None where it is off, or nothing runs ahead."""
+    """Return the settings of activation; None if it is off, or if sync.mode is "pull"."""
     if section.mode == "off" or sync.mode == "pull":
         return None
     return ActivationSettings(
@@ -570,7 +574,7 @@ def activation_settings(
 
 
 class CostControl:
-    """Watches the workers of a run, its costs, and which of them are needed."""
+    """Meters the costs of a run, and has the workers activated that it needs."""
 
     def __init__(
         self,
@@ -620,11 +624,11 @@ class CostControl:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing need be looked at but the costs, until the next version goes out."""
+        """Whether only the costs are to be measured until the next version is published."""
         return self._activation is None and not self._pace.is_awaited
 
     def look(self, *, now: float) -> list[Action]:
-        """Measure who holds which version; call it every LOOK_S, or every METER_S while calm."""
+        """Measure the workers' versions; call it every LOOK_S, or METER_S while `is_calm`."""
         if self._progress.activity:
             self._waiting_since = None
         elif self._waiting_since is None:
@@ -641,7 +645,7 @@ class CostControl:
         return self._activation.look(self._role, now=now)
 
     def review(self, *, now: float) -> Question | None:
-        """Count costs once in METER_S; return a question if one is to be answered, off the loop."""
+        """Count costs once in METER_S; return a question for a thread to answer, if one is due."""
         if now < self._metered_at + METER_S:
             return None
         self._metered_at = now
@@ -652,7 +656,7 @@ class CostControl:
         return self._activation.question(self._role, self._pace, waiting_s=waiting_s, now=now)
 
     def decide(self, question: Question, answer: ReviewAnswer, *, now: float) -> list[Action]:
-        """Follow the answer to the question of `review`, unless the run has ended."""
+        """Carry out the answer to the question of `review`, unless the run has ended."""
         if self._activation is None or self._role.shutdown.reason is not None:
             return []
         actions, decision = self._activation.decide(self._role, question, answer, now=now)
@@ -686,7 +690,7 @@ class CostControl:
         return self._budget_per_run is not None and self._meter.total >= self._budget_per_run
 
     def describe_spent(self, step: int) -> str:
-        """Say that the budget is spent, and how to go on, in one line."""
+        """Return one line that says that the budget is spent, and how to continue."""
         return (
             f"${self._meter.total:.2f} are spent of activation.budget_per_run = "
             f"${self._budget_per_run:.2f}: the run ends at step {step}; go on with --resume --set "
@@ -694,7 +698,7 @@ class CostControl:
         )
 
     def metrics(self, row: Mapping[str, Any], *, now: float) -> dict[str, float]:
-        """Take the row of a step that was just made; return what it cost."""
+        """Record the row of the last step; return the metrics of its cost."""
         if self._activation is not None:
             times = StepTimes(
                 step_s=row["time/step"],
@@ -732,7 +736,7 @@ class CostControl:
         return metrics
 
     def view(self) -> CostView | None:
-        """Return what the live view shows; None where nothing has a price."""
+        """Return the costs for the live view; None if nothing has a price."""
         meter, roster = self._meter, self._role.roster
         if not meter.has_prices:
             return None
