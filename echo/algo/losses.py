@@ -42,8 +42,8 @@ from echo.kernels.contract import MAX_LOG_RATIO, RatioClip
 #     k3 = r - 1 - log r      unbiased, never negative; heavy-tailed where r is large
 #
 # As penalties differentiated through `logprobs` they differ: the gradient of k1 has expectation 0
-# and pulls nowhere, that of k2 is the gradient of KL(p || other), that of k3 the gradient of the
-# other direction, KL(other || p).
+# and no effect on average, that of k2 is the gradient of KL(p || other), and that of k3 the
+# gradient of the other direction, KL(other || p).
 #
 # Source: J. Schulman, "Approximating KL Divergence" (2020). Differs from the source: log r is
 # limited in k3, so that one token cannot make a sum infinite. Limits: tokens must come from

@@ -6,10 +6,10 @@ before it accepts a group, so that a step trains on every group that it gets:
     one_member      nothing to compare a rollout with
     bad_reward      a reward that is not finite
     reward_too_large  one beyond the bound, which might overflow in the step
-    bad_logprobs    a sampler's log-probability of a trained token that is none
+    bad_logprobs    a sampler's log-probability of a trained token that is not finite or above 0
     bad_token_ids   an id outside the vocabulary
-    all_masked      not a single trained token, as where every completion was cut off
-    lost_member     a rollout without a token to train, where the loss needs complete groups
+    all_masked      no trained token, for example because every completion was cut off
+    lost_member     a rollout without a trained token, if the loss needs complete groups
     zero_variance   no trained token has an advantage, and the loss has no other gradient
 
 If a step gets such a group, it raises an error that names the group for the first five reasons,

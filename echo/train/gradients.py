@@ -221,7 +221,7 @@ class _BatchInputs:
         needs = needs_of(self.loss)
         proximal = micro.proximal_logprobs
         if needs.proximal_logprobs and proximal is None:
-            proximal = logprobs.detach()  # in the first update the two policies are one
+            proximal = logprobs.detach()  # the first update's proximal policy is the present one
         return LossInputs(
             learner_logprobs=logprobs,
             sampler_logprobs=micro.sampler_logprobs,

@@ -2,8 +2,8 @@
 
     float32     torch's fused AdamW: 8 bytes per parameter, beside the weights
     8bit        codes of 8 bits, and a scale for each block of them; 2.1 bytes
-    offloaded   torch's fused AdamW on the CPU: 8 bytes in the host's memory, none beside the
-                weights; those and their gradients go down, one after the other, and come back
+    offloaded   torch's fused AdamW on the CPU: 8 bytes in the host's memory, none on the GPU;
+                each parameter's weights and gradient are copied down, and the weights back
 
 An optimizer gets a rank's shard of each parameter as a plain tensor with its clipped gradient, so
 it needs to know nothing of ranks.

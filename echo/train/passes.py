@@ -49,7 +49,7 @@ def as_step_errors() -> Iterator[None]:
     except FATAL_ERRORS:
         raise
     except Exception as error:
-        # Of any type, since a loss may be the user's code.
+        # Any type of error: the loss may be the user's code.
         text = f"the step raised {type(error).__name__}: {error}"
         raise StepError(text, reason="step_error") from error
 
@@ -84,7 +84,8 @@ def make_rounds(
                 num_rows=len(indices),
                 num_tokens=micro.input_ids.numel(),
             )
-        raise shortage  # outside of `except`, where torch's error no longer keeps its frames alive
+        # Raised out here: within `except`, torch's error keeps its frames and tensors in memory.
+        raise shortage
     ranks.raise_together(failure)
 
 
@@ -166,4 +167,4 @@ class Passes:
             f"learner.gradient_checkpointing = true, before the next start ({shortage})"
         )
         if compute.device.type == "cuda":
-            torch.cuda.empty_cache()  # other programs may need the memory that holds no tensor
+            torch.cuda.empty_cache()  # other programs may need memory that holds no tensor here

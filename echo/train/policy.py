@@ -601,7 +601,7 @@ class Policy:
             for layer in _layers(self.model):
                 layer.register_forward_hook(hook)
         if not gradient_checkpointing:
-            self.model.eval()  # dropout off; gradients flow all the same
+            self.model.eval()  # switches dropout off; gradients are computed even so
             return
         # transformers 5 renamed it between releases.
         enable = getattr(self.model, "activation_checkpointing_enable", None)
@@ -641,7 +641,7 @@ class Policy:
         input_ids = torch.arange(min(self.vocab_size, 8), device=self.device)[None]
         segments = Segments.of(input_ids.shape[1:]).to(self.device) if self.is_packed else None
         states = self._states(input_ids, segments, dtype)
-        if segments is None and dtype == torch.float32:  # in 16 bits other lengths round otherwise
+        if segments is None and dtype == torch.float32:  # in 16 bits, rounding depends on lengths
             first = self._states(input_ids[:, : input_ids.shape[1] // 2], None, dtype)
             states = torch.cat([first, states[:, first.shape[1] :]], 1)
         given = self._row_arguments(segments, dtype)

@@ -267,7 +267,7 @@ class Trainer:
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
-        """Return the groups of a refused batch that fail alone too: id -> reason.
+        """Return the groups of a refused batch that a step would refuse alone: id -> reason.
 
         It takes one more pass over them, and changes nothing.
         """

@@ -64,7 +64,7 @@ class TrainedWeights:
         }
         """This rank's part of each parameter, by name."""
         is_on_gpu = self._device.type == "cuda"
-        # Of higher priority, or its few kernels would wait behind those of the step.
+        # High priority, or its few kernels would wait behind those of the step.
         self.copy_stream = torch.cuda.Stream(self._device, priority=-1) if is_on_gpu else None
         """The stream on which the weights are copied; None on a CPU, where copies do not run
         beside anything."""
@@ -120,7 +120,7 @@ class TrainedWeights:
             torch.nn.utils.clip_grads_with_norm_(
                 list(self.shards.values()),
                 settings.max_grad_norm,
-                torch.full((), norm, device=self._device),  # a copy of it would wait for a GPU
+                torch.full((), norm, device=self._device),  # torch.tensor would copy and wait
             )
             self.wait_for_copies()
             with self._memory_of_adamw():
@@ -142,7 +142,7 @@ class TrainedWeights:
         for tensor in (*self.parameters.values(), *self.shards.values()):
             tensor.grad = None
         if self._device.type == "cpu":
-            allocator.give_back()  # activations as well: the next step's have other sizes
+            allocator.give_back()  # freed activations as well: the next step's have other sizes
 
     def wait_for_copies(self) -> None:
         """Have the device change the weights only after they have been copied."""
