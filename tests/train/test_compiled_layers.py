@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from echo.algo.batching import Segments
 from echo.train import packing
 from echo.train.compiling import RECOMPILE_LIMIT, compile_layers
-from tests.runtime.families import SMALL
+from tests.runtime.families import FAMILIES, SMALL
 
 MAX_GRAPHS = 4
 """Of one kind of layer of one model: forward and backward, with a gradient and without."""
@@ -106,6 +106,8 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
 }
 """Architecture, kinds of layers, and options."""
+MORE_FAMILIES = ("llama", "phi3", "smollm3", "gemma4_text", "olmo3")
+"""Families of docs/models.md whose layers have other windows, norms or rotations."""
 
 
 @pytest.mark.slow
@@ -124,10 +126,10 @@ def test_rows_of_all_lengths_share_a_few_graphs(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *MORE_FAMILIES])
 def test_all_that_steps_do_stays_below_the_limit(name: str) -> None:
     """Shared prompts, scores without a gradient, and a reference model in the same process."""
-    kind, _, options = KINDS[name]
+    kind, _, options = KINDS.get(name) or (name, 1, dict(FAMILIES[name].settings))
     model, reference = compiled(kind, **options), compiled(kind, **options).requires_grad_(False)
     for lengths in ROWS:
         compute(model, lengths).backward()
