@@ -162,7 +162,7 @@ class Learner(Role):
     # --- links and messages ----------------------------------------------------------------------
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Forget a link; the nodes behind it are given up only by their silence."""
+        """Forget a link; the nodes behind it are dropped only after `dead_after_s` of silence."""
         self._routes.forget(peer)
         self._peer_names.discard(peer)
         return self.broadcast.remove_child(peer, now=now)
@@ -178,7 +178,7 @@ class Learner(Role):
             return self._complaints.note(source, "protocol", text, now=now)
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Part with the node that sent a message, or with the link if it concerned the link alone.
+        """Drop the node that sent a message, or the link if the message concerned the link alone.
 
         A relay's link stays for the others behind it; the node has to say hello again. Plans and
         grants follow when the next deadline is due.
@@ -228,7 +228,7 @@ class Learner(Role):
     def _on_routed(
         self, peer: str, envelope: Envelope, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle what comes under the name of a node.
+        """Handle a message that names a node as its source.
 
         A node is heard over the link on which its process has joined, and answered there. A message
         under its name over another link is answered there, and is ignored unless that process has
@@ -256,7 +256,7 @@ class Learner(Role):
     def _refuse_forged(
         self, peer: str, source: str, message: Message, error: ForgedError, now: float
     ) -> list[Action]:
-        """Drop a message that was forged or changed on the way, and name its link."""
+        """Drop a message that was forged or changed in transit, and report its link."""
         self.counters.add("refused/forged")
         name = self._peer_names.get(peer) or peer
         over = f"it came over the link of {name}"
@@ -295,7 +295,7 @@ class Learner(Role):
         raise LocalProtocolError(f"{type(message).__name__} is no work of a node")
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
-        """Take back everything a node was given; it is no longer in the roster or was replaced."""
+        """Take back the leases of a node that is no longer in the roster or was replaced."""
         self.leases.drop_worker(member.node_id)
         self._grants.want(now=now)
         return self.plans.replan(now)
@@ -323,7 +323,7 @@ class Learner(Role):
         return [*actions, *heard]
 
     def grant(self, *, now: float) -> list[Action]:
-        """Grant the groups that admission and capacities allow, soon if not now."""
+        """Grant the groups that admission and capacities allow, now or at the next deadline."""
         is_over = self.shutdown.reason is not None or not self.is_granting
         if is_over or self._scheduler.quota.is_closed(self.broadcast.newest_complete):
             self._grants.deadline = None
@@ -336,7 +336,7 @@ class Learner(Role):
 
     @property
     def prompt_fault(self) -> DataError | None:
-        """Why no more groups can be granted: there are no more prompts."""
+        """The error because of which no prompts, and so no groups, can be granted; None if none."""
         return self._scheduler.prompt_fault
 
     def validate(self) -> None:
@@ -350,7 +350,7 @@ class Learner(Role):
         assert self.leases.worker_ids <= known, "a node that is gone holds a lease"
 
     def wait_reason(self) -> WaitReason:
-        """Return what keeps the groups of the next batch from being granted."""
+        """Return the reason why the groups of the next batch cannot be granted."""
         return self._scheduler.wait_reason(self._workers, self.broadcast.newest_complete)
 
     @property
@@ -358,7 +358,7 @@ class Learner(Role):
         return [member.worker for member in self.roster.active("worker")]
 
     def set_standby(self, names: Collection[str], *, now: float) -> list[Action]:
-        """Put exactly these workers on standby; return what is to be done where anything changes.
+        """Put exactly these workers on standby; return the actions, none if nothing changes.
 
         A worker on standby keeps its control link and its heartbeats, so that it can be activated
         within one message. It is granted nothing; what it has in hand it finishes and delivers. It
@@ -391,7 +391,7 @@ class Learner(Role):
     # --- the learner's own steps -----------------------------------------------------------------
 
     def advance(self, step: int, *, now: float) -> list[Action]:
-        """Note that an optimizer step was made: there is room for more groups."""
+        """Record an optimizer step, after which more groups may be granted."""
         self._scheduler.groups.step = step
         return self.grant(now=now)
 
@@ -401,7 +401,7 @@ class Learner(Role):
         return self.fleet.describe_wait(num_buffered=len(self.buffer), num_groups=num_groups)
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Take the result of work in a thread; the learner has none."""
+        """Refuse the result of work in a thread: a learner's role starts none."""
         raise LocalProtocolError(f"the learner has done {work}")
 
     # --- time ------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ class Learner(Role):
         return earliest(self.roster.deadline, self.leases.deadline, paced, self.broadcast.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Give up nodes that are silent and leases without progress.
+        """Drop nodes that are silent and leases without progress.
 
         However many are silent, one plan and one round of grants follow: a plan costs in proportion
         to the fleet, and where a region is cut off hundreds fall silent at once.
@@ -444,7 +444,7 @@ class Learner(Role):
 
 
 def _tell_refusal(member: Member, message: Heartbeat) -> list[Action]:
-    """Tell which version an engine refuses, and why, when a heartbeat first says so."""
+    """Report the version that an engine refuses, and why, at the first heartbeat with it."""
     stats, known = message.stats, member.stats
     version = stats.refused_version
     if version is None or (version, stats.refusal) == (known.refused_version, known.refusal):

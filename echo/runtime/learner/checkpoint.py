@@ -6,7 +6,7 @@
 
 A directory is filled under a temporary name, forced onto the disk, then renamed: a full disk or a
 kill at any moment leaves the older checkpoints whole. A checkpoint is used only if the hash of each
-file is that of BLAKE3SUMS. The ledger has what a checkpoint has not: prompt cursor, buffer, leases.
+file is that of BLAKE3SUMS. The ledger has the rest: prompt cursor, buffer, leases.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUMS_FILE = "BLAKE3SUMS"
 
 
 class DamagedCheckpointError(StorageError):
-    """A checkpoint's files are not what was written."""
+    """A checkpoint's files differ from those that were written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +43,16 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCheckpoint:
-    """The newest checkpoint that is whole."""
+    """The newest undamaged checkpoint."""
 
     path: Path
     info: CheckpointInfo
     damage: tuple[str, ...] = ()
-    """Faults of each newer one, the newest first."""
+    """Faults of the newer, damaged checkpoints, the newest first."""
 
 
 class Checkpoints:
-    """When the learner saves, and what it has saved."""
+    """Decides when the learner saves, writes checkpoints and reads them back."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Checkpoints:
         are kept.
         """
         self.saved_step: int | None = None
-        """Step of the newest, or of the one that the run was resumed from; None without one."""
+        """Step of the newest checkpoint, or of that of the resume; None without a checkpoint."""
         self._directory = directory
         self._run_id = run_id
         self._interval_steps = interval_steps
@@ -131,7 +131,7 @@ class Checkpoints:
         return kept[0]
 
     def _check_space(self) -> None:
-        """Refuse to begin where a checkpoint as large as the newest would leave too little free.
+        """Check that a checkpoint as large as the newest leaves enough of the disk free.
 
         Raises:
             StorageError: with what is free and what is needed.
@@ -212,7 +212,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def newest_name(directory: Path) -> str:
-    """Return the name that `latest` has; empty where it was never written.
+    """Return the checkpoint's name in the file `latest`; empty if it was never written.
 
     Raises:
         OSError, ValueError: if it cannot be read.
@@ -232,7 +232,7 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def _seal(directory: Path, info: CheckpointInfo) -> None:
-    """Add what a checkpoint says of itself and the hashes; force all of it onto the disk."""
+    """Add a checkpoint's metadata and hashes, and force all its files onto the disk."""
     (directory / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
     sums = "".join(f"{hash_file(directory / name)}  {name}\n" for name in _files(directory))
     (directory / SUMS_FILE).write_text(sums, encoding="utf-8")
@@ -252,7 +252,7 @@ def _files(directory: Path) -> list[str]:
 
 
 def _read_whole(path: Path) -> CheckpointInfo:
-    """Return what the checkpoint in `path` says of itself, once all its files are verified.
+    """Verify all files of the checkpoint in `path`, and return its metadata.
 
     Raises:
         DamagedCheckpointError: if a file is not what was written, or missing.

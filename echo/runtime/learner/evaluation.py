@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 FIRST_SEED = 1_000_003
-"""The same prompts and samples whatever run.seed is, so that runs compare."""
+"""Seed of the first prompt: independent of run.seed, so that runs can be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +58,23 @@ class EvalResult:
     is_rate: bool
     """Whether every reward was 0 or 1, so that the means are pass rates."""
     num_rewards: int
-    """Completions that were to be judged."""
+    """Completions to be scored."""
     num_reward_errors: int
     """Answers whose reward failed; each counts as 0."""
     num_unscored: int = 0
-    """Answers on which the task has no opinion; they are in no mean."""
+    """Answers for which the reward was None; no mean includes them."""
     error: str = ""
     """The last of these errors."""
 
     @property
     def has_figure(self) -> bool:
-        """Whether anything was judged at all."""
+        """Whether any completion was scored."""
         return self.num_reward_errors < self.num_rewards and not math.isnan(
             self.sampled + self.greedy
         )
 
     def metrics(self, task_name: str) -> dict[str, float]:
-        """Return the row for metrics.jsonl; without means where nothing was judged."""
+        """Return the row for metrics.jsonl; without means if no completion was scored."""
         row: dict[str, float] = {
             "eval/version": self.version.step,
             "eval/reward_errors": self.num_reward_errors,
@@ -178,7 +178,7 @@ class Evaluator:
     def _rewards(
         self, sampling: Sampling, watcher: Watcher
     ) -> list[float | RewardError | None] | None:
-        """Return one reward per prompt, or why it has none; None in all if told to stop.
+        """Return one reward or error per prompt; None in place of the list if told to stop.
 
         None for one prompt is no opinion.
         """
@@ -216,7 +216,7 @@ class Evaluator:
 
 
 class EvaluationSchedule:
-    """Which versions are evaluated.
+    """Decides which versions are evaluated.
 
     An evaluation is due where a multiple of the interval was reached since the version before, for
     not every step is published; it is skipped if the evaluation before still runs. The last version
@@ -283,7 +283,7 @@ class Evaluations:
         self._watcher = _StopWhen(should_stop)
         self._log = log
         self._evaluated_step: int | None = None
-        """Step of the version that was found due last."""
+        """Step of the last version that was due."""
         self._task: asyncio.Task[None] | None = None
 
     def published(self, publication: Publication) -> None:

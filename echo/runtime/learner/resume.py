@@ -41,7 +41,7 @@ from echo.runtime.learner.checkpoint import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingPoint:
-    """State that the learner starts from."""
+    """The state from which the learner starts."""
 
     lineages: tuple[Lineage, ...]
     step: int = 0
@@ -60,7 +60,7 @@ class StartingPoint:
     damage: tuple[str, ...] = ()
     """Faults of newer checkpoints than `checkpoint`, the newest first."""
     uplinks: dict[str, float] = field(default_factory=dict)
-    """Bytes per second that nodes could send, by name."""
+    """Node id -> bytes per second that it could send."""
 
     @property
     def lineage(self) -> int:
@@ -68,7 +68,7 @@ class StartingPoint:
         return self.lineages[-1].lineage
 
     def enter_leases(self, leases: LeaseBook, *, now: float) -> None:
-        """Enter the leases that were out, until their workers claim them or they expire."""
+        """Enter the former leases, until their workers claim them or they expire."""
         for group_id, holders in sorted(self.open_attempts.items()):
             leases.restore(group_id, holders, now=now)
 
@@ -92,7 +92,7 @@ def _holds_a_run(run_dir: Path) -> ConfigError:
 
 
 class SavedRun:
-    """A run as found on the disk."""
+    """A run's ledger and checkpoints on the disk, new or to be resumed."""
 
     def __init__(self, ledger: LedgerQueue, checkpoints: Checkpoints) -> None:
         """Take both, the ledger open."""
@@ -100,7 +100,7 @@ class SavedRun:
         self.checkpoints = checkpoints
 
     def begin(self) -> StartingPoint:
-        """Return the start of a new run in an empty ledger; nothing is written before `enter`.
+        """Return the starting point of a new run in an empty ledger; `enter` writes it.
 
         Raises:
             ConfigError: if a run lives there already.
@@ -112,7 +112,7 @@ class SavedRun:
     def recover(
         self, *, run_id: str, max_staleness: int, trims_stale: bool = False
     ) -> StartingPoint:
-        """Return where a run continues from its newest whole checkpoint; nothing is written yet.
+        """Return the newest whole checkpoint as the starting point; `enter` writes it.
 
         With `trims_stale` a group keeps its other tokens when some have grown too old.
 
@@ -188,7 +188,7 @@ class SavedRun:
         resume: bool,
         log: logging.Logger,
     ) -> StartingPoint:
-        """Return where the learner starts: a new run, or where a killed one can go on."""
+        """Return the starting point of a new run, or of an existing one to be resumed."""
         if not resume:
             return self.begin()
         start = self.recover(
@@ -214,7 +214,7 @@ class SavedRun:
 
 
 def finished_step(run_dir: Path) -> int | None:
-    """Return the step after which a run came to its end; None where there is something left to do.
+    """Return the last step of a finished run; None if the run is not finished.
 
     There is, too, where the user has gone back to an earlier checkpoint, or taken the export away.
 
@@ -238,7 +238,7 @@ _uplinks_decoder = msgspec.json.Decoder(dict[NodeId, Rate])
 
 
 def save_uplinks(run_dir: Path, uplinks: Mapping[str, float], *, log: logging.Logger) -> None:
-    """Write bytes per second by node; where that fails a resumed run measures them again."""
+    """Write bytes per second by node; if that fails a resumed run measures them again."""
     try:
         write_file(run_dir / UPLINKS_FILE, msgspec.json.encode(uplinks))
     except OSError as error:
@@ -246,7 +246,7 @@ def save_uplinks(run_dir: Path, uplinks: Mapping[str, float], *, log: logging.Lo
 
 
 def read_uplinks(run_dir: Path, *, log: logging.Logger) -> dict[str, float]:
-    """Return what `save_uplinks` wrote last; nothing, and a warning, where it cannot be read."""
+    """Return the rates that `save_uplinks` wrote last; empty, with a warning, if unreadable."""
     path = run_dir / UPLINKS_FILE
     try:
         return _uplinks_decoder.decode(path.read_bytes())
