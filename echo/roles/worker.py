@@ -115,7 +115,7 @@ older one. It receives the newer one soon, or never: its uplink may be cut off, 
 refuse the version. So the lease waits, and then it is given back for another worker.
 """
 MAX_DETAIL_LENGTH = 500
-"""Characters of why a group has no result."""
+"""Characters of the detail in a Failed."""
 MAX_TRACEBACK_LENGTH = 10_000
 
 
@@ -162,7 +162,7 @@ class LeasesAlive:
 
 @dataclass(frozen=True, slots=True)
 class LeaseDropped:
-    """Event: no agent works on a lease, nor will; the lease expires at the learner."""
+    """Event: no agent will work on a lease, so it expires at the learner."""
 
     lease: Lease
 
@@ -195,7 +195,7 @@ class Worker(DialingRole):
         self.held = HeldLeases(outbox)
         self.departure = Departure(terms or ReleaseTerms())
         self.max_groups = 0
-        """Groups that may run and wait here at once."""
+        """Groups that this worker may hold at once, running and waiting."""
         self.tokens_sampled = 0
         self.num_accepted = 0
         """Groups that the learner has accepted since this process started."""
@@ -243,7 +243,7 @@ class Worker(DialingRole):
 
     @property
     def activity(self) -> str:
-        """The present work of this worker, or the thing that it waits for."""
+        """The present work of this worker, or the cause of its waiting, for its operator."""
         calls = self._calls
         if self.departure.is_releasing:
             return "releasing"
@@ -266,11 +266,11 @@ class Worker(DialingRole):
         return "waiting for acks" if len(self.outbox) else IDLE
 
     def lease_states(self) -> tuple[LeaseState, ...]:
-        """Return every lease here: waiting, running, or not yet acknowledged."""
+        """Return the state of every lease that this worker holds or has not had acknowledged."""
         return tuple(self.held.states(now=self._beat_at)[:MAX_LEASES])
 
     def stats(self) -> NodeStats:
-        """Return what to tell the learner about this worker."""
+        """Return the status of this worker that a heartbeat reports."""
         stats = msgspec.structs.replace(
             super().stats(),
             state=self.activity,
@@ -301,7 +301,7 @@ class Worker(DialingRole):
         return super().heartbeat(now=now)
 
     def _beat(self, now: float) -> list[Action]:
-        """Report at once what has changed, if the learner can receive it."""
+        """Send a heartbeat at once, because its content has changed, if the node is admitted."""
         return self.heartbeat(now=now) if self.is_admitted else []
 
     # --- from the learner ------------------------------------------------------------------------
