@@ -7,9 +7,9 @@ The node's end (`Joining.TABLE`):
                             +------------------ Rehello ----------------+----------------------+
 
 From any of these states `Lost` leads back to dialling; Refuse, Finish and `GaveUp` end the node. A
-node that has built its engine before passes from Welcome to readying at once. A Welcome that comes
-later with other keys is of a learner that was restarted: the node sends it another Hello, and other
-settings end the node.
+node that has built its engine before passes from Welcome to readying at once. A later Welcome with
+other keys means that the learner was restarted: the node sends another Hello. A Welcome with other
+settings ends the node.
 
 The learner's end (`Admission.TABLE`), for each node:
 
@@ -19,18 +19,18 @@ Goodbye, silence, wrong hashes and an internal error lead back to unknown. A Hel
 under a name that has fallen silent leads back to known. A node that sends work before it is
 admitted gets a Rehello.
 
-An event is a message, or what an end finds out by itself. Each end looks up what an event means in
-its present state, moves, and calls the method that the table names; no state changes elsewhere.
+An event is a message, or a fact that an end finds out by itself. Each end looks the event up in the
+row of its present state, moves, and calls the method of that entry; no state changes elsewhere.
 
 Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. A node that
-brings none of them inherits the files from the learner (configuration and tokenizer, never code
-and never weights) and is right by construction.
+has none of them inherits the files from the learner (configuration and tokenizer, never code and
+never weights), so its hashes always match.
 
-Whatever is inherited is signed by the learner, and checked before any of it is used: a relay that
-forwards it may be any process with the run's secret. The join string holds the fingerprint of the
+Inherited files and settings are signed by the learner and verified before use: a relay that
+forwards them may be any process with the run's secret. The join string holds the fingerprint of the
 key, so a node knows it before it receives anything. Where no fingerprint is known (links that are
 not encrypted, `security.curve = false`) a node can only check that one key has signed everything it
-sees. Files have a name out of a fixed table.
+sees. Names of files come from a fixed table.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def fingerprint(public_key: bytes) -> bytes:
 
 
 def show_fingerprint(value: bytes) -> str:
-    """Return a fingerprint as it stands in a join string."""
+    """Return a fingerprint in the form of a join string."""
     return base64.urlsafe_b64encode(value).decode().rstrip("=")
 
 
@@ -147,20 +147,20 @@ def sign_answer(answer: Answer, key: Ed25519PrivateKey) -> Answer:
 
 
 def hash_hello(hello: Hello) -> bytes:
-    """Return the hash by which answers name a Hello."""
+    """Return the hash by which an answer refers to a Hello."""
     body = msgspec.msgpack.encode(_arriving(hello))
     return blake3(body, derive_key_context=_HELLO).digest()
 
 
 def _arriving(message: Any) -> Any:
-    """Return a message as it arrives: with fractions where whole numbers stand for them."""
+    """Return a message as it arrives: whole numbers in fields for fractions become fractions."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
 def answer_fault(
     answer: Welcome | Refuse | Finish, *, known: bytes | None
 ) -> tuple[str, str] | None:
-    """Return why an answer is not the learner's, as (reason, detail), or None if it is.
+    """Return (reason, detail) if the learner has not signed an answer, or None if it has.
 
     Args:
         answer: as it arrived.
@@ -195,9 +195,9 @@ def _hash(answer: Welcome | Refuse | Finish) -> bytes:
 
 
 CODE = "task.code"
-"""Among the inherited settings: hash and path of each module of the task on the learner."""
+"""Key of the inherited settings with hash and path of each module of the learner's task."""
 EXPECTED = "expected"
-"""Among them, too: how many rollouts the learner expects at once, and how long prompts are."""
+"""Key of the inherited settings with the number of concurrent rollouts and prompt lengths."""
 INHERITED_FILES = frozenset({
     "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -205,7 +205,7 @@ INHERITED_FILES = frozenset({
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "chat_template.jinja",
 })  # fmt: skip
-"""The only names that a file may have which comes over the network: none that Python imports."""
+"""The only names that an inherited file may have; Python imports none of them."""
 
 
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
@@ -221,14 +221,14 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Configure(Action):
-    """Build task and engine from what the learner said, then call the role's `configured`."""
+    """Build task and engine from the learner's settings, then call the role's `configured`."""
 
     settings: dict[str, Any]
     assets: dict[str, bytes]
 
 
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """Return what differs between a node's hashes and the learner's, or None.
+    """Return a description of the difference between a node's hashes and the learner's, or None.
 
     Only what both sides have is compared; an empty hash means "does not have it".
     """
@@ -246,12 +246,12 @@ def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | No
 
 
 def describe_assets(files: dict[str, bytes]) -> dict[str, tuple[str, int]]:
-    """Return what Welcome says of the files that a worker may inherit: hash and size by name."""
+    """Return name -> (hash, size) of the files that a worker may inherit, for Welcome."""
     return {name: (blake3(data).hexdigest(), len(data)) for name, data in files.items()}
 
 
 class Assets:
-    """Files being inherited from the learner."""
+    """Files that are being inherited from the learner."""
 
     def __init__(
         self,
@@ -270,13 +270,13 @@ class Assets:
         return [name for name in self.expected if name not in self.files]
 
     def keep(self, former: Assets) -> None:
-        """Take what has arrived over a link that was lost, and is still expected."""
+        """Keep the expected files that arrived over a former link."""
         for name, data in former.files.items():
             if self.expected.get(name) == former.expected[name]:
                 self.files[name] = data
 
     def add(self, name: str, data: bytes) -> None:
-        """Take a file that has arrived.
+        """Accept a file that has arrived.
 
         Raises:
             RemoteProtocolError: if it is not the file that was announced.
@@ -295,31 +295,31 @@ class NodeSettings:
     role: str
     incarnation: str
     addresses: tuple[str, ...]
-    """Where to look for the learner, in order."""
+    """Addresses at which to dial the learner, in order."""
     advertise: str | None
-    """Where this node serves weights to others; None if it does not listen."""
+    """Address at which this node serves weights; None if it does not listen."""
     echo_version: str
     reconnect_for_s: float
     max_image_bytes: int
     digests: dict[str, str]
-    """Hashes of what the node has before it hears from the learner; empty if it inherits all."""
+    """Hashes of the files that the node has of its own; empty if it inherits all."""
     seal_keys: SealKeys = field(repr=False)
     retry_s: float = 1.0
     heartbeat_s: float = 5.0
-    """Until Welcome says otherwise."""
+    """Replaced by the value of Welcome."""
     dead_after_s: float = 45.0
     fingerprint: bytes | None = None
-    """Of the learner's signing key, from the join string; None where it is not known."""
+    """Fingerprint of the learner's signing key, from the join string; None if it is not known."""
     region: str = ""
     price_per_gb: float = 0.0
     price: Price = field(default_factory=Price)
 
 
 class NodeState(StrEnum):
-    """Where a node is on its way to the learner."""
+    """State of a node between its first dial and its end."""
 
     DIALLING = "dialling"
-    """No link stands, or its other end has not sent its name."""
+    """No link is established, or its other end has not sent its name."""
     JOINING = "joining"
     """Hello is repeated until Welcome."""
     CONFIGURING = "configuring"
@@ -328,7 +328,7 @@ class NodeState(StrEnum):
     """Ready is repeated until Admitted."""
     ADMITTED = "admitted"
     STOPPED = "stopped"
-    """The end: the process ends, too."""
+    """The node has ended, and its process ends."""
 
 
 class Linked:
@@ -337,7 +337,7 @@ class Linked:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The control link is gone or given up, and the next address is dialled until `retry_at`."""
+    """The control link is lost or given up, and the next address is dialled until `retry_at`."""
 
     retry_at: float
 
@@ -354,12 +354,12 @@ class AnswerToAnother:
 
 
 class AnotherChannel:
-    """A Welcome for a Hello that was welcomed already, with other keys: the learner is another."""
+    """A second Welcome for the same Hello with other keys: the learner was restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnfitWelcome:
-    """A Welcome of a run that this node cannot join."""
+    """A Welcome to a run that this node cannot join."""
 
     reason: str
     error: EchoError
@@ -383,10 +383,10 @@ class JoiningRole(Protocol):
         """Handle a Welcome: it names the run, and the bytes of a version on the wire."""
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Handle that the learner has (again) admitted this node."""
+        """Handle an admission, the first or a later one."""
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle what the learner says beside joining."""
+        """Handle a message of the learner other than joining."""
 
 
 class Joining:
@@ -426,7 +426,7 @@ class Joining:
         return self._take(self._classify(message), payload, now)
 
     def forgery(self, message: Message) -> tuple[str, str] | None:
-        """Return why a Welcome is not the learner's, as (reason, detail), or None.
+        """Return (reason, detail) if the learner has not signed a Welcome, or None if it has.
 
         Nothing in it may be believed before.
         """
@@ -467,15 +467,15 @@ class Joining:
         return message.answers == self._hello_hash and not is_late
 
     def linked(self, *, now: float) -> list[Action]:
-        """Say hello: the control link stands."""
+        """Send Hello over the control link, which is established."""
         return self._take(Linked(), [], now)
 
     def lost(self, *, retry_at: float, now: float) -> list[Action]:
-        """Note that the link is gone, and that the next address is dialled until `retry_at`."""
+        """Record that the link is lost, and that the next address is dialled until `retry_at`."""
         return self._take(Lost(retry_at), [], now)
 
     def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
-        """Note that task and engine are built, with these hashes."""
+        """Record that task and engine are built, with these hashes."""
         return self._take(Built(digests), [], now)
 
     def give_up(self, reason: str, error: EchoError, *, now: float) -> list[Action]:
@@ -505,7 +505,7 @@ class Joining:
         return message
 
     def _take(self, event: object, payload: list[Frame], now: float) -> list[Action]:
-        """Do what the table says of an event: the one place where the state changes."""
+        """Carry out an event's entry in the table; no other code changes the state."""
         step = self.TABLE[self.state][type(event)]
         if step.then is not None:
             self.state = step.then
@@ -514,7 +514,7 @@ class Joining:
     # --- what is sent, and repeated --------------------------------------------------------------
 
     def repeat(self, now: float) -> list[Action]:
-        """Send what the present state waits to have answered."""
+        """Send again the message whose answer the present state waits for."""
         self.retry_at = now + self.settings.retry_s
         match self.state:
             case NodeState.JOINING:
@@ -565,7 +565,7 @@ class Joining:
         )
 
     def _agree(self, message: Welcome) -> None:
-        """Seal what follows with the keys that a signed Welcome has agreed on."""
+        """Seal later messages with the keys of a signed Welcome."""
         theirs, channel = message.seal_key, self._channel_of(message)
         made = Channel(self.settings.seal_keys, theirs, channel, is_learner=False)
         if made.is_possible:
@@ -593,7 +593,7 @@ class Joining:
         ]
 
     def _prepare(self, message: Welcome, now: float) -> list[Action]:
-        """Fetch what is missing, then have task and engine built; they may be already."""
+        """Fetch missing files, then have task and engine built unless they are."""
         if self._digests is not None:
             return self.configured(self._digests, now=now)
         if not self._is_building:
@@ -603,7 +603,7 @@ class Joining:
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _find_mismatch(self, message: Welcome) -> tuple[str, str] | None:
-        """Return what does not fit in a Welcome that the learner has signed, or None."""
+        """Return (reason, detail) if this node cannot join by a signed Welcome, or None if it can."""
         if self.run_id and (message.run_id, message.public_key) != (self.run_id, self._learner_key):
             return (
                 "another_run",
@@ -744,7 +744,7 @@ class Joining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSettings:
-    """The requirements for admission, and the answer to an admitted node."""
+    """The requirements for admission, and the contents of Welcome."""
 
     run_id: str
     key: Ed25519PrivateKey = field(repr=False)
@@ -760,14 +760,14 @@ class AdmissionSettings:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """A Hello of a new process under the name of one that has fallen silent."""
+    """A Hello of a new process under the name of a process that has fallen silent."""
 
     hello: Hello
     old: Member
 
 
 class NameHeld:
-    """A Hello under the name of another process that was heard a moment ago."""
+    """A Hello under the name of another process with a recent message."""
 
 
 class RosterFull:
@@ -776,7 +776,7 @@ class RosterFull:
 
 @dataclass(frozen=True, slots=True)
 class HelloRefused:
-    """A Hello that cannot be welcomed, however often it is repeated."""
+    """A Hello that is refused for good."""
 
     reason: str
     detail: str
@@ -801,19 +801,19 @@ class Silent:
 
 
 class Expelled:
-    """The handling of a node's message has failed by a fault of ours."""
+    """An internal error while a node's message was handled."""
 
 
 class AdmittingRole(Protocol):
     """The role of the learner, which admits."""
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
-        """Take back what a node was given whose place a new process has taken."""
+        """Take back the leases of a node that left or was replaced by a new process."""
 
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle what a node says beside joining; its Goodbye is work, too."""
+        """Handle a node's messages other than joining, including Goodbye."""
 
 
 class Admission:
@@ -858,7 +858,7 @@ class Admission:
         return self._take(source, self._classify(source, message, now), payload, now)
 
     def is_missing_hello(self, source: str, message: Message) -> bool:
-        """Return whether a known node speaks of work: over a new link it says hello first."""
+        """Return whether a known node sends work: over a new link it must send Hello first."""
         is_joining = isinstance(message, Hello | Ready | AssetRequest)
         return source in self.roster.nodes and not is_joining
 
@@ -896,7 +896,7 @@ class Admission:
         return member is not None and member.seals.confirmed is not None
 
     def take_silent(self, *, now: float) -> list[Member]:
-        """Forget the nodes that have been silent for too long, and return them."""
+        """Remove the nodes that have been silent for too long, and return them."""
         silent = self.roster.take_silent(now=now)
         for member in silent:
             self._take(member.node_id, Silent(), [], now)
@@ -959,7 +959,7 @@ class Admission:
         return ReadyRefused("digest_mismatch", fault, member.hello_hash)
 
     def _take(self, source: str, event: object, payload: list[Frame], now: float) -> list[Action]:
-        """Do what the table says of an event: the one place where a presence changes."""
+        """Carry out an event's entry in the table; no other code changes a presence."""
         step = self.TABLE[self._presence_of(source)][type(event)]
         member = self.roster.nodes.get(source)
         if step.then is not None:
@@ -989,7 +989,7 @@ class Admission:
         ]
 
     def _welcome(self, member: Member, message: Hello) -> Welcome:
-        """Answer a Hello, with a channel of its own if it is a new one."""
+        """Return the Welcome for a Hello; a new Hello gets a channel of its own."""
         settings, answers = self.settings, hash_hello(message)
         seal_key = settings.seal_keys.seal_key()
         if answers != member.hello_hash:

@@ -6,8 +6,8 @@ by whichever process, has the same prompt as before.
 A chat template may write the date: it reads the time at which the run began, so a prompt is the
 same after midnight and after a resume (`prompt_time`).
 
-A task's code makes them, which may take its time. So they are made ahead, one after the other in a
-thread (`PromptsAhead`), and each in bounded time: code that never returns is left alone.
+A task's code makes prompts, and may be slow. So prompts are made ahead, one after the other in a
+thread (`PromptsAhead`), and each in bounded time: a call that never returns is abandoned.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from echo.wire.messages import Lease
 MIN_KEPT = 4096
 """Prompts kept in memory, so that a result is checked without making its prompt again."""
 NUM_AHEAD = 64
-"""Prompts made beyond the last one that was asked for."""
+"""Prompts made ahead of the last requested prompt."""
 CHECKED_PROMPTS = 32
-"""Looked at before a run begins: those of a mixture, or of one table, may be of several kinds."""
+"""Prompts examined before a run begins: those of a mixture may be of several kinds."""
 MADE_TWICE = 4
-"""Of these, made a second time: a task has to make the same prompt whenever it is asked."""
+"""Examined prompts that are made twice: a task must make the same prompt for the same index."""
 MESSAGE_TOKENS = 64
 """Tokens that a chat template may write around one message."""
 
@@ -60,9 +60,9 @@ class Prompt:
     """The prompt of a group."""
 
     example: Example
-    """With its answer."""
+    """The example, with its answer."""
     lease: Lease
-    """Of the first attempt."""
+    """The lease of the first attempt."""
 
 
 MAX_SHOWN = 1500
@@ -94,7 +94,7 @@ class PromptSource:
         self.longest = 0
         """Tokens of the longest prompt that `examine` and `check` have seen; 0 before."""
         self._host = InlineHost(task, Limits(score_s=timeout_s, step_s=timeout_s))
-        # Of two epochs, for groups of both are under way where one ends and the next begins.
+        # Two epochs: at the end of one, groups of both are running.
         self._order_of = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def lease(self, group_id: int, attempt: int) -> Lease:
@@ -107,7 +107,7 @@ class PromptSource:
         return msgspec.structs.replace(prompt.lease, attempt=attempt, seed=seed)
 
     def close(self) -> None:
-        """End the threads in which the task is asked."""
+        """End the threads that run the task's code."""
         self._host.close()
 
     def check(self) -> None:
@@ -195,7 +195,7 @@ class PromptSource:
         return [*lines, *self._reward_lines(first.example)]
 
     def _reward_lines(self, example: Example) -> Iterator[str]:
-        """Yield what the reward says of answers to an example, where it is asked by answer."""
+        """Yield the rewards of sample answers to an example; nothing for an environment."""
         if isinstance(self._task, Environment):
             return
         call = ExampleCall.of(self._host, example, self._task.right_completion(example))
@@ -204,7 +204,7 @@ class PromptSource:
             yield f"notice: {call.fault}"
 
     def _notices(self, made: Sequence[Prompt]) -> Iterator[str]:
-        """Yield what a user should know of these prompts."""
+        """Yield a line for each unexpected property of these prompts."""
         for prompt in made[:MADE_TWICE]:
             again = self.make(prompt.lease.group_id)
             if (
@@ -227,7 +227,7 @@ class PromptSource:
             yield f"{examples[0]}: {what}{more if len(examples) > 1 else ''}"
 
     def _oddities(self, example: Example) -> Iterator[str]:
-        """Yield what a user should know of one example's prompt."""
+        """Yield a line for each unexpected property of one example's prompt."""
         has_template = self._text.tokenizer.chat_template is not None
         if isinstance(example.prompt, str):
             texts = [example.prompt] if has_template else []
@@ -247,14 +247,14 @@ class PromptSource:
         yield from self._text.oddities(example.prompt, tools)
 
     def _most_tokens(self, example: Example) -> int:
-        """Return a number of tokens that an example's prompt surely does not exceed."""
+        """Return an upper bound of the tokens of an example's prompt."""
         num_bytes = len(msgspec.json.encode([example.prompt, self._task.tools(example)]))
         num_messages = 1 if isinstance(example.prompt, str) else len(example.prompt)
         return num_bytes + MESSAGE_TOKENS * num_messages + self._template_bytes
 
     @functools.cached_property
     def _template_bytes(self) -> int:
-        """Bytes that the chat template writes by itself, such as a system message of its own."""
+        """Bytes that the chat template adds, such as a system message."""
         if self._text.tokenizer.chat_template is None:
             return 0
         try:
@@ -357,12 +357,12 @@ class PromptSource:
 
 
 class PromptsAhead:
-    """The prompts of a run as the role asks for them: those that are made."""
+    """Makes the prompts of a run ahead, and gives the role the finished ones."""
 
     def __init__(
         self, source: PromptSource, *, num_out: int, first: int = 0, again: Iterable[int] = ()
     ) -> None:
-        """Begin with the groups `again`, which are out already, then with `first` and on.
+        """Begin with the groups `again`, which are granted already, then continue from `first`.
 
         At least the prompts of `num_out` groups, which may be out at once, are kept.
         """
@@ -399,7 +399,7 @@ class PromptsAhead:
         return made.example
 
     async def make(self, pool: Pool) -> bool:
-        """Wait until a prompt is to be made, and make it; return whether it was asked for."""
+        """Wait until a prompt is needed, and make it; return whether the role has requested it."""
         while not self._wanted and self._next >= self._end:
             self._has_work.clear()
             await self._has_work.wait()
