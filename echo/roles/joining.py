@@ -603,7 +603,7 @@ class Joining:
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _find_mismatch(self, message: Welcome) -> tuple[str, str] | None:
-        """Return (reason, detail) if this node cannot join by a signed Welcome, or None if it can."""
+        """Return (reason, detail) if this node cannot join by a signed Welcome, None if it can."""
         if self.run_id and (message.run_id, message.public_key) != (self.run_id, self._learner_key):
             return (
                 "another_run",
