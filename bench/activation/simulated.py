@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,23 @@ from bench_activation import Broadcast, best_of_all, judge, random_case
 
 from echo.config.fleet_schema import SimRow
 from echo.config.schema import ActivationSection, preset_publish_period
-from echo.fleet.activation import Links, Question, ReviewAnswer, choose
+from echo.fleet.activation import (
+    IDLE_TOLERANCE,
+    MIN_SAVING,
+    Links,
+    Question,
+    ReviewAnswer,
+    Roll,
+    choose,
+)
 from echo.fleet.job import Job
 from echo.fleet.market import UNLIMITED, Offer, Region, RentedFleet
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
 from echo.sim.summary import Summary, summarise
 
+WITHIN = 0.02
+"""Gap up to which a set counts as good as the best one."""
 STEP_S = 20.0
 """Of the step of the best set: times of a fleet are scaled to it, which changes nothing else."""
 
@@ -125,8 +136,36 @@ def simulate(seed: int, *, most: int, num_steps: int) -> dict[str, Any] | None:
         "active_step": own.step_gap, "active_cost": own.cost_gap,
         "true_step": truth.step_gap, "true_cost": truth.cost_gap,
         "idle": summary.idle_share, "idle_predicted": answer.after.idle_share,
+        "worst_rate": worst_rate(question, workers),
     }  # fmt: skip
+    if max(own.step_gap, own.cost_gap) > WITHIN:
+        row["why"] = why_not_best(question, answer, active)
     return {name: round(each, 4) if isinstance(each, float) else each for name, each in row.items()}
+
+
+def worst_rate(question: Question, workers: Sequence[Offer]) -> float:
+    """Return the measured rate that is farthest from the true one, as a multiple of it."""
+    true = {f"{worker.name}-1": worker.tokens_per_s for worker in workers}
+    found = [worker.tokens_per_s / true[worker.name] for worker in question.workers]
+    return max(found, key=lambda ratio: abs(math.log(ratio)))
+
+
+def why_not_best(question: Question, answer: ReviewAnswer, active: Collection[str]) -> str:
+    """Return why a set generates that is not the best one, by the last question and its answer."""
+    if question.untried & frozenset(active):
+        return "a worker is tried"
+    if answer.cause.endswith("they begin first"):
+        return "a change is under way"
+    own = Roll(question.workers, question.links, periods=question.periods).assess(
+        question.job, active
+    )
+    saves_step = answer.choice.slowdown < (1 - MIN_SAVING) * own.slowdown
+    saves_cost = answer.choice.outlook.cost_per_h < (1 - MIN_SAVING) * own.cost_per_h
+    if not saves_step and not saves_cost:
+        return f"the best set saves less than {MIN_SAVING:.0%}"
+    if not saves_cost and question.idle_share <= IDLE_TOLERANCE:
+        return f"the learner waits {IDLE_TOLERANCE:.0%} of the time or less"
+    return "other"
 
 
 def remembered(links: Links) -> Links:
@@ -153,6 +192,7 @@ def summarise_simulated(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for percent in (2, 5):
                 share = sum(gap <= percent / 100 for gap in gaps) / max(1, len(gaps))
                 result[f"{name}_{what}_within_{percent}_percent"] = round(share, 4)
+    result["active_beyond_2_percent"] = dict(Counter(r["why"] for r in known if "why" in r))
     errors = [abs(row["idle"] - row["idle_predicted"]) for row in known]
     result["idle_error_median"] = round(statistics.median(errors), 4) if errors else None
     return result

@@ -3,9 +3,11 @@
 The learner grants no more leases than admission allows, so a worker that is not needed in full
 samples below its capacity. Each second therefore counts only in proportion to the worker's load:
 its leases, divided by the groups that it can run at once. The estimate is tokens over loaded
-seconds. It is exact at full load. Below full load it is too low for an engine that gains by
-batching. So `fleet/activation.py` looks again after each worker that it puts on standby: the load
-of the other workers rises, and their estimates become exact.
+seconds. A worker may report tokens by whole groups, so the seconds since its last report count only
+beyond the longest time between two of its reports. The estimate is exact at full load. Below full
+load it is too low for an engine that gains by batching. So `fleet/activation.py` looks again after
+each worker that it puts on standby: the load of the other workers rises, and their estimates become
+exact.
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ class Throughput:
         self._counter = tokens_sampled
         self._at = now
         self._loaded_s = 0.0
+        """Loaded seconds until the last report."""
+        self._silent_s = 0.0
+        """Loaded seconds since the last report."""
+        self._longest_s = 0.0
+        """The most loaded seconds between two reports."""
         self._tokens = 0.0
         self._num_reports = 0
 
@@ -40,19 +47,25 @@ class Throughput:
         if tokens_sampled is None or self._counter is None:
             self._counter, self._at = tokens_sampled, now
             return
-        loaded_s = min(1.0, load) * max(0.0, now - self._at)
+        self._silent_s += min(1.0, load) * max(0.0, now - self._at)
         self._at = now
-        kept = math.exp(-loaded_s / THROUGHPUT_WINDOW_S)
-        self._loaded_s = self._loaded_s * kept + loaded_s
-        self._tokens *= kept
         if tokens_sampled > self._counter:
-            self._tokens += tokens_sampled - self._counter
+            kept = math.exp(-self._silent_s / THROUGHPUT_WINDOW_S)
+            self._loaded_s = self._loaded_s * kept + self._silent_s
+            self._tokens = self._tokens * kept + tokens_sampled - self._counter
+            self._longest_s = max(self._longest_s, self._silent_s)
+            self._silent_s = 0.0
             self._num_reports += 1
         self._counter = tokens_sampled
 
     @property
     def tokens_per_s(self) -> float | None:
         """The estimate; None until MIN_REPORTS reports have shown new tokens."""
-        if self._num_reports < MIN_REPORTS or self._loaded_s <= 0:
+        return self.early_tokens_per_s if self._num_reports >= MIN_REPORTS else None
+
+    @property
+    def early_tokens_per_s(self) -> float | None:
+        """The estimate from any number of reports; None before the first report."""
+        if self._loaded_s <= 0:
             return None
-        return self._tokens / self._loaded_s
+        return self._tokens / (self._loaded_s + max(0.0, self._silent_s - self._longest_s))

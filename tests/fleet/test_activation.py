@@ -165,12 +165,22 @@ def test_where_nothing_suffices_the_choice_is_as_good_as_that_of_every_set(seed:
 
 
 def test_one_slow_link_does_not_hide_what_the_others_are_good_for() -> None:
-    # Nothing that is added to the far one shortens the step, and no two that take its place.
-    workers = [worker(f"w{n}", 2.4, 1.0 + n / 10) for n in range(3)] + [worker("far", 8.0, 0.1)]
+    # Alone it is the best of all, nothing that is added to it shortens the step, and no two that
+    # take its place.
+    workers = [worker(f"w{n}", 1.2, 1.0 + n / 10) for n in range(6)] + [worker("far", 8.0, 0.1)]
     links = Links(broadcast_s=lambda names: 15.0 if "far" in names else 0.0)
     job = replace(JOB, max_staleness=1)
-    choice = choose(workers, job, links, preferred={"far"})
-    assert choice.active == {"w0", "w1", "w2"}
+    for preferred in ({"far"}, frozenset[str]()):
+        choice = choose(workers, job, links, preferred=preferred)
+        assert choice.active == {f"w{n}" for n in range(6)}
+        assert choice.slowdown == 1
+
+
+def test_long_groups_do_not_hide_what_the_others_are_good_for() -> None:
+    workers = [worker(f"w{n}", 1.2, 1.0 + n / 10) for n in range(6)]
+    workers.append(worker("long", 8.0, 0.1, concurrency=120))  # 15 s per group
+    choice = choose(workers, replace(JOB, max_staleness=1), LINKS, preferred={"long"})
+    assert choice.active == {f"w{n}" for n in range(6)}
     assert choice.slowdown == 1
 
 

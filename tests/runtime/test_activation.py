@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from echo.core.price import Price
+from echo.fleet.market import Offer
 from echo.leases.throughput import Throughput
 from echo.records.ledger import read_records
 from echo.roles.members import Member, Presence, Roster
@@ -21,6 +22,7 @@ from echo.runtime.learner.cost import (
     spent_before,
 )
 from echo.wire.messages import NodeStats
+from tests.fleet.fleets import JOB
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 from tests.records.rows import write_ledger
@@ -177,8 +179,9 @@ def test_who_was_not_looked_at_yet_takes_no_part_in_a_question_and_its_answer(
     world.run_until(lambda: len(role.roster.active("worker")) == 2)
     # Nobody leaves by an answer that was found while w1 was away.
     activation._states.pop("w1", None)  # gone at the last look
-    question: Any = SimpleNamespace(workers=[SimpleNamespace(name=name) for name in ("w1", "w2")])
-    answer: Any = SimpleNamespace(active={"w2"}, after=None)
+    offers = [Offer(name=name, tokens_per_s=10.0, concurrency=8) for name in ("w1", "w2")]
+    question: Any = SimpleNamespace(workers=offers, job=JOB, untried=frozenset())
+    answer: Any = SimpleNamespace(active=frozenset({"w2"}), after=None)
     assert activation.decide(role, question, answer, now=world.now) == ([], None)
     # As in large fleets, where nobody is looked at ten times a second.
     world.run_until(lambda: world.step >= 4)
@@ -266,10 +269,12 @@ def test_what_is_known_of_the_links_bounds_the_forecast_and_is_kept_on_standby(
     def forecast_s(*names: str) -> float:
         return float(control._links(role, members).broadcast_s(names))
 
+    # What was sent bounds the uplink: a second copy of what takes 5 s is not there after 6 s.
     control._shown_bytes_per_s = role.plans.planner.payload_bytes / 5.0
     for state in control._states.values():
         state.took_s = 6.0
-    assert forecast_s("w1") == pytest.approx(5.0, rel=0.2)
+    assert forecast_s("w1") == pytest.approx(5.0, rel=0.1)
+    assert forecast_s("w1", "w2") == pytest.approx(10.0, rel=0.1)
     [first] = [member for member in members if member.node_id == "w1"]
     first.node.is_standby, control._states["w1"].took_s = True, None
     control._shown_bytes_per_s, control._states["w2"].took_s = 1e9, 0.1
@@ -291,6 +296,35 @@ def test_the_time_of_a_version_runs_from_when_the_worker_could_fetch_it(
     world.worker("late", worker={"price_per_h": 0.3})
     world.run_until(lambda: "late" in control._states and control._states["late"].took_s)
     assert control._states["late"].installed == newest, "which went out long before it came"
+    assert control._states["late"].took_s < 1.5
+    # So it is with one that was on standby when the version went out.
+    role, offers = (
+        node.role,
+        [Offer(name=n, tokens_per_s=10.0, concurrency=8) for n in ("w1", "late")],
+    )
+    question: Any = SimpleNamespace(
+        workers=offers,
+        job=JOB,
+        untried=frozenset(),
+        active=frozenset({"w1", "late"}),
+        idle_share=0.0,
+    )
+
+    def activate(*names: str) -> None:
+        answer: Any = SimpleNamespace(
+            active=frozenset(names), cause="", before=None, after=None,
+            choice=SimpleNamespace(slowdown=1.0),
+        )  # fmt: skip
+        actions, decision = control.decide(role, question, answer, now=world.now)
+        assert decision is not None
+        world.perform("learner", actions)
+
+    activate("w1")
+    before = world.step
+    world.run_until(lambda: world.step >= before + 2)
+    world.run_until(lambda: world.now > max(published_at.values()) + 3.0)
+    activate("w1", "late")
+    world.run_until(lambda: control._states["late"].took_s)
     assert control._states["late"].took_s < 1.5
 
 
@@ -319,6 +353,28 @@ def test_a_worker_without_a_rate_is_untried_for_a_dwell_and_then_as_slow_as_it_s
     untried, share = ask(300.0)
     assert not untried
     assert share < 0.1
+    # A report counts, though there are too few for a rate.
+    rates = control._states["w2"].throughput.tokens_per_s
+    begun.look(load=1.0, tokens_sampled=round(30 * rates), now=begun._at + 60.0)
+    assert ask(400.0) == (frozenset(), pytest.approx(0.5, rel=0.1))
+
+
+def test_the_next_question_waits_for_a_group_of_the_slowest_active_worker(
+    make_world: MakeWorld,
+) -> None:
+    world = crowd(make_world, 0.3, 0.1)
+    world.run_until(lambda: world.step >= 3)
+    node = world.node("learner")
+    control, before_s = node._costs._activation, node._costs._activation.dwell_s
+    workers = [
+        Offer(name=name, price_per_h=0.1, tokens_per_s=10.0, concurrency=concurrency)
+        for name, concurrency in (("w1", 8), ("w2", 40), ("w3", 200))
+    ]
+    question: Any = SimpleNamespace(workers=workers, job=JOB, untried=frozenset({"w3"}))
+    answer: Any = SimpleNamespace(active=frozenset({"w1", "w2", "w3"}), after=None)
+    assert control.decide(node.role, question, answer, now=world.now) == ([], None)
+    # 100 tokens at one of 40 places take 400 s; what the worker needs that is tried is a guess.
+    assert before_s < control.dwell_s == pytest.approx(400.0)
 
 
 # --- the cost meter -------------------------------------------------------------------------------

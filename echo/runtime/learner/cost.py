@@ -4,9 +4,10 @@
     question (now and then) -> answer, in a thread -> decision -> set_standby
 
 A question (`echo.fleet.activation`) is asked once in a dwell, and at once when an active worker is
-gone. A dwell is the longer of `min_dwell_s` and MIN_STEPS steps. During a dwell a change is kept,
-its effect is measured, and a worker without a measured rate is tried. A worker that joins begins to
-generate; if the cost with it exceeds the budget it stands by, and is tried with the next question.
+gone. A dwell is the longest of `min_dwell_s`, MIN_STEPS steps and a group on the slowest active
+worker. During a dwell the active workers stay the same, the effect of the last change is measured,
+and workers without a measured rate are tried. A worker that joins begins to generate. If the budget
+does not pay for it too, it stands by and is tried with the next question.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class Activation:
         self._steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)
         self._steps_since_change = 0
         self._asked_at = now
+        self._group_s = 0.0
+        """The time of a group on the slowest of the active workers, by the last answer."""
         self._active: frozenset[str] = frozenset()
         """The active workers, as of the last question or decision."""
         self._published_at: dict[PolicyVersion, float] = {}
@@ -212,7 +215,7 @@ class Activation:
     def dwell_s(self) -> float:
         """Seconds between two questions."""
         step_s = fmean(times.step_s for times in self._steps) if self._steps else 0.0
-        return max(self.settings.min_dwell_s, MIN_STEPS * step_s)
+        return max(self.settings.min_dwell_s, MIN_STEPS * step_s, self._group_s)
 
     # --- asking ----------------------------------------------------------------------------------
 
@@ -265,8 +268,9 @@ class Activation:
     def _rates(self, members: Collection[Member]) -> dict[str, float]:
         """Return tokens per second by worker; empty if nothing is known of any.
 
-        A worker that has not shown one counts as the mean of the others, and as less if it had
-        enough to do: it has made less than MIN_REPORTS groups.
+        A worker with too few reports for a rate counts as the mean of the others while it is tried.
+        Then its few reports count. If it sent none, its rate is the mean, or that of MIN_REPORTS
+        groups in its loaded time if that is less.
         """
         found = {m.node_id: self._states[m.node_id].throughput.tokens_per_s for m in members}
         known = [rate for rate in found.values() if rate is not None]
@@ -277,7 +281,9 @@ class Activation:
         for member in members:
             name, rate, mean = member.node_id, found[member.node_id], fmean(known)
             if rate is None and not self._is_untried(member):
-                rate = min(mean, groups / max(self._states[name].loaded_s, 1e-9))
+                state = self._states[name]
+                rate = state.throughput.early_tokens_per_s
+                rate = rate or min(mean, groups / max(state.loaded_s, 1e-9))
             rates[name] = mean if rate is None else rate
         return rates
 
@@ -383,6 +389,11 @@ class Activation:
         is said.
         """
         self.outlook = answer.after
+        timed = answer.active - question.untried
+        self._group_s = max(
+            (w.group_latency_s(question.job) for w in question.workers if w.name in timed),
+            default=0.0,
+        )
         members = {m.node_id: m for m in role.roster.members("worker")}
         asked = {worker.name for worker in question.workers}
         known = asked & members.keys() & self._states.keys()
