@@ -91,6 +91,8 @@ class _Feed:
         except queue.Full:
             pass
         if self._thread.is_alive() and not self._has_failed:
+            # The library's thread fails once the process ends, which the report need not repeat.
+            self._has_failed = True
             self._warn("did not finish", f"no answer within {CLOSE_S:g} s")
 
     def _run(self) -> None:
@@ -99,10 +101,11 @@ class _Feed:
             while (row := self._rows.get()) is not None:
                 self._mirror.write(*row)
             self._mirror.close()
-        except Exception as error:  # noqa: BLE001 -- an error of disk, login or network must not stop training
-            self._has_failed = True
-            why = f"{type(error).__name__}: {one_line(str(error))}"
-            self._warn("fails and is left out, training goes on", why)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- of a disk, a login, a network
+            if not self._has_failed:
+                self._has_failed = True
+                why = ": ".join(filter(None, (type(error).__name__, one_line(str(error)))))
+                self._warn("fails and is left out, training goes on", why)
 
     def _warn(self, what: str, why: str) -> None:
         text = 'metrics.sinks = "%s" %s: %s; %s. %s has every number'

@@ -6,6 +6,8 @@ import math
 import re
 import sys
 import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +108,8 @@ def no_login(**_: object) -> FailingRun:
     [
         ("wandb", no_login, ["api_key not configured (no-tty)\\ncall", "WANDB_MODE=offline"]),
         ("wandb", lambda **_: FailingRun(), ["No space left", "WANDB_API_KEY"]),
+        ("wandb", lambda **_: sys.exit(3), ["SystemExit: 3; "]),
+        ("wandb", lambda **_: (_ for _ in ()).throw(ConnectionError), ["ConnectionError; set"]),
         ("tensorboard", lambda _: FailingRun(), ["No space left", "free some disk space"]),
     ],
 )
@@ -160,6 +164,10 @@ def test_a_tracker_that_never_answers_delays_neither_start_nor_steps_nor_end(
         assert "did not finish: no answer within 0.01 s; " in unfinished
     finally:
         tracker.may_answer.set()
+    # At the end of the process the library gives up, which adds no second line.
+    [thread] = [each for each in threading.enumerate() if each.name == "sink-wandb"]
+    thread.join(60)
+    assert caplog.messages == [behind, unfinished]
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
@@ -193,3 +201,60 @@ def test_wandb_works_offline_and_goes_on_after_a_resume(
     logs = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert logs
     assert all(ids[0] in log.name for log in logs)
+
+
+class _Server(ThreadingHTTPServer):
+    """A server of wandb's calls that answers each with one status, or never."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.status, self.may_end = status, threading.Event()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def end(self) -> None:
+        self.may_end.set()
+        self.shutdown()
+        self.server_close()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        if self.server.status is None:
+            self.server.may_end.wait(60)
+            return
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(b"\x00 no JSON")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("status", [None, 200, 401, 403, 500])
+def test_a_wandb_server_that_refuses_fails_or_is_silent_holds_nothing_up(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    status: int | None,
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setattr(sinks, "CLOSE_S", 2.0)
+    server = _Server(status)
+    try:
+        monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        with MetricsWriter(tmp_path, sinks=["wandb"]) as writer:
+            for step in range(1, 4):
+                began_at = time.monotonic()
+                writer.write(step, {"reward/mean": 0.5})
+                assert time.monotonic() - began_at < 2.0
+    finally:
+        server.end()
+    assert [row["step"] for row in rows(writer.path)] == [1, 2, 3]
+    [said] = [text for text in caplog.messages if text.startswith("metrics.sinks")]
+    assert "fails and is left out" in said or "did not finish" in said
