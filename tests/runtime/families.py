@@ -196,7 +196,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": Family(
         label="DeepSeek-V3",
         settings=ROUTED | LATENT,
-        vllm="its attention on a CPU takes heads of 32",
+        vllm="its attention on a CPU takes heads of 576",
         notes="the routers' correction bias is published in float32",
     ),
     "glm4_moe": Family(

@@ -52,6 +52,7 @@ from echo.engine.model import (
     build_meta_model,
     check_weights,
     free_bytes,
+    head_widths,
     layer_configs,
     set_num_threads,
     weight_bytes,
@@ -537,7 +538,5 @@ def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     widths = []
     for layer in layer_configs(config):
         num_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        head_dim = getattr(layer, "head_dim", None)
-        head_dim = head_dim or layer.hidden_size // layer.num_attention_heads
-        widths.append(num_heads * head_dim)
-    return int(2 * (sum(widths) + max(widths)) * dtype.itemsize)
+        widths.append(num_heads * sum(head_widths(layer)))
+    return int((sum(widths) + max(widths)) * dtype.itemsize)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import AutoConfig
 
 from echo.config.memory import read_model_facts
 from echo.core.errors import DataError, EngineError
@@ -24,7 +25,13 @@ from echo.core.extras import install_command
 from echo.core.units import format_bytes
 from echo.engine.engine import Demand
 from echo.engine.lora import Lora
-from echo.engine.model import context_window, fields_of_model, free_bytes
+from echo.engine.model import (
+    context_window,
+    explaining,
+    free_bytes,
+    head_widths,
+    layer_configs,
+)
 from echo.engine.vllm.plugin import BACKEND, WORKER_EXTENSION, register
 from echo.engine.weights import torch_dtype
 
@@ -367,16 +374,27 @@ def _build_problems(*, is_cpu: bool) -> list[str]:
 
 
 def _head_problems(model_dir: Path) -> list[str]:
-    """Say if vLLM's attention for CPUs was not made for this model; it would die at a prompt."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    """Report a head size that vLLM's attention for CPUs does not have; vLLM would die at a prompt.
 
-    fields = fields_of_model(model_dir)
-    num_heads = fields.get("num_attention_heads")
-    size = fields.get("head_dim") or (num_heads and fields.get("hidden_size", 0) // num_heads)
-    known = CPUAttentionBackend.get_supported_head_sizes()
-    if not size or size in known:
+    Latent attention caches one vector for all heads of a token: its size counts there.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    with explaining(model_dir):
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).get_text_config()
+        layers = layer_configs(config)
+        rank = getattr(layers[0], "kv_lora_rank", None)
+        if rank:
+            sizes = {rank + layer.qk_rope_head_dim for layer in layers}
+        else:
+            sizes = {head_widths(layer)[0] for layer in layers}
+    backend = CPUMLABackend if rank else CPUAttentionBackend
+    known = backend.get_supported_head_sizes()
+    unknown = sorted(sizes - {0, *known})
+    if not unknown:
         return []
     return [
         f"its attention on a CPU takes heads of {', '.join(map(str, known))} dimensions, this "
-        f'model has {size}; set engine.kind = "transformers"'
+        f'model has {" and ".join(map(str, unknown))}; set engine.kind = "transformers"'
     ]
