@@ -164,24 +164,21 @@ def test_where_nothing_suffices_the_choice_is_as_good_as_that_of_every_set(seed:
     assert choice.outlook.cost_per_h <= 1.02 * cost_per_h
 
 
-def test_one_slow_link_does_not_hide_what_the_others_are_good_for() -> None:
-    # Alone it is the best of all, nothing that is added to it shortens the step, and no two that
-    # take its place.
-    workers = [worker(f"w{n}", 1.2, 1.0 + n / 10) for n in range(6)] + [worker("far", 8.0, 0.1)]
-    links = Links(broadcast_s=lambda names: 15.0 if "far" in names else 0.0)
-    job = replace(JOB, max_staleness=1)
-    for preferred in ({"far"}, frozenset[str]()):
+@pytest.mark.parametrize("why", ["a slow link", "long groups"])
+def test_one_slow_worker_does_not_hide_what_the_others_are_good_for(why: str) -> None:
+    # Alone it makes the shortest steps. The budget pays for it and three others, or for all twelve
+    # others, and no two that take its place are better.
+    workers = [worker(f"w{n:02}", 0.66, 0.25 + n / 100) for n in range(12)]
+    others = {each.name for each in workers}
+    concurrency = 120 if why == "long groups" else 1  # 15 s per group
+    workers.append(worker("slow", 8.0, 2.8, concurrency=concurrency))
+    broadcast_s = 15.0 if why == "a slow link" else 0.0
+    links = Links(broadcast_s=lambda names: broadcast_s if "slow" in names else 0.0)
+    job = replace(JOB, max_staleness=1, budget_per_h=3.7)
+    for preferred in ({"slow"}, frozenset[str]()):
         choice = choose(workers, job, links, preferred=preferred)
-        assert choice.active == {f"w{n}" for n in range(6)}
+        assert choice.active == others
         assert choice.slowdown == 1
-
-
-def test_long_groups_do_not_hide_what_the_others_are_good_for() -> None:
-    workers = [worker(f"w{n}", 1.2, 1.0 + n / 10) for n in range(6)]
-    workers.append(worker("long", 8.0, 0.1, concurrency=120))  # 15 s per group
-    choice = choose(workers, replace(JOB, max_staleness=1), LINKS, preferred={"long"})
-    assert choice.active == {f"w{n}" for n in range(6)}
-    assert choice.slowdown == 1
 
 
 @pytest.mark.parametrize("most", [2, 5, 30])

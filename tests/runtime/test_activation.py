@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from echo.core.price import Price
+from echo.core.rollout import PolicyVersion
 from echo.fleet.market import Offer
 from echo.leases.throughput import Throughput
 from echo.records.ledger import read_records
@@ -298,34 +299,33 @@ def test_the_time_of_a_version_runs_from_when_the_worker_could_fetch_it(
     assert control._states["late"].installed == newest, "which went out long before it came"
     assert control._states["late"].took_s < 1.5
     # So it is with one that was on standby when the version went out.
-    role, offers = (
-        node.role,
-        [Offer(name=n, tokens_per_s=10.0, concurrency=8) for n in ("w1", "late")],
-    )
-    question: Any = SimpleNamespace(
-        workers=offers,
-        job=JOB,
-        untried=frozenset(),
-        active=frozenset({"w1", "late"}),
-        idle_share=0.0,
-    )
+    offers = [Offer(name=name, tokens_per_s=10.0, concurrency=8) for name in ("w1", "late")]
+    question: Any = SimpleNamespace(workers=offers, job=JOB, untried=frozenset(), idle_share=0.0)
+    choice = SimpleNamespace(slowdown=1.0)
 
     def activate(*names: str) -> None:
         answer: Any = SimpleNamespace(
-            active=frozenset(names), cause="", before=None, after=None,
-            choice=SimpleNamespace(slowdown=1.0),
-        )  # fmt: skip
-        actions, decision = control.decide(role, question, answer, now=world.now)
-        assert decision is not None
+            active=frozenset(names), cause="", before=None, after=None, choice=choice
+        )
+        actions, _ = control.decide(node.role, question, answer, now=world.now)
         world.perform("learner", actions)
 
     activate("w1")
     before = world.step
     world.run_until(lambda: world.step >= before + 2)
-    world.run_until(lambda: world.now > max(published_at.values()) + 3.0)
+    world.train_s = 60.0
+    world.run_until(lambda: world.now > max(published_at.values()) + 6.0)
     activate("w1", "late")
     world.run_until(lambda: control._states["late"].took_s)
+    assert control._states["late"].installed == node.role.broadcast.newest_complete
     assert control._states["late"].took_s < 1.5
+    # And with one that was still busy with the version before.
+    state, at = control._states["w1"], world.now
+    for number, published_s, installed_s in ((101, 0.0, 7.0), (102, 5.0, 14.0)):
+        version = PolicyVersion(1, number)
+        control._published_at[version] = at + published_s
+        control._installed(node.role, state, version, at + installed_s)
+        assert state.took_s == pytest.approx(7.0)
 
 
 def test_a_worker_without_a_rate_is_untried_for_a_dwell_and_then_as_slow_as_it_seems(
