@@ -129,7 +129,7 @@ def simulate(seed: int, *, most: int, num_steps: int) -> dict[str, Any] | None:
     chosen, own, truth = (
         judge(question, choice.active), judge(question, active), judge(true, active)
     )  # fmt: skip
-    row = {
+    row: dict[str, Any] = {
         "seed": seed, "workers": len(workers), "active": len(active),
         "questions": len(asked), "changes": len(summary.decisions), "slowdown": choice.slowdown,
         "choice_step": chosen.step_gap, "choice_cost": chosen.cost_gap,

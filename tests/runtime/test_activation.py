@@ -356,7 +356,9 @@ def test_a_worker_without_a_rate_is_untried_for_a_dwell_and_then_as_slow_as_it_s
     # A report counts, though there are too few for a rate.
     rates = control._states["w2"].throughput.tokens_per_s
     begun.look(load=1.0, tokens_sampled=round(30 * rates), now=begun._at + 60.0)
-    assert ask(400.0) == (frozenset(), pytest.approx(0.5, rel=0.1))
+    untried, share = ask(400.0)
+    assert not untried
+    assert share == pytest.approx(0.5, rel=0.1)
 
 
 def test_the_next_question_waits_for_a_group_of_the_slowest_active_worker(
