@@ -573,6 +573,7 @@ def test_a_damaged_model_is_refused_by_the_dry_run_and_before_a_start_in_one_lin
         "learner.device": "cpu",
         "learner.listen": "tcp://127.0.0.1:0",
         "worker.device": "cpu",
+        "network.reconnect_for_s": "2s",
         "security.curve": "false",
     }
     line = ["--role", role, "--config", str(ROOT / "configs" / "quickstart.toml")]
