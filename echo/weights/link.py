@@ -453,7 +453,7 @@ class ParentLink:
         """Whether chunks are awaited and the parent has credit for them."""
         return self.awaits_chunks and self.window > self.unspent_bytes + self.writing_bytes
 
-    def came(self, num_bytes: int, *, now: float) -> None:
+    def received(self, num_bytes: int, *, now: float) -> None:
         """Note that a chunk has arrived, to be verified and written."""
         gap_s = 0.0 if self.rate.is_paused else now - self.progress_at
         self.longest_gap_s = max(gap_s, GAP_MEMORY * self.longest_gap_s)

@@ -186,7 +186,7 @@ class Receiver:
             self.disconnect()
         self.link.connect(peer, rtt_s=rtt_s)
         subscribe = self.resubscribe(now=now)
-        return [*subscribe, *(self._forsake(now) or self._request(now))]
+        return [*subscribe, *(self._abandon_unoffered(now) or self._request(now))]
 
     def disconnect(self) -> str:
         """Leave the parent; return its name, or nothing without one."""
@@ -196,7 +196,7 @@ class Receiver:
         self.link.connect(None, rtt_s=None)
         return peer
 
-    def _forsake(self, now: float) -> list[Action]:
+    def _abandon_unoffered(self, now: float) -> list[Action]:
         """Abandon an item that the parent does not offer and that has no signed table yet.
 
         The item may not exist, and then no parent would ever serve it.
@@ -255,7 +255,7 @@ class Receiver:
         local = self.trust.use_local_image(message.version)
         actions = [] if local is None else self.adopt(local, now=now)
         actions += self._seal(message.version, now)
-        actions += self._forsake(now) or self._consider(now)
+        actions += self._abandon_unoffered(now) or self._consider(now)
         if self.link.state is LinkState.WAITING and self.item in self.offers:
             # The parent had replied that it did not have the item yet; now it may have it.
             actions += self._request(now)
@@ -354,7 +354,7 @@ class Receiver:
             raise RemoteProtocolError(f"a Segment of {message.version} without its table")
         table = self.trust.segment(encoded, payload[0])
         self.watchdog.lives(now=now)
-        self.watchdog.came(now=now)
+        self.watchdog.received(now=now)
         try:
             fault = self.store.add_segment(encoded, table, bytes(payload[0]))
         except StorageError as error:
@@ -491,7 +491,7 @@ class Receiver:
                 actions.append(ParentFailed(self.disconnect(), reason))
                 break
         if begun and not actions:
-            link.came(size, now=now)
+            link.received(size, now=now)
             self.rate.add(size, now=now)
         if again and not actions:  # duplicates have used credit, too
             actions += self._give_credit(again, now)
@@ -551,7 +551,7 @@ class Receiver:
             size += len(work.data)
         actions: list[Action | ParentFailed] = [ChunksHeld(item_id, chunks)]
         if is_parent:
-            self.watchdog.came(now=now)
+            self.watchdog.received(now=now)
             actions += self._give_credit(size, now)
         if isinstance(item, EncodedVersion):
             for index in chunks:
@@ -619,13 +619,13 @@ class Receiver:
         item = self._present
         if item is None or not item.is_missing:
             self.link.complete()  # the last table may arrive after the last chunk
-        reason, is_asked_again = self.watchdog.look(self.item, now=now)
+        reason, is_asked_again = self.watchdog.check(self.item, now=now)
         actions: list[Action | ParentFailed] = []
         if reason:
             actions.append(ParentFailed(self.disconnect(), reason))
         if is_asked_again:
             actions += self.resubscribe(now=now)
-        actions += self._forsake(now) or (self._request(now) if is_asked_again else [])
+        actions += self._abandon_unoffered(now) or (self._request(now) if is_asked_again else [])
         actions += self.audit.expire(now=now)
         if self.space.is_due(now=now):
             actions += self._consider(now)

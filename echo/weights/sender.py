@@ -136,7 +136,7 @@ class Child:
     """Newest complete version that it reported."""
     announced: object = None
     """The announcement that it was sent last."""
-    told_of: PolicyVersion | None = None
+    newest_announced: PolicyVersion | None = None
     """Newest version that was announced to it."""
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
@@ -157,7 +157,7 @@ class Child:
     """When it last acknowledged chunks, or began."""
     held_at: float | None = None
     """Start of the time in which it is held back for a sibling; None if it is not."""
-    heard_at: float = 0.0
+    last_seen_at: float = 0.0
     told_waiting_at: float = 0.0
     waiting_s: float = 0.0
     """Time to the next Waiting that the last one announced."""
@@ -281,11 +281,11 @@ class Sender:
         if isinstance(message, Credit):
             return self._on_credit(peer, child, message, now)
         child = self.children.setdefault(peer, Child()) if child is None else child
-        child.heard_at, child.unanswered_since = now, None
+        child.last_seen_at, child.unanswered_since = now, None
         if isinstance(message, Fetch):
             return self._on_fetch(peer, child, message, now)
         child.is_subscribed, child.newest = True, message.newest
-        child.announced = child.told_of = None
+        child.announced = child.newest_announced = None
         waiting = self._send(peer, Waiting(version=None))
         return self.announce(peer, now=now) or [waiting]
 
@@ -305,9 +305,11 @@ class Sender:
                 continue
             child.announced = told
             # Another form of a version that it knows needs no reaction.
-            if child.unanswered_since is None and (child.told_of is None or child.told_of < newest):
+            if child.unanswered_since is None and (
+                child.newest_announced is None or child.newest_announced < newest
+            ):
                 child.unanswered_since = now
-            child.told_of = newest
+            child.newest_announced = newest
             payload = () if manifest is None else (manifest,)
             actions.append(self._send(peer, Announce(version=version, offers=offers), *payload))
         return actions
@@ -346,7 +348,7 @@ class Sender:
     ) -> list[Action]:
         if child is None or child.fetching != (message.version, message.form):
             return []
-        child.heard_at, child.unanswered_since = now, None
+        child.last_seen_at, child.unanswered_since = now, None
         child.give(message.credit_bytes)
         self.rate.add(message.taken_bytes, now=now, since=child.acked_at)
         child.acked_at = now
@@ -407,7 +409,7 @@ class Sender:
             for _, child in family
             if child.wanted
             and not self._lacks_next(child)
-            and (child.credit_bytes > 0 or now - child.heard_at < self._patience_s(child, now))
+            and (child.credit_bytes > 0 or now - child.last_seen_at < self._patience_s(child, now))
         ]
         rates = {
             id(child): child.pace.rate(now)
@@ -519,7 +521,7 @@ class Sender:
             child.fetching
             for child in self.children.values()
             if child.fetching is not None
-            and now - child.heard_at <= PIN_STALLS * self.stall_s
+            and now - child.last_seen_at <= PIN_STALLS * self.stall_s
             and (item := self.store.get(child.fetching)) is not None
             and item.is_complete
         }

@@ -43,7 +43,7 @@ class Watchdog:
         self._link.waits(again_s=again_s, now=now)
         self._since = now if self._since is None else self._since
 
-    def came(self, *, now: float) -> None:
+    def received(self, *, now: float) -> None:
         """Note that a new chunk or table of the item has arrived."""
         if self._since is not None:
             self._longest_pause_s = max(self._longest_pause_s, now - self._since)
@@ -66,7 +66,7 @@ class Watchdog:
         silent_at = self._link.deadline(self._store.chunk_bytes(item))
         return None if silent_at is None else earliest(silent_at, self._gives_up_at(item))
 
-    def look(self, item: ItemId | None, *, now: float) -> tuple[str, bool]:
+    def check(self, item: ItemId | None, *, now: float) -> tuple[str, bool]:
         """Return (why the parent is to be left, whether it is to be asked again).
 
         Args:

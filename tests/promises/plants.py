@@ -405,7 +405,7 @@ def ask_for_everything_again(patch: pytest.MonkeyPatch) -> None:
 @plant(27)
 def believe_announcements(patch: pytest.MonkeyPatch) -> None:
     """Take an announcement for a delivery, and silence for patience."""
-    patch.setattr(Watchdog, "look", lambda self, *arguments, **named: ("", False))
+    patch.setattr(Watchdog, "check", lambda self, *arguments, **named: ("", False))
 
 
 @plant(28)

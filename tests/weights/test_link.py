@@ -52,7 +52,7 @@ def make(*, rtt_s: float | None = 0.04, first: int = 2 * CHUNK) -> ParentLink:
 
 def take(link: ParentLink, *, now: float, num_bytes: int = CHUNK) -> tuple[int, int]:
     """Take a chunk that is written at once."""
-    link.came(num_bytes, now=now)
+    link.received(num_bytes, now=now)
     link.settle(num_bytes, now=now)
     return link.took(num_bytes, chunk_bytes=CHUNK)
 
