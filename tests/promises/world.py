@@ -423,6 +423,7 @@ class StubTrainer:
     def __init__(self, process: Process, checkpoint: Path | None) -> None:
         self._process = process
         world = process.world
+        world.trainer = self
         self.step_count = 0
         self._weights = np.random.default_rng(0).standard_normal(world.num_weights)
         if checkpoint is not None:
@@ -565,6 +566,9 @@ class World:
     """One run directory, the nodes that were started in it, and the network between them."""
 
     is_watching = True
+
+    trainer: StubTrainer
+    """The trainer of the present learner, or of the last one."""
 
     def __init__(
         self,
@@ -1247,7 +1251,7 @@ class World:
     @property
     def weights(self) -> Any:
         """The present learner's weights."""
-        return self.node(LEARNER)._trainer.tensors()["w"].numpy()
+        return self.trainer.tensors()["w"].numpy()
 
     # --- what happened ---------------------------------------------------------------------------
 
