@@ -45,7 +45,7 @@ class FleetView:
         return held, num_chunks * len(members)
 
     def describe_wait(self, *, num_buffered: int, num_groups: int) -> str:
-        """Say which groups the learner waits for, and which workers have them; "" for none.
+        """Describe the missing groups and the workers that have them; "" if none is missing.
 
         Args:
             num_buffered: groups that have come.
@@ -67,7 +67,7 @@ class FleetView:
         return f"{missing} of {num_groups} groups; {'; '.join(fleet)}"
 
     def describe_silent(self, silent: Sequence[Member], *, now: float) -> str:
-        """Say in one line which nodes are given up as silent, at least one."""
+        """Return one line about the nodes that are dropped as silent, at least one."""
         names = [member.node_id for member in silent]
         if len(names) > MAX_NAMES_TOLD:
             names[MAX_NAMES_TOLD:] = [f"{len(names) - MAX_NAMES_TOLD} others"]

@@ -60,7 +60,7 @@ class Plans:
         return 0 if payload is None else payload.num_bytes
 
     def uplinks(self) -> dict[str, float]:
-        """Return node id -> bytes per second that it could send when it was last heard."""
+        """Return node id -> bytes per second that it could send, by its last heartbeat."""
         own = clamped_rate(self._broadcast.uplink.bytes_per_s)
         return self._roster.uplinks.as_dict() | ({LEARNER_ID: own} if own else {})
 
@@ -68,7 +68,7 @@ class Plans:
 
     @property
     def deadline(self) -> float | None:
-        """When a plan that was put off is due; None if none was."""
+        """When a delayed plan is due; None if no plan is delayed."""
         return self._paced.deadline
 
     def want(self, *, now: float) -> None:
@@ -76,11 +76,11 @@ class Plans:
         self._paced.want(now=now)
 
     def is_due(self, *, now: float) -> bool:
-        """Return whether a plan that was put off is due."""
+        """Return whether a delayed plan is due."""
         return self._paced.is_due(now=now)
 
     def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
-        """Tell every member whose parents have changed, soon if not now."""
+        """Send new plans to the members whose parents have changed, now or at the next deadline."""
         if not self._paced.may(len(self._roster.nodes), now=now):
             return []
         self.planner.expect(self._broadcast.payload)
@@ -100,7 +100,7 @@ class Plans:
     # --- what heartbeats and probes show ---------------------------------------------------------
 
     def before_heartbeat(self, member: Member, message: Heartbeat, *, now: float) -> list[Action]:
-        """Learn what a heartbeat shows of links; call it while the member has its former state."""
+        """Record a heartbeat's measurements of links; call it before `Member.beat`."""
         self.planner.learn(message.stats, former=member.stats)
         if message.stats.uplink_bytes_per_s:
             self._roster.uplinks[member.node_id] = message.stats.uplink_bytes_per_s

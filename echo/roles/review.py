@@ -21,7 +21,7 @@ class WorkerReview:
         *,
         counters: Counters,
     ) -> None:
-        """Begin with nobody set aside.
+        """Begin without a worker that is set aside.
 
         Args:
             roster: the workers.
@@ -55,7 +55,7 @@ class WorkerReview:
         return [Note("warning", text) for text in texts]
 
     def compare(self, samples: Sequence[Sampled], *, now: float) -> list[Action]:
-        """Compare what workers state of their samples with the learner's own scores.
+        """Compare the log-probabilities that workers report with the learner's own.
 
         Args:
             samples: the groups of a step.

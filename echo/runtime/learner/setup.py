@@ -117,17 +117,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The parts that make and judge rollouts."""
+    """The task, tokenizer and prompts of a run, and the model's directory."""
 
     model_dir: Path
     task: Task
     host: TaskHost
-    """Where its code runs."""
+    """Runs the task's code."""
     prompts: PromptSource
     text: tokenization.TextCodec
     digests: dict[str, str]
     lora: Lora | None = None
-    """The adapter that is trained in place of all weights."""
+    """The adapter that is trained; None if all weights are."""
 
     @property
     def vocab_size(self) -> int:
@@ -187,7 +187,7 @@ def learner_lora(config: Config, model_dir: Path) -> Lora | None:
 def load_prompts(
     config: Config, model_dir: Path, task: Task
 ) -> tuple[PromptSource, tokenization.TextCodec]:
-    """Return a task's prompts and what turns them into tokens, after a look at them.
+    """Return a task's prompts and the codec of their tokens, after checking the prompts.
 
     Raises:
         DataError: if there is no tokenizer, a prompt that it cannot turn into tokens, or a row too
@@ -247,7 +247,7 @@ def load_prompts(
 
 
 def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
-    """Log what the tokenizer and the chat template leave out of a run, or decide in it."""
+    """Log stop tokens, unused arguments and the fixed time of tokenizer and chat template."""
     for line in tokenization.describe_stops(text.tokenizer, model_dir):
         _log.warning("%s", line)
     if unused := text.unused_arguments():
@@ -263,7 +263,7 @@ def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
 
 
 def expected_rollouts(config: Config, prompts: PromptSource) -> dict[str, int]:
-    """Return what a worker is told of the rollouts that it may be given, to plan its memory."""
+    """Return the number and prompt length of expected rollouts: workers plan their memory by it."""
     # As many as may be under way within the bound of staleness.
     num_groups = (config.sync.max_staleness + 1) * config.batch.groups_per_step
     return {
@@ -315,7 +315,7 @@ def build_trainer(
 
 
 def follow_leader(config: Config, crew: Crew, log: logging.Logger) -> None:
-    """Be one of a learner's processes but the first, until that one ends the run.
+    """Run one of a learner's processes other than the first, until the first ends the run.
 
     Raises:
         RankError: if this process fails, or has lost the others.
@@ -415,7 +415,7 @@ def _advantage_settings(config: Config) -> AdvantageSettings:
 
 
 def _compute(config: Config) -> Compute:
-    """Return where and how the learner's models compute."""
+    """Return device, data type and attention of the learner's models."""
     return learner_compute(
         config.learner,
         config.model,
@@ -558,28 +558,28 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a learner is started, beside its configuration."""
+    """The parts of a learner's start that its configuration does not have."""
 
     follower: Follower
     log: logging.Logger
     resume: bool = False
     earlier: LearningCurve | None = None
-    """The run's learning curve from before it is resumed, for the display."""
+    """The run's learning curve before the resume, for the display."""
     threads: Threads | None = None
     crew: Crew | None = None
-    """All processes of a learner that are several; this is the first of them."""
+    """All processes of a learner with several; this process is the first. None for one process."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """Inputs of the parts of a run, and the making of each."""
+    """Makes the parts of a run from the configuration, the data and the budget."""
 
     config: Config
     data: Data
     options: Options
     identity: Identity
     advertise: str
-    """Where workers find the learner; "" where that is not known."""
+    """Address at which workers reach the learner; "" if it is not known."""
     budget: Budget | None
     """That of a process alone, before the evaluation was built; None where nothing is known. Then a
     GPU keeps the last version for as long as it fits."""
@@ -657,7 +657,7 @@ class RunParts:
         return trainer
 
     def _attribution(self, trainer: AnyTrainer) -> Attribution | None:
-        """Return the measurement of where the mismatch with the sampler is from, if it is on."""
+        """Return the attribution of the mismatch with the sampler, or None if it is off."""
         config = self.config
         if not config.metrics.attribution_steps:
             return None
@@ -672,7 +672,7 @@ class RunParts:
         )
 
     def _publisher(self, trainer: AnyTrainer, attribution: Attribution | None) -> Publisher:
-        """Return what makes versions of a trainer's weights; several ranks write them together."""
+        """Return the publisher of a trainer's weights; several ranks write versions together."""
         images: Images
         if isinstance(trainer, LeadTrainer):
             images = trainer.images
@@ -724,7 +724,7 @@ class RunParts:
         return buffer
 
     def _base_settings(self, *, is_resumed: bool) -> dict[str, Any]:
-        """Return what workers are told of an adapter's base; nothing where all weights train."""
+        """Return the settings of an adapter's base for workers; empty without an adapter."""
         config, lora = self.config, self.data.lora
         if lora is None:
             return {}
@@ -734,7 +734,7 @@ class RunParts:
     def _role(
         self, start: StartingPoint, buffer: StalenessBuffer, prompts: PromptsAhead, now: float
     ) -> Learner:
-        """Return the learner's role with its leases as they were."""
+        """Return the learner's role with the leases of the starting point."""
         config, data, network = self.config, self.data, self.config.network
         leases = LeaseBook(timeout_s=network.lease_timeout_s)
         start.enter_leases(leases, now=now)
@@ -779,7 +779,7 @@ class RunParts:
 
 
 def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
-    """Return what the scheduler goes by."""
+    """Return the settings of the scheduler."""
     batch = config.batch
     return LeaseSettings(
         max_staleness=config.sync.max_staleness,
@@ -886,7 +886,7 @@ def assemble_learner(
 
 
 def run_sections(config: Config) -> RunSections:
-    """Return what a learner's node reads of a configuration."""
+    """Return the sections of a configuration that a learner's node reads."""
     return RunSections(
         run=config.run,
         run_dir=config.run_dir,
@@ -909,7 +909,7 @@ def build_evaluator(
     log: logging.Logger,
     crew: Crew | None = None,
 ) -> Evaluator | None:
-    """Return what evaluates versions on held-out prompts, or None if that is off.
+    """Return the evaluator of versions on held-out prompts, or None if evaluation is off.
 
     The budget says what it may take beside a trainer of this process; None where nothing does.
 
@@ -946,7 +946,7 @@ def build_evaluator(
 def evaluation_engine(
     config: Config, data: Data, budget: Budget | None, crew: Crew | None
 ) -> TransformersEngine:
-    """Return what held-out prompts are sampled with.
+    """Return the engine that samples held-out prompts.
 
     A process alone has a model of its own for it, where it trains: on a GPU in the type that is
     published, on a CPU in that of the trainer. Training needs the rest of that memory, so its
