@@ -31,7 +31,7 @@ from echo.engine.vllm.engine import VllmEngine
 from echo.engine.weights import publish_image, tensors_from_image
 from echo.weights.delta import BLOCK_BYTES, encode_delta, open_block, split_blocks, word_bytes_of
 from echo.weights.manifest import TensorSpec
-from echo.weights.patches import Patch
+from echo.weights.store.patches import Patch
 
 
 def write_config(directory: Path, shape: Shape) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from echo.core.rollout import PolicyVersion
-from echo.weights.memory import VersionStore
+from echo.weights.store.memory import VersionStore
 
 
 class KeptStore(VersionStore):

@@ -46,8 +46,8 @@ from echo.runtime.relay import RelayNode
 from echo.weights.cipher import KEY_BYTES
 from echo.weights.delta import fill
 from echo.weights.manifest import TensorSpec, build_manifest, hash_image, sign
-from echo.weights.memory import RecycledMemory
 from echo.weights.receiver import VersionArrived
+from echo.weights.store.memory import RecycledMemory
 from echo.wire.actions import Action, Send
 from echo.wire.messages import LEARNER_ID
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.algo.losses import GrpoLoss
 from echo.core.rollout import Group
+from echo.train.models.policy import Compute, ModelSource
 from echo.train.optimizer import OptimizerSettings
-from echo.train.policy import Compute, ModelSource
 from echo.train.trainer import Trainer
 from learner.groups import rollout
 from learner.models import TINY

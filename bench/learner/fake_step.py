@@ -28,8 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from echo.kernels import torch_kernels
 from echo.kernels.adamw_8bit import code_values
 from echo.kernels.contract import LiveRows
+from echo.train.models.policy import Compute, ModelSource, Policy
 from echo.train.optimizer import KINDS, OptimizerState
-from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import sharding
 from echo.train.ranks.sharding import ALONE, Ranks
 

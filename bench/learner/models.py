@@ -17,8 +17,8 @@ from echo.core.rollout import Group
 from echo.engine.lora import Lora
 from echo.engine.weights import save_safetensors
 from echo.train.batch import AdvantageSettings
+from echo.train.models.policy import Compute, ModelSource
 from echo.train.optimizer import OptimizerSettings
-from echo.train.policy import Compute, ModelSource
 from echo.train.ranks.crew import Crew
 from echo.train.ranks.sharding import ALONE
 from echo.train.trainer import Trainer

@@ -24,8 +24,8 @@ from echo.engine.lora import Lora
 from echo.engine.weights import save_safetensors
 from echo.runtime.learner.setup import build_loss
 from echo.train.batch import AdvantageSettings
+from echo.train.models.policy import Compute, ModelSource
 from echo.train.optimizer import OptimizerSettings
-from echo.train.policy import Compute, ModelSource
 from echo.train.trainer import Trainer
 from learner.groups import rollout
 from learner.models import RandomWeights

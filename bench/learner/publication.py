@@ -22,8 +22,8 @@ from echo.engine.weights import VersionImages
 from echo.runtime.learner.publish import Coder, Images, Publication, make_publication
 from echo.train.ranks.crew import AnyTrainer, Launch, LeadTrainer, follow, join
 from echo.train.trainer import Trainer
-from echo.weights.artifacts import Transfer
 from echo.weights.delta import block_bytes_of
+from echo.weights.store.artifacts import Transfer
 from learner.groups import make_groups
 from learner.models import MODELS, make_trainer
 

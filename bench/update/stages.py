@@ -29,12 +29,12 @@ from echo.engine.weights import VersionImages, publish_image, scatter, tensors_f
 from echo.runtime.disk_store import open_store
 from echo.runtime.learner.publish import CodedSegment, Coder, Publication, make_publication
 from echo.runtime.node import MAX_WORKERS
-from echo.weights import eviction
-from echo.weights.artifacts import AuditChunks, Transfer
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed, hash_image
-from echo.weights.store import ItemStore
-from echo.weights.writing import WriteChunk
+from echo.weights.store import eviction
+from echo.weights.store.artifacts import AuditChunks, Transfer
+from echo.weights.store.store import ItemStore
+from echo.weights.store.writing import WriteChunk
 from echo.wire.messages import Form
 from update.state import SCALES, SHAPES, Weights
 

@@ -4,10 +4,10 @@ The input of a rollout is its prompt and its completion, without the last token:
 predicted from it. A padded row has one rollout and padding on its right. Under causal attention no
 real token attends to the padding, so the row needs no attention mask, and its positions count from
 0. A packed row has several rollouts one after the other, and the model must keep them apart
-(train/packing.py). Rollouts of one prompt may share it: the packed row then has the prompt once,
-before their completions. A packed row may be filled to one of a few sizes, with tokens that attend
-to themselves alone. Padded rows may be filled to one of a few lengths, and their number to a power
-of two. Only the model's input differs; a loss gets the same [B, T] tensors.
+(train/models/packing.py). Rollouts of one prompt may share it: the packed row then has the prompt
+once, before their completions. A packed row may be filled to one of a few sizes, with tokens that
+attend to themselves alone. Padded rows may be filled to one of a few lengths, and their number to a
+power of two. Only the model's input differs; a loss gets the same [B, T] tensors.
 
 Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
 """

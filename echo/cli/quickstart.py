@@ -258,7 +258,7 @@ class WarmupBar:
 def make_model(name: str, console: Console, *, for_vllm: bool) -> str:
     """Return the warmed-up small model of a task, making it the first time."""
     from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
-    from echo.train.warmup import make_warm_model
+    from echo.train.models.warmup import make_warm_model
 
     head_dim = VLLM_HEAD_DIM if for_vllm else HEAD_DIM
     warm_up = partial(

@@ -2,7 +2,7 @@
 
 The buffer enforces promise 1: `take` returns only groups whose oldest trainable token has staleness
 <= max_staleness at this step, and `evict` removes the others with a reason. Admission
-(`leases/admission.py`) bounds the buffer to (S + 1) * B groups.
+(`leases/grants/admission.py`) bounds the buffer to (S + 1) * B groups.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.weights.manifest import TensorSpec
-from echo.weights.patches import Patch
+from echo.weights.store.patches import Patch
 
 if TYPE_CHECKING:
     from torch import Tensor

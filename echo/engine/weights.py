@@ -48,8 +48,8 @@ from echo.weights.delta import (
     word_bytes_of,
 )
 from echo.weights.manifest import TensorSpec
-from echo.weights.memory import RecycledMemory, touched_memory
-from echo.weights.patches import Patch
+from echo.weights.store.memory import RecycledMemory, touched_memory
+from echo.weights.store.patches import Patch
 
 # --- tensors, images and files --------------------------------------------------------------------
 

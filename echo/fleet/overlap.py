@@ -9,13 +9,13 @@ with R rollouts per step, S the staleness bound, kappa the publish period:
       rate >= R / T_train  and  (kappa - 1) + ceil((T_bcast + T_group + T_queue) / T_train) <= S
   where T_group is the time of a group and T_queue = R / rate is the time to gather a batch.
 
-`predict` uses neither reading. It follows the rule of admission (leases/admission.py) step by step:
-batch k is generated after batch k - 1, begins once a version w with S + w + 1 > k is installed, and
-is trained after step k - 1. So the prediction is also valid for a fleet that breaks the rule, and
-says how long its learner waits. A batch is complete when the fleet has made its rollouts, but not
-before its first group is done. If groups differ in length, some workers still make the last groups
-of a batch while the others begin the next batch or wait for it. That delays a batch by half of a
-group's time at most.
+`predict` uses neither reading. It follows the rule of admission (leases/grants/admission.py) step
+by step: batch k is generated after batch k - 1, begins once a version w with S + w + 1 > k is
+installed, and is trained after step k - 1. So the prediction is also valid for a fleet that breaks
+the rule, and says how long its learner waits. A batch is complete when the fleet has made its
+rollouts, but not before its first group is done. If groups differ in length, some workers still
+make the last groups of a batch while the others begin the next batch or wait for it. That delays a
+batch by half of a group's time at most.
 
 Differs from the paper: the second reading and the prediction are this project's.
 """

@@ -71,7 +71,7 @@ class LeaseRecord:
     """Seconds for which the worker has sampled the group, by its last heartbeat; 0 while the group
     is queued there."""
     seen_at: float = 0.0
-    """When `longest` and `rate` were last estimated (`leases/finish_times.py`)."""
+    """When `longest` and `rate` were last estimated (`leases/grants/finish_times.py`)."""
     seen_tokens: int = 0
     """`num_tokens` at `seen_at`."""
     longest: float = 0.0
@@ -83,8 +83,8 @@ class LeaseRecord:
     min_version: PolicyVersion | None = None
     """The oldest version that may sample the group."""
     copy_of: int | None = None
-    """The attempt that this lease copies, with the same seed (`leases/dispatch.py`); None if it is
-    no copy."""
+    """The attempt that this lease copies, with the same seed (`leases/grants/dispatch.py`); None if
+    it is no copy."""
     request: MoveRequest | None = None
     """The request to the holder to give the lease up; None if none was made."""
 

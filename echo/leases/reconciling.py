@@ -18,11 +18,11 @@ import msgspec
 
 from echo.core.metrics import Counters
 from echo.leases.book import LeasedWorker
-from echo.leases.finish_times import FinishTimes
-from echo.leases.forecasts import Forecasts
+from echo.leases.grants.finish_times import FinishTimes
+from echo.leases.grants.forecasts import Forecasts
+from echo.leases.grants.relief import is_pending
 from echo.leases.groups import LeaseRecord
 from echo.leases.open_groups import OpenGroups
-from echo.leases.relief import is_pending
 from echo.leases.run import Prompts, find_prompt_fault
 from echo.wire.messages import Heartbeat, Lease, LeaseState
 

@@ -24,7 +24,7 @@ from echo.core.metrics import Counters
 from echo.core.records import Cancelled, Refused
 from echo.core.rollout import Group, find_fault, trim_stale
 from echo.leases.checks import find_group_fault, find_partial_fault
-from echo.leases.finish_times import FinishTimes
+from echo.leases.grants.finish_times import FinishTimes
 from echo.leases.groups import LeaseRecord
 from echo.leases.open_groups import AppendRecord, OpenGroups
 from echo.leases.partials import decode_members

@@ -30,8 +30,8 @@ class LeaseSettings:
     trims_stale: bool = False
     """Whether tokens beyond the bound are masked; if not, a group with such tokens is refused."""
     hedge_factor: float | None = None
-    """How many times sooner a copy must be expected (`leases/dispatch.py`); None copies for age
-    alone."""
+    """How many times sooner a copy must be expected (`leases/grants/dispatch.py`); None copies for
+    age alone."""
     exact_version: bool = False
     """Whether one version alone must have sampled each group."""
 

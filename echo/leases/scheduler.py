@@ -4,7 +4,7 @@ The scheduler holds the parts that decide, and enters what they have decided:
 
 * `open_groups`: which groups are open, and the book of their leases;
 * `admission`: how many groups may be granted;
-* `granting`, with `occupancy`, `forecasts`, `relief` and `dispatch`: which worker gets which group;
+* `rounds`, with `occupancy`, `forecasts`, `relief` and `dispatch`: which worker gets which group;
 * `reconciling`: which leases a heartbeat renews, enters or ends;
 * `results`: whether a delivered group is accepted, and how a failed group ends.
 
@@ -21,16 +21,16 @@ from echo.core.errors import DataError
 from echo.core.metrics import Counters
 from echo.core.records import Granted
 from echo.core.rollout import PolicyVersion
-from echo.leases.admission import Quota
 from echo.leases.book import LeasedWorker
-from echo.leases.finish_times import FinishTimes
-from echo.leases.forecasts import Forecasts
-from echo.leases.granting import Decisions, Round
+from echo.leases.grants.admission import Quota
+from echo.leases.grants.finish_times import FinishTimes
+from echo.leases.grants.forecasts import Forecasts
+from echo.leases.grants.occupancy import Occupancy
+from echo.leases.grants.relief import Relief
+from echo.leases.grants.rounds import Decisions, Round
 from echo.leases.groups import LeaseRecord
-from echo.leases.occupancy import Occupancy
 from echo.leases.open_groups import AppendRecord, OpenGroups
 from echo.leases.reconciling import Reconciling
-from echo.leases.relief import Relief
 from echo.leases.results import Results
 from echo.leases.run import AcceptedGroups, LeaseSettings, Prompts, RunState
 from echo.leases.usefulness import Usefulness

@@ -64,8 +64,8 @@ from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.records.files import lock_directory
 from echo.weights.manifest import Manifest
-from echo.weights.memory import VersionStore
-from echo.weights.patches import Patch
+from echo.weights.store.memory import VersionStore
+from echo.weights.store.patches import Patch
 
 # --- Verification of held chunks: hash every one ---
 

@@ -85,9 +85,10 @@ def _key_path(run_dir: Path) -> Path:
 
 # --- The join string of a run: `tcp://host:port#KEY.SECRET.FINGERPRINT` ---
 #
-# Whoever has it is an insider. The last part is the fingerprint of the key with which the learner
-# signs versions, settings and hashes of files (`weights/trust.py`). The learner keeps all parts in
-# its run directory, and a restart keeps the string. Keys that follow from it: `net/curve.py`.
+# A node that has the string is an insider. The last part is the fingerprint of the key with which
+# the learner signs versions, settings and hashes of files (`weights/store/trust.py`). The learner
+# keeps all parts in its run directory, and a restart keeps the string. Keys that follow from it:
+# `net/curve.py`.
 
 
 _JOIN = re.compile(

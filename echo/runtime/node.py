@@ -65,7 +65,7 @@ from echo.runtime.event_log import EventLog
 from echo.runtime.identity import JoinSource
 from echo.runtime.threads import ThreadPools, Threads
 from echo.weights.broadcast import Broadcast
-from echo.weights.memory import VersionStore
+from echo.weights.store.memory import VersionStore
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import Frame, describe, is_public
 from echo.wire.seals import SealKeys

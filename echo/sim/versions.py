@@ -14,7 +14,7 @@ from echo.core.rollout import PolicyVersion
 from echo.runtime.identity import Identity
 from echo.runtime.learner.publish import Publication
 from echo.weights.manifest import Manifest, TensorSpec, hash_chunks
-from echo.weights.memory import VersionStore
+from echo.weights.store.memory import VersionStore
 
 CHUNK_BYTES = 1 << 10
 """Smallest chunk that a manifest allows."""

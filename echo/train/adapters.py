@@ -19,8 +19,8 @@ from torch import Tensor
 
 from echo.core.errors import ConfigError, DataError
 from echo.engine.lora import draw_adapter
+from echo.train.models.policy import Policy
 from echo.train.optimizer import AdamW, OptimizerSettings
-from echo.train.policy import Policy
 from echo.train.ranks import sharding
 from echo.train.weights import SetAside, TrainedWeights
 

@@ -35,8 +35,8 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine.model import make_sampling
 from echo.engine.weights import tensors_from_image, torch_dtype
 from echo.tasks import tokenization
+from echo.train.models.rescoring import Rescoring
 from echo.train.ranks.crew import AnyTrainer
-from echo.train.rescoring import Rescoring
 from echo.train.step import StepError, StepResult
 from echo.weights.manifest import Manifest
 

@@ -27,7 +27,7 @@ from echo.algo.losses import ClippedTokenLoss
 from echo.kernels.logprob import TokenLosses
 from echo.train.batch import StepBatch
 from echo.train.findings import ENTROPY, LOSS, NUM_TOKENS, Sums, gather_findings
-from echo.train.models import Models
+from echo.train.models.models import Models
 from echo.train.passes import as_step_errors, make_rounds
 from echo.train.ranks.sharding import Ranks
 from echo.train.scores import TokenScores

@@ -21,8 +21,8 @@ import torch
 
 from echo.algo.batching import MicroBatch, TrainingRow
 from echo.core.errors import ConfigError, DataError
-from echo.train.models import Models
-from echo.train.policy import Compute
+from echo.train.models.models import Models
+from echo.train.models.policy import Compute
 from echo.train.speed import Speedometer
 from echo.train.step import MemoryShortageError, StepError
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from echo.algo.batching import MicroBatch, TrainingRow
 from echo.algo.loss import BatchScores, LossNeeds
-from echo.train.models import Models
+from echo.train.models.models import Models
+from echo.train.models.policy import Policy
 from echo.train.passes import make_rounds
-from echo.train.policy import Policy
 
 RowScores = list[npt.NDArray[np.float32]]
 """[T, ...] scores of each row."""

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import torch
 
-from echo.train.flops import ModelFlops, peak_flops
-from echo.train.policy import Compute
+from echo.train.models.flops import ModelFlops, peak_flops
+from echo.train.models.policy import Compute
 
 T = TypeVar("T")
 

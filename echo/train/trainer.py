@@ -62,11 +62,11 @@ from echo.train.adapters import Adapters
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from echo.train.findings import LOSS, Sums, pass_metrics
 from echo.train.gradients import BatchFindings, Gradients
-from echo.train.models import Models
+from echo.train.models.models import Models
+from echo.train.models.policy import Compute, ModelSource
+from echo.train.models.rescoring import Rescoring
 from echo.train.optimizer import OptimizerSettings
 from echo.train.passes import Passes, as_step_errors
-from echo.train.policy import Compute, ModelSource
-from echo.train.rescoring import Rescoring
 from echo.train.scores import RowScores, TokenScores
 from echo.train.speed import Speedometer
 from echo.train.step import StepError, StepResult

@@ -15,7 +15,7 @@ from pathlib import Path
 from echo.core.errors import DataError
 from echo.engine.weights import find_nonfinite
 from echo.train.adapters import Adapters
-from echo.train.policy import Policy
+from echo.train.models.policy import Policy
 from echo.train.ranks import sharding
 from echo.train.saved_state import TRAINER_FILE, find_adapters, load, save
 from echo.train.step import NonfiniteWeightsError

@@ -21,8 +21,8 @@ from torch import Tensor
 from echo.core.errors import EngineError
 from echo.core.units import format_bytes
 from echo.engine import allocator
+from echo.train.models.policy import Policy
 from echo.train.optimizer import KINDS, STEP, AdamW, OptimizerSettings
-from echo.train.policy import Policy
 from echo.train.ranks import sharding
 from echo.train.step import StepError
 

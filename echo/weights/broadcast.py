@@ -47,9 +47,14 @@ from collections.abc import Iterable
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
 from echo.core.timers import earliest
-from echo.weights import eviction
-from echo.weights.artifacts import AuditChunks, Chunked, Transfer
-from echo.weights.changes import (
+from echo.weights.link import ParentFailed
+from echo.weights.manifest import Manifest, SegmentTable, SignedManifest
+from echo.weights.offers import form_of
+from echo.weights.receiver import Receiver
+from echo.weights.sender import Sender
+from echo.weights.store import eviction
+from echo.weights.store.artifacts import AuditChunks, Chunked, Transfer
+from echo.weights.store.changes import (
     ChunksHeld,
     EvictionDue,
     ItemDropped,
@@ -57,17 +62,12 @@ from echo.weights.changes import (
     SegmentKnown,
     StoreChange,
 )
-from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
-from echo.weights.in_place import ApplyPatch
-from echo.weights.link import ParentFailed
-from echo.weights.manifest import Manifest, SegmentTable, SignedManifest
-from echo.weights.memory import VersionStore
-from echo.weights.offers import form_of
-from echo.weights.patches import PatchMode
-from echo.weights.receiver import Receiver
-from echo.weights.sender import Sender
-from echo.weights.store import ItemStore
-from echo.weights.writing import WriteChunk
+from echo.weights.store.encoded import DecodeBlock, EncodedVersion, OpenBlock
+from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.memory import VersionStore
+from echo.weights.store.patches import PatchMode
+from echo.weights.store.store import ItemStore
+from echo.weights.store.writing import WriteChunk
 from echo.wire.actions import Action, Work
 from echo.wire.codec import Frame
 from echo.wire.messages import (

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from echo.core.rollout import PolicyVersion
 from echo.weights.manifest import Manifest
 from echo.weights.schedule import FetchPath, cheapest_paths
-from echo.weights.store import ItemStore
+from echo.weights.store.store import ItemStore
 from echo.wire.messages import FULL, Announce, Form, ItemId
 
 MAX_REFUSED = 64

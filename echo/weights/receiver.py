@@ -47,18 +47,24 @@ from echo.core.bounds import MAX_RANGES
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
-from echo.weights import eviction
-from echo.weights.artifacts import AuditChunks, Chunked, Transfer
-from echo.weights.audit import Audit
-from echo.weights.changes import ChunksHeld, EvictionDue, ItemDropped, ItemsChanged, SegmentKnown
-from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
-from echo.weights.in_place import ApplyPatch
 from echo.weights.link import MAX_BAD_CHUNKS, LinkState, ParentFailed, ParentLink, RateEstimate
 from echo.weights.offers import Offers
-from echo.weights.store import ItemStore
-from echo.weights.trust import TrustedManifests
+from echo.weights.store import eviction
+from echo.weights.store.artifacts import AuditChunks, Chunked, Transfer
+from echo.weights.store.audit import Audit
+from echo.weights.store.changes import (
+    ChunksHeld,
+    EvictionDue,
+    ItemDropped,
+    ItemsChanged,
+    SegmentKnown,
+)
+from echo.weights.store.encoded import DecodeBlock, EncodedVersion, OpenBlock
+from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.store import ItemStore
+from echo.weights.store.trust import TrustedManifests
+from echo.weights.store.writing import WRONG_HASH, EarlyChunks, WriteChunk
 from echo.weights.watchdog import Watchdog
-from echo.weights.writing import WRONG_HASH, EarlyChunks, WriteChunk
 from echo.wire.actions import Action, Note, Send
 from echo.wire.codec import Frame, encode
 from echo.wire.messages import (

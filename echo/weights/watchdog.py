@@ -14,7 +14,7 @@ from __future__ import annotations
 from echo.core.timers import earliest
 from echo.weights.link import ParentLink
 from echo.weights.offers import Offers
-from echo.weights.store import ItemStore
+from echo.weights.store.store import ItemStore
 from echo.wire.messages import ItemId
 
 WAIT_STALLS = 20

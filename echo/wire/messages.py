@@ -128,7 +128,7 @@ class Subscribe(Message, frozen=True):
 
 
 class EncodedVersionOffer(msgspec.Struct, frozen=True, array_like=True):
-    """An encoded version (`weights/encoded.py`) that a parent has or is fetching."""
+    """An encoded version (`weights/store/encoded.py`) that a parent has or is fetching."""
 
     version: PolicyVersion
     base: PolicyVersion | None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echo.engine.lora import Lora
 from echo.engine.weights import publish_image, tensors_from_image
-from echo.train.policy import Policy
+from echo.train.models.policy import Policy
 from tests.train.trainers import policy_of
 
 

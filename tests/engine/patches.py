@@ -10,7 +10,7 @@ from torch import Tensor
 from echo.core.rollout import PolicyVersion
 from echo.weights.delta import encode_delta, open_block, split_blocks, word_bytes_of
 from echo.weights.manifest import TensorSpec
-from echo.weights.patches import Patch
+from echo.weights.store.patches import Patch
 
 BLOCK_BYTES = 4 << 10
 """Shorter than the tensors of a tiny model, which so lie in several blocks."""

@@ -21,8 +21,8 @@ from echo.engine.hf.engine import TransformersEngine
 from echo.engine.model import load_directory
 from echo.engine.weights import publish_image, scatter, tensors_from_image
 from echo.weights.manifest import TensorSpec
-from echo.weights.memory import RecycledMemory
-from echo.weights.patches import Patch
+from echo.weights.store.memory import RecycledMemory
+from echo.weights.store.patches import Patch
 from tests.engine.engine_contract import V1, V2, V3, request, run
 from tests.engine.patches import BLOCK_BYTES, assert_identical, patch_between
 

@@ -19,7 +19,7 @@ from echo.engine.lora import Lora, write_adapter
 from echo.engine.vllm import backend
 from echo.engine.vllm.backend import InlineBackend, adapter_request
 from echo.engine.vllm.engine import VllmEngine
-from echo.train.policy import Policy
+from echo.train.models.policy import Policy
 from tests.engine.engine_contract import (
     LONG,
     LONGER,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from echo.core.errors import LocalProtocolError
 from echo.core.tables import IMPOSSIBLE
 from echo.leases import groups
-from echo.leases.admission import most_promised
 from echo.leases.book import LeaseBook
+from echo.leases.grants.admission import most_promised
 from echo.leases.groups import (
     EVENTS,
     TABLE,

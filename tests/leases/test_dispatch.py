@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.records import Granted
-from echo.leases.dispatch import (
+from echo.leases.grants.dispatch import (
     Helper,
     Load,
     Newcomer,
@@ -28,7 +28,7 @@ from echo.leases.dispatch import (
     hedges,
     moves,
 )
-from echo.leases.finish_times import MAX_LENGTHS, FinishTimes, LengthHistory
+from echo.leases.grants.finish_times import MAX_LENGTHS, FinishTimes, LengthHistory
 from echo.leases.groups import LeaseRecord
 from echo.leases.held import GroupState
 from echo.leases.open_groups import AppendRecord
@@ -190,7 +190,7 @@ def play(
         ) as world,
     ):
         if not by_speed:
-            patch.setattr("echo.leases.granting.by_finish", equal_shares)
+            patch.setattr("echo.leases.grants.rounds.by_finish", equal_shares)
         world.length_of = length_of
         world.learner()
         for place, (name, tokens_per_s) in enumerate(speeds.items()):

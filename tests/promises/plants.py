@@ -16,15 +16,16 @@ import pytest
 from echo.core import buffer
 from echo.core.buffer import StalenessBuffer
 from echo.core.timers import earliest
-from echo.leases import admission, dispatch, results
-from echo.leases.admission import Quota
+from echo.leases import results
 from echo.leases.book import LeaseBook, LeasedWorker
+from echo.leases.grants import admission, dispatch
+from echo.leases.grants.admission import Quota
+from echo.leases.grants.relief import Relief
 from echo.leases.groups import OpenGroup
 from echo.leases.mismatch import Mismatches
 from echo.leases.open_groups import AppendRecord, FinishedGroups
 from echo.leases.outbox import Outbox
 from echo.leases.partials import ShippedPartials
-from echo.leases.relief import Relief
 from echo.leases.results import Results
 from echo.leases.scheduler import Scheduler
 from echo.records import ledger
@@ -34,12 +35,13 @@ from echo.roles.learner import Learner
 from echo.roles.members import Member, Presence, Roster
 from echo.roles.node import DialingRole
 from echo.roles.review import WorkerReview
-from echo.weights import artifacts, encoded, receiver, trust, writing
-from echo.weights.artifacts import Transfer
+from echo.weights import receiver
 from echo.weights.delta import BlockPatch, decode_block
 from echo.weights.manifest import SignedManifest
 from echo.weights.parents import Parents
-from echo.weights.patches import Patch
+from echo.weights.store import artifacts, encoded, trust, writing
+from echo.weights.store.artifacts import Transfer
+from echo.weights.store.patches import Patch
 from echo.weights.watchdog import Watchdog
 from echo.wire.actions import Stop
 from echo.wire.codec import decode_envelope

@@ -71,7 +71,7 @@ from echo.tasks.builtin import AdditionTask
 from echo.tasks.rewards import LaterHost, RewardError
 from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.weights.manifest import TensorSpec, build_manifest, hash_image, sign
-from echo.weights.patches import Patch
+from echo.weights.store.patches import Patch
 from echo.wire import codec
 from echo.wire.actions import Send
 from echo.wire.messages import FULL, Ack, Deliver, Fetch, Goodbye, Message

@@ -43,9 +43,9 @@ from echo.runtime.disk_store import (
     held_chunks,
     open_store,
 )
-from echo.weights.artifacts import Transfer
 from echo.weights.manifest import Manifest, build_manifest, encode_signed, sign, verify
-from echo.weights.writing import WriteChunk
+from echo.weights.store.artifacts import Transfer
+from echo.weights.store.writing import WriteChunk
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL
 

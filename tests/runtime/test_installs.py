@@ -16,10 +16,10 @@ from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED
 from echo.runtime.worker.node import WorkerParts
 from echo.weights.delta import BlockPatch
-from echo.weights.in_place import ApplyPatch
 from echo.weights.manifest import TensorSpec
-from echo.weights.memory import VersionStore
-from echo.weights.patches import Patch
+from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.memory import VersionStore
+from echo.weights.store.patches import Patch
 from tests.promises.world import StubEngine
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)

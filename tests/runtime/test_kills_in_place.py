@@ -27,7 +27,6 @@ from echo.runtime import disk_store
 from echo.runtime.disk_store import DiskStore, Saved
 from echo.weights import delta
 from echo.weights.delta import encode_delta, open_block, split_blocks
-from echo.weights.in_place import ApplyPatch
 from echo.weights.manifest import (
     Manifest,
     TensorSpec,
@@ -36,7 +35,8 @@ from echo.weights.manifest import (
     sign,
     verify,
 )
-from echo.weights.patches import Patch
+from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.patches import Patch
 
 LIMIT = 64 << 20
 CHUNK_BYTES = 1 << 10

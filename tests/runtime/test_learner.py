@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError, DataError, EngineError
-from echo.leases import granting
+from echo.leases.grants import rounds
 from echo.roles.plans import Plans
 from echo.runtime.learner.evaluation import Evaluator
 from echo.runtime.learner.prompts import Prompt, PromptSource
@@ -247,7 +247,7 @@ def test_a_run_for_which_no_prompt_can_be_had_any_more_is_saved_and_ends(
         return make(source, group_id)
 
     monkeypatch.setattr(PromptSource, "make", none_left)
-    monkeypatch.setattr(granting, "MAX_UNUSABLE", 20)
+    monkeypatch.setattr(rounds, "MAX_UNUSABLE", 20)
     world = make_world(checkpoint={"interval_steps": 100})
     world.learner()
     world.worker("w1")

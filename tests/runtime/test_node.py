@@ -17,7 +17,7 @@ from echo.runtime.node import STALL_S, Node, Topics
 from echo.sim.clock import InlineThreads
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
-from echo.weights.encoded import DecodeBlock
+from echo.weights.store.encoded import DecodeBlock
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import Frame, encode
 from echo.wire.messages import Chunk, Gone, Goodbye

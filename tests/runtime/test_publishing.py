@@ -38,10 +38,7 @@ from echo.runtime.learner.publish import (
     make_publication,
 )
 from echo.runtime.threads import ThreadPools
-from echo.weights.artifacts import Transfer
 from echo.weights.broadcast import Broadcast
-from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
-from echo.weights.in_place import ApplyPatch
 from echo.weights.manifest import (
     SignedManifest,
     TensorSpec,
@@ -50,9 +47,12 @@ from echo.weights.manifest import (
     provisional,
     sign,
 )
-from echo.weights.patches import PatchMode
 from echo.weights.receiver import VersionArrived
 from echo.weights.schedule import MAX_PENDING, PublishPace
+from echo.weights.store.artifacts import Transfer
+from echo.weights.store.encoded import DecodeBlock, EncodedVersion, OpenBlock
+from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.patches import PatchMode
 from echo.wire.actions import Send
 from echo.wire.messages import Announce, Segment
 from tests.roles.harness import message_of

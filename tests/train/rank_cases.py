@@ -35,17 +35,17 @@ from echo.engine.lora import Lora
 from echo.engine.weights import VersionImages, Weights
 from echo.runtime.learner import publish as publish_module
 from echo.runtime.learner.publish import Coder, Images, Publication, make_publication
-from echo.train.policy import Compute, ModelSource, Policy
+from echo.train.models.policy import Compute, ModelSource, Policy
+from echo.train.models.rescoring import Rescoring
 from echo.train.ranks import sharded_images, sharded_state, sharding
 from echo.train.ranks.crew import Build, Crew, LeadTrainer, follow
 from echo.train.ranks.sharding import ALONE, Ranks
-from echo.train.rescoring import Rescoring
 from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.weights import delta
-from echo.weights.artifacts import Transfer
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed
+from echo.weights.store.artifacts import Transfer
 from tests.train.test_trainer import make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
 from tests.train.trainers import CPU, FAST, TWO_UPDATES, fast_trainer

@@ -22,8 +22,8 @@ from echo.engine.engine import Sampling
 from echo.engine.hf.batch import sampling_logprobs
 from echo.engine.weights import Weights
 from echo.train.attribution import Attribution, MismatchProbe
-from echo.train.policy import Policy, frozen_policy
-from echo.train.rescoring import Rescorer, Rescoring
+from echo.train.models.policy import Policy, frozen_policy
+from echo.train.models.rescoring import Rescorer, Rescoring
 from echo.train.step import StepError, StepResult
 from echo.train.trainer import Trainer
 from tests.train.test_trainer import (

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from echo.algo.batching import Segments
-from echo.train import packing
-from echo.train.compiling import RECOMPILE_LIMIT, compile_layers
+from echo.train.models import packing
+from echo.train.models.compiling import RECOMPILE_LIMIT, compile_layers
 from tests.runtime.families import FAMILIES, SMALL
 
 MAX_GRAPHS = 4

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.engine.lora import Lora, add_adapter
 from echo.train import speed
-from echo.train.flops import AttentionShape, model_flops
-from echo.train.policy import Compute
+from echo.train.models.flops import AttentionShape, model_flops
+from echo.train.models.policy import Compute
 from echo.train.speed import Speedometer
 from tests.runtime.families import BOTH, EXPERTS, SMALL
 

@@ -18,7 +18,7 @@ from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss, LossInputs, LossOutput
 from echo.algo.losses import make_loss
 from echo.engine.lora import Lora
-from echo.train.masters import Masters
+from echo.train.models.masters import Masters
 from echo.train.trainer import Trainer
 from tests.train.test_trainer import assert_close, gradients, make_groups
 from tests.train.test_trainer_losses import stale_groups
@@ -84,7 +84,7 @@ def test_the_fused_operation_is_used_where_the_loss_has_that_form(
             calls.append(name)
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(f"echo.train.policy.Policy.{name}", counted)
+        monkeypatch.setattr(f"echo.train.models.policy.Policy.{name}", counted)
     make_trainer(tiny_model_dir, FUSED["grpo"]).step(make_groups())
     assert calls == ["token_losses"]
     calls.clear()

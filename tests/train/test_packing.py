@@ -23,8 +23,8 @@ from echo.algo.batching import TrainingRow
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.config.schema import LearnerSection, ModelSection, OptimizerSection
 from echo.core.rollout import Group
-from echo.train import packing, policy
-from echo.train.policy import ModelSource
+from echo.train.models import packing, policy
+from echo.train.models.policy import ModelSource
 from echo.train.trainer import Trainer
 from tests.runtime.families import EXPERTS, FAMILIES, SMALL, save_family
 from tests.train.test_trainer import change_of, make_group, make_groups, make_rollout

@@ -18,7 +18,7 @@ from echo.algo.batching import MicroBatch, TrainingRow, collate
 from echo.core.errors import DataError, EchoError, EngineError
 from echo.core.rollout import Rollout
 from echo.engine.hf.engine import TransformersEngine
-from echo.train.policy import ModelSource, frozen_policy
+from echo.train.models.policy import ModelSource, frozen_policy
 from tests.runtime.families import save_family
 from tests.train.trainers import policy_of
 

@@ -26,8 +26,8 @@ from echo.core.errors import DataError, StorageError
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.engine import allocator, weights
 from echo.engine.weights import write_image
-from echo.train import policy
 from echo.train.batch import AdvantageSettings
+from echo.train.models import policy
 from echo.train.optimizer import OptimizerSettings
 from echo.train.step import NonfiniteWeightsError, StepError
 from echo.train.trainer import Trainer

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.engine.lora import Lora
 from echo.kernels import logprob
-from echo.train.masters import Masters
-from echo.train.policy import ModelSource
+from echo.train.models.masters import Masters
+from echo.train.models.policy import ModelSource
 from echo.train.step import StepError
 from tests.train.test_trainer import assert_close, change_of, gradients, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from echo.core.errors import ConfigError, EngineError, StorageError
 from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.tokenization import load_tokenizer
-from echo.train import warmup
-from echo.train.warmup import RECIPES, WarmModel, WarmupRecipe
+from echo.train.models import warmup
+from echo.train.models.warmup import RECIPES, WarmModel, WarmupRecipe
 
 pytestmark = pytest.mark.slow
 

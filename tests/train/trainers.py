@@ -8,8 +8,8 @@ import torch
 
 from echo.algo.losses import GrpoLoss
 from echo.train.batch import AdvantageSettings
+from echo.train.models.policy import Compute, ModelSource, Policy
 from echo.train.optimizer import AdamW, OptimizerSettings
-from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.trainer import Trainer
 
 CPU = torch.device("cpu")

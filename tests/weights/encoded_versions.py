@@ -14,7 +14,6 @@ from blake3 import blake3
 from echo.core.rollout import PolicyVersion
 from echo.weights.cipher import crypt, hash_key
 from echo.weights.delta import CodedBlock, encode_block, encode_delta, split_blocks
-from echo.weights.encoded import EncodedVersion
 from echo.weights.manifest import (
     HASH_BYTES,
     Manifest,
@@ -25,6 +24,7 @@ from echo.weights.manifest import (
     encode_signed,
     sign,
 )
+from echo.weights.store.encoded import EncodedVersion
 from echo.wire.messages import FULL, Form
 from tests.roles.harness import CHUNK_BYTES, KEY
 

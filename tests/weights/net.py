@@ -12,14 +12,14 @@ from blake3 import blake3
 
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
-from echo.weights.artifacts import Transfer
 from echo.weights.broadcast import Broadcast
-from echo.weights.in_place import ApplyPatch
 from echo.weights.link import ParentFailed
-from echo.weights.memory import VersionStore
-from echo.weights.patches import Patch
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
-from echo.weights.writing import WriteChunk
+from echo.weights.store.artifacts import Transfer
+from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.memory import VersionStore
+from echo.weights.store.patches import Patch
+from echo.weights.store.writing import WriteChunk
 from echo.wire.actions import Note, Send, Work
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL, Chunk, Fetch, Form

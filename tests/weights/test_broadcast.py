@@ -8,10 +8,10 @@ import pytest
 
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import PolicyVersion
-from echo.weights.encoded import DecodeBlock
 from echo.weights.link import ParentFailed
 from echo.weights.manifest import encode_signed, hash_image
 from echo.weights.receiver import VersionArrived
+from echo.weights.store.encoded import DecodeBlock
 from echo.wire.actions import Note, Send
 from echo.wire.codec import Frame, decode_envelope, decode_message, encode
 from echo.wire.messages import (

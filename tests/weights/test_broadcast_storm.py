@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.weights.encoded import DecodeBlock
-from echo.weights.patches import PatchMode
+from echo.weights.store.encoded import DecodeBlock
+from echo.weights.store.patches import PatchMode
 from echo.wire.messages import Fetch, Form, Gone, Segment
 from tests.roles.harness import CHUNK_BYTES
 from tests.weights.encoded_versions import coded, described, v

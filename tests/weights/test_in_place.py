@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.weights import writing
-from echo.weights.artifacts import AuditChunks, Transfer
 from echo.weights.delta import encode_delta, open_block, split_blocks
-from echo.weights.encoded import OpenBlock
-from echo.weights.in_place import ApplyPatch
 from echo.weights.manifest import encode_signed, sign
-from echo.weights.memory import RecycledMemory
-from echo.weights.patches import Patch, PatchMode
+from echo.weights.store import writing
+from echo.weights.store.artifacts import AuditChunks, Transfer
+from echo.weights.store.encoded import OpenBlock
+from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.memory import RecycledMemory
+from echo.weights.store.patches import Patch, PatchMode
 from echo.wire.messages import FULL, Announce, Chunk, Fetch, Form, Gone, Subscribe
 from tests.roles.harness import CHUNK_BYTES, KEY, message_of
 from tests.weights.encoded_versions import BLOCK_BYTES, described, key_of, sent_chunks, v

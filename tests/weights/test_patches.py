@@ -30,7 +30,7 @@ from echo.weights.delta import (
     open_block,
     split_blocks,
 )
-from echo.weights.patches import Patch
+from echo.weights.store.patches import Patch
 from tests.weights.test_delta import blocks
 
 CODECS = [UNCHANGED, RAW, CHANGES, DIFFERENCE, XOR, PLANES]

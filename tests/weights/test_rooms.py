@@ -16,22 +16,25 @@ def imported(name: str) -> set[str]:
     found: set[str] = set()
     waiting = [name]
     while waiting:
-        tree = ast.parse((ECHO / "weights" / f"{waiting.pop()}.py").read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+        path = ECHO.joinpath("weights", *waiting.pop().split(".")).with_suffix(".py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.ImportFrom) or node.module is None:
                 continue
-            parts = node.module.split(".")
-            names = [parts[2]] if parts[:2] == ["echo", "weights"] and len(parts) == 3 else []
-            if node.module == "echo.weights":
-                names = [alias.name for alias in node.names]
-            waiting += [name for name in names if name not in found]
-            found.update(names)
+            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            names = [each.removeprefix("echo.weights.") for each in modules]
+            own = {
+                each
+                for each in names
+                if ECHO.joinpath("weights", *each.split(".")).with_suffix(".py").exists()
+            }
+            waiting += own - found
+            found |= own
     return found
 
 
 def test_receiver_and_sender_do_not_know_each_other() -> None:
     assert "sender" not in imported("receiver")
-    assert not imported("sender") & {"receiver", "offers", "changes"}
+    assert not imported("sender") & {"receiver", "offers", "store.changes"}
     assert {"receiver", "sender"} <= imported("broadcast")
 
 

@@ -59,7 +59,7 @@ from echo.engine.model import (
 )
 from echo.engine.weights import scatter, torch_dtype
 from echo.weights.manifest import TensorSpec
-from echo.weights.patches import Patch
+from echo.weights.store.patches import Patch
 
 # --- mailbox --------------------------------------------------------------------------------------
 

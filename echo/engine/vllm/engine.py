@@ -92,7 +92,7 @@ from echo.engine.vllm.backend import (
 from echo.engine.vllm.probe import Expectation, SwapProbe
 from echo.engine.weights import changes, tensors_from_image
 from echo.weights.manifest import TensorSpec
-from echo.weights.patches import Patch
+from echo.weights.store.patches import Patch
 
 # --- one call -------------------------------------------------------------------------------------
 #

@@ -37,7 +37,6 @@ from echo.runtime.identity import Identity
 from echo.runtime.learner.commits import Commits
 from echo.runtime.learner.report import Progress
 from echo.runtime.threads import Pool
-from echo.weights.artifacts import Transfer
 from echo.weights.broadcast import Broadcast
 from echo.weights.cipher import KEY_BYTES, crypt, hash_key
 from echo.weights.delta import (
@@ -62,6 +61,7 @@ from echo.weights.manifest import (
 )
 from echo.weights.offers import form_of
 from echo.weights.schedule import FormSchedule, PublishPace
+from echo.weights.store.artifacts import Transfer
 from echo.wire.actions import Action
 from echo.wire.messages import FULL, ItemId
 

@@ -95,15 +95,15 @@ from echo.tasks.task import Task, code_digest, load_task, task_digests
 from echo.train.attribution import Attribution, RoundTrip, make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
 from echo.train.custom_loss import load_loss
-from echo.train.models import check_vocabularies
-from echo.train.optimizer import OptimizerSettings
-from echo.train.policy import (
+from echo.train.models.models import check_vocabularies
+from echo.train.models.policy import (
     Compute,
     ModelSource,
     check_trainable,
     float32_attention,
     learner_compute,
 )
+from echo.train.optimizer import OptimizerSettings
 from echo.train.ranks.crew import AnyTrainer, Crew, LeadTrainer, follow
 from echo.train.ranks.sharding import Ranks
 from echo.train.trainer import Trainer

@@ -82,10 +82,10 @@ from echo.runtime.threads import MAX_BLOCKING, Pool, Threads
 from echo.runtime.worker.release import RentedMachine
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
-from echo.weights.artifacts import Transfer
-from echo.weights.in_place import ApplyPatch
 from echo.weights.manifest import TensorSpec, hash_image
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
+from echo.weights.store.artifacts import Transfer
+from echo.weights.store.in_place import ApplyPatch
 from echo.wire.actions import Action, Note
 from echo.wire.messages import Lease
 

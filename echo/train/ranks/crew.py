@@ -43,7 +43,7 @@ from torch.distributed.rendezvous import rendezvous
 from echo.core.errors import ConfigError, EchoError, RankError, StorageError
 from echo.core.rollout import Group
 from echo.engine.weights import find_places
-from echo.train.policy import Compute
+from echo.train.models.policy import Compute
 from echo.train.ranks.sharded_images import FollowImages, LeadImages
 from echo.train.ranks.sharding import COLLECTIVE_S, Ranks, is_loss
 from echo.train.step import NonfiniteWeightsError, StepError, StepResult

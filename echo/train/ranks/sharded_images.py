@@ -73,7 +73,7 @@ from echo.train.ranks import sharding
 from echo.train.ranks.sharding import COLLECTIVE_S, Ranks
 from echo.weights.delta import CodedBlock, WordBytes, code_block, decode_block, word_bytes_of
 from echo.weights.manifest import ChunkHashes, TensorSpec, hash_chunks
-from echo.weights.memory import RecycledMemory
+from echo.weights.store.memory import RecycledMemory
 
 PIECE_BYTES = 4 << 20
 """Bytes of an image that a rank of another machine sends at a time."""

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echo.core.timers import MANY_NODES
-from echo.weights.artifacts import Chunked
+from echo.weights.store.artifacts import Chunked
 from echo.weights.topology.sites import (
     ASSUMED_RTT_S,
     SAME_REGION_RTT_S,

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from echo.core.rollout import PolicyVersion
-from echo.leases.admission import Quota
 from echo.leases.book import LeaseBook, LeasedWorker
-from echo.leases.dispatch import Load, RunningGroup, slowdown
-from echo.leases.finish_times import FinishTimes, Speed
-from echo.leases.forecasts import Forecasts
+from echo.leases.grants.admission import Quota
+from echo.leases.grants.dispatch import Load, RunningGroup, slowdown
+from echo.leases.grants.finish_times import FinishTimes, Speed
+from echo.leases.grants.forecasts import Forecasts
 
 
 class Occupancy:

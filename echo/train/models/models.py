@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from echo.core.errors import DataError
-from echo.train.policy import Compute, ModelSource, Policy
-from echo.train.rescoring import Rescorer, Rescoring
+from echo.train.models.policy import Compute, ModelSource, Policy
+from echo.train.models.rescoring import Rescorer, Rescoring
 
 
 class Models:

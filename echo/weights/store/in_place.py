@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PolicyVersion
-from echo.weights.artifacts import Transfer
-from echo.weights.encoded import EncodedVersion
-from echo.weights.memory import VersionStore
-from echo.weights.patches import Patch, PatchMode
+from echo.weights.store.artifacts import Transfer
+from echo.weights.store.encoded import EncodedVersion
+from echo.weights.store.memory import VersionStore
+from echo.weights.store.patches import Patch, PatchMode
 from echo.wire.actions import Work
 from echo.wire.messages import Form, ItemId
 

@@ -31,7 +31,6 @@ from blake3 import blake3
 
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
-from echo.weights.artifacts import Chunked, Transfer
 from echo.weights.cipher import Encrypted, check_key
 from echo.weights.delta import decode_block, fill, open_block
 from echo.weights.manifest import (
@@ -44,8 +43,9 @@ from echo.weights.manifest import (
     verify,
     verify_signature,
 )
-from echo.weights.memory import allocate
-from echo.weights.patches import Patch
+from echo.weights.store.artifacts import Chunked, Transfer
+from echo.weights.store.memory import allocate
+from echo.weights.store.patches import Patch
 from echo.wire.actions import Work
 from echo.wire.messages import Form
 

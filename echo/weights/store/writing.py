@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from echo.weights.artifacts import Chunked
 from echo.weights.manifest import MIN_CHUNK_BYTES
-from echo.weights.memory import Write
+from echo.weights.store.artifacts import Chunked
+from echo.weights.store.memory import Write
 from echo.wire.actions import Work
 from echo.wire.codec import Frame
 from echo.wire.messages import Chunk, ItemId

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from echo.core.timers import RecentMap
 from echo.leases.book import MAX_WORKERS, LeaseBook, LeasedWorker
-from echo.leases.dispatch import RunningGroup
-from echo.leases.finish_times import FinishTimes
+from echo.leases.grants.dispatch import RunningGroup
+from echo.leases.grants.finish_times import FinishTimes
 
 _Key = tuple[int, int, int]
 """Number of changes of the worker's leases, of its unknown leases, and of its places: a forecast

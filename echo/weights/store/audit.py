@@ -8,8 +8,8 @@ chunks are hashed, AUDIT_BYTES at a time and at most AUDIT_SHARE of the time.
 from __future__ import annotations
 
 from echo.core.rollout import PolicyVersion
-from echo.weights.artifacts import AuditChunks, Transfer
-from echo.weights.store import ItemStore
+from echo.weights.store.artifacts import AuditChunks, Transfer
+from echo.weights.store.store import ItemStore
 from echo.wire.actions import Action
 
 AUDIT_BYTES = 32 << 20

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from echo.core.rollout import PolicyVersion
-from echo.weights.store import ItemStore
+from echo.weights.store.store import ItemStore
 from echo.wire.messages import FULL, ItemId
 
 MAX_ENCODED_VERSIONS = 64

@@ -20,7 +20,7 @@ from echo.algo.batching import MicroBatch
 from echo.core.errors import StorageError
 from echo.engine.engine import Sampling
 from echo.engine.hf.batch import sampling_logprobs
-from echo.train.policy import Compute, ModelSource, frozen_policy
+from echo.train.models.policy import Compute, ModelSource, frozen_policy
 from echo.train.ranks import sharding
 
 ROWS_AT_ONCE = 256

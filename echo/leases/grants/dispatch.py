@@ -1,6 +1,6 @@
 """Dispatch of groups to workers: which worker gets a group, a running one included.
 
-Three decisions, all from the estimates of `leases/finish_times.py`:
+Three decisions, all from the estimates of `leases/grants/finish_times.py`:
 
 * dispatch: the next group goes to the worker that should finish it first;
 * moves: a holder gives up a lease for a worker with nothing to do;

@@ -72,10 +72,10 @@ from echo.engine.model import (
 )
 from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
-from echo.train import packing
-from echo.train.compiling import MIN_STEPS, compile_layers
-from echo.train.flops import model_flops
-from echo.train.masters import Masters
+from echo.train.models import packing
+from echo.train.models.compiling import MIN_STEPS, compile_layers
+from echo.train.models.flops import model_flops
+from echo.train.models.masters import Masters
 from echo.train.optimizer import OptimizerState
 from echo.train.ranks import sharded_model, sharding
 from echo.train.ranks.sharding import ALONE, Ranks, ShardedModel

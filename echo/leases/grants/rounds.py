@@ -1,13 +1,13 @@
 """A round of grants: which groups are granted to which workers, and which groups end.
 
-How many groups may be granted: `leases/admission.py`. Which worker gets each of them:
-`leases/dispatch.py`. A round grants, in this order,
+How many groups may be granted: `leases/grants/admission.py`. Which worker gets each of them:
+`leases/grants/dispatch.py`. A round grants, in this order,
 
 1. the groups that a holder has given up for a worker, to that worker;
 2. the groups that wait to be granted again, the oldest first, then new ones, each to the worker
    that should finish it first;
 3. while the next batch waits for running groups: moves and copies to idle workers
-   (`leases/relief.py`).
+   (`leases/grants/relief.py`).
 
 `Round.decide` changes no group and no lease, so a round that fails leaves no trace. It returns
 `Decisions`, and the scheduler enters them afterwards.
@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from echo.core.errors import DataError
-from echo.leases.admission import Quota
 from echo.leases.book import LeasedWorker
-from echo.leases.dispatch import by_finish
-from echo.leases.finish_times import FinishTimes
+from echo.leases.grants.admission import Quota
+from echo.leases.grants.dispatch import by_finish
+from echo.leases.grants.finish_times import FinishTimes
+from echo.leases.grants.occupancy import Occupancy
+from echo.leases.grants.relief import Relief
 from echo.leases.groups import MAX_ATTEMPTS, LeaseRecord, MoveRequest
-from echo.leases.occupancy import Occupancy
 from echo.leases.open_groups import OpenGroups
-from echo.leases.relief import Relief
 from echo.leases.run import PromptPendingError, Prompts, find_prompt_fault
 from echo.wire.messages import Lease
 

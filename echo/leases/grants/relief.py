@@ -1,8 +1,8 @@
 """Relief: which running groups are moved or copied to workers that have nothing to do.
 
 This is the last part of a round of grants, done only while the next batch waits for running groups.
-The rules and their numbers are in `leases/dispatch.py`, "Moves" and "Hedging". This file finds the
-leases to which each rule applies, and changes nothing.
+The rules and their numbers are in `leases/grants/dispatch.py`, "Moves" and "Hedging". This file
+finds the leases to which each rule applies, and changes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from echo.leases.book import LeaseBook
-from echo.leases.dispatch import (
+from echo.leases.grants.dispatch import (
     RELEASE_BEATS,
     Helper,
     Newcomer,
@@ -20,9 +20,9 @@ from echo.leases.dispatch import (
     hedges,
     moves,
 )
-from echo.leases.finish_times import FinishTimes
+from echo.leases.grants.finish_times import FinishTimes
+from echo.leases.grants.occupancy import Occupancy
 from echo.leases.groups import MAX_ATTEMPTS, LeaseRecord, MoveRequest
-from echo.leases.occupancy import Occupancy
 from echo.leases.run import LeaseSettings
 
 Requests = Mapping[LeaseRecord, MoveRequest]

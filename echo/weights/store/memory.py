@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from echo.core.rollout import PolicyVersion
 from echo.weights.delta import fill
-from echo.weights.patches import Patch
+from echo.weights.store.patches import Patch
 from echo.wire.codec import Frame
 
 

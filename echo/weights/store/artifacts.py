@@ -16,8 +16,8 @@ from echo.core.errors import StorageError
 from echo.weights.cipher import SentChunks, crypt
 from echo.weights.delta import fill
 from echo.weights.manifest import Manifest, SignedManifest, provisional
-from echo.weights.memory import Write
-from echo.weights.patches import Patch
+from echo.weights.store.memory import Write
+from echo.weights.store.patches import Patch
 from echo.wire.actions import Work
 from echo.wire.codec import Frame
 from echo.wire.messages import OPEN_END

@@ -27,13 +27,13 @@ again, and also an image that was being written in place.
 from __future__ import annotations
 
 from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
-from echo.weights.artifacts import Chunked, Transfer
 from echo.weights.cipher import SentChunks
-from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
-from echo.weights.in_place import InPlace
 from echo.weights.manifest import Manifest, SegmentTable, SignedManifest, encode_signed
-from echo.weights.memory import VersionStore
-from echo.weights.patches import Patch
+from echo.weights.store.artifacts import Chunked, Transfer
+from echo.weights.store.encoded import DecodeBlock, EncodedVersion, OpenBlock
+from echo.weights.store.in_place import InPlace
+from echo.weights.store.memory import VersionStore
+from echo.weights.store.patches import Patch
 from echo.wire.messages import FULL, EncodedVersionOffer, ItemId
 
 
