@@ -5,8 +5,8 @@ lasts as long as its heaviest micro-batch. First-fit leaves one bin nearly empty
 each other. Here all bins get nearly the same work, and the heaviest bins are in one round.
 
 Source: the greedy rule of scheduling, longest processing time first (R. L. Graham, 1969).
-Differs from the source: a bin holds a bounded number of tokens, and the number of bins is not given
-but searched for.
+Differs from the source: a bin holds a bounded number of tokens, and the number of bins is not
+given: the function finds it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def balanced_rounds(
 
     Args:
         lengths: tokens of each row, >= 1.
-        work: of each row, in any unit, > 0.
+        work: work of each row, in any unit, > 0.
         max_tokens: bound on the tokens of a micro-batch, inclusive.
         num_ranks: micro-batches in a round.
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.

@@ -31,8 +31,8 @@ PAD_ID = 0
 """Input id of padding; it may be any id of the vocabulary, since no scored token attends to it."""
 
 MIN_SAVED = 0.2
-"""Share of their tokens that rollouts must save by sharing a prompt. Below it a CPU loses more time
-in the attention of shared prompts, which is slower, than it saves.
+"""Smallest share of their tokens that rollouts must save by sharing a prompt. Attention is slower
+with shared prompts: below this share a CPU loses more time there than it saves.
 """
 
 SIZES_PER_OCTAVE = 16
@@ -46,7 +46,7 @@ class TrainingRow:
     """One rollout with its prompt and its advantage, ready to be trained on."""
 
     prompt_ids: npt.NDArray[np.int32]
-    """[P]"""
+    """[P] token ids of the prompt."""
     rollout: Rollout
     advantage: float
     group_index: int = 0
@@ -65,7 +65,7 @@ class TrainingRow:
 
     @property
     def num_trained(self) -> int:
-        """Completion tokens that the mask lets through."""
+        """Number of completion tokens that are trained."""
         return int(np.count_nonzero(self.rollout.completion_mask))
 
 
@@ -76,8 +76,8 @@ class Segments:
     lengths: tuple[int, ...]
     """Tokens of each segment; on the host, so that reading them does not wait for a GPU."""
     prefixes: tuple[tuple[int, int], ...]
-    """For each segment, start in the row and tokens of the prompt that it shares; (0, 0) for
-    none.
+    """For each segment, start in the row and tokens of the prompt that it shares; (0, 0) without a
+    shared prompt.
     """
     ends: Tensor
     """[n + 1] int32: the start of each of n segments, then L."""
@@ -95,8 +95,9 @@ class Segments:
         """Return segments on the CPU.
 
         Args:
-            lengths: tokens of each, > 0.
-            prefixes: start and tokens of the prompt that each shares; None if none is shared.
+            lengths: tokens of each segment, > 0.
+            prefixes: for each segment, start and tokens of the prompt that it shares; None if no
+                prompt is shared.
         """
         sizes = np.cumsum([0, *lengths])
         if prefixes is None or not any(size for _, size in prefixes):
@@ -165,10 +166,10 @@ class MicroBatch:
     """Tokens at the end of a packed row that belong to no rollout; each is a segment."""
 
     def spans(self, rows: Sequence[TrainingRow]) -> list[tuple[int, int]]:
-        """Return, for each part of the input, its tokens and those of the prompt that it shares.
+        """Return the tokens of each rollout or segment, and the tokens of its shared prompt.
 
         Args:
-            rows: that the micro-batch was made of; without any, it stands for none.
+            rows: the rows that the micro-batch was made of; without rows the result is empty.
         """
         if not rows or self.segments is None:
             return [(row.num_inputs, 0) for row in rows]
@@ -177,16 +178,16 @@ class MicroBatch:
         return spans[: len(spans) - self.num_filled]
 
     def pick(self, values: Tensor) -> Tensor:
-        """Return the [N] of [B, T] values that the mask lets through, in order."""
+        """Return the [N] values of [B, T] values at the scored tokens, in order."""
         return values.flatten().index_select(0, self.scored)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return [B, T] with [N] values where the mask is, in order, and 0 elsewhere."""
+        """Return [B, T] with the [N] values at the scored tokens, in order, and 0 elsewhere."""
         shape = self.completion_mask.shape
         return values.new_zeros(shape.numel()).index_copy(0, self.scored, values).view(shape)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the same on `device`."""
+        """Return the micro-batch with its tensors on `device`."""
         tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in tensors.items():
             if isinstance(value, Tensor):
@@ -260,11 +261,11 @@ def share_prompts(
     """Gather the rows of each prompt into units that share it, of half a micro-batch at most.
 
     Units of that size can be put together in one micro-batch. The rows of a unit share their prompt
-    only if that saves at least MIN_SAVED of the tokens that they have with a prompt each.
+    only if that saves at least MIN_SAVED of the tokens that the rows have without sharing.
 
     Args:
         rows: rows of one prompt have the same array object as `prompt_ids`.
-        max_tokens: of a micro-batch.
+        max_tokens: limit of a micro-batch.
         whole: group of each row, if groups must not be cut; None otherwise.
 
     Returns:
@@ -315,8 +316,8 @@ class _Row:
 def filled_size(num_tokens: int, *, max_tokens: int) -> int:
     """Return the size that a row of `num_tokens` is filled to.
 
-    Each step has rows of other numbers of tokens, and in 16 bits a CPU keeps code and buffers for
-    each number that it has seen.
+    Unfilled rows have different numbers of tokens in each step, and in 16 bits a CPU keeps code and
+    buffers for every number of tokens that it has seen.
 
     Args:
         num_tokens: >= 1.
@@ -374,7 +375,7 @@ def _predictors(
     places: Sequence[tuple[int, int]],
     is_token: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.int64]:
-    """Return [B, T] the place of the input that predicts each completion token; 0 in padding.
+    """Return [B, T] places of the inputs that predict the completion tokens; 0 in padding.
 
     The prompt's last token predicts the first completion token, and each completion token the next.
     """
@@ -402,7 +403,7 @@ def collate(
 
     Args:
         samples: at least one; either all have proximal log-probabilities or none has.
-        score_all: let the mask through for every completion token, not the trained ones only.
+        score_all: whether to score every completion token, not only the trained ones.
         is_packed: whether to put all samples into one row.
         units: unit of each sample in a packed row; neighbours of the same unit share their prompt.
             None if no prompt is shared.

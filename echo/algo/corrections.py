@@ -1,12 +1,12 @@
 """Importance weights, rollout masks and the adaptive staleness bound.
 
 Weights multiply a token's loss by a bounded ratio of a proximal policy to the sampler. They belong
-to losses whose own ratio starts at that proximal policy. A ratio against the sampler already has
-that factor, so only decoupled PPO takes weights.
+to losses whose own ratio is taken against that proximal policy. A ratio against the sampler already
+contains the weight, so only decoupled PPO takes weights.
 
-Masks take whole rollouts out of a loss. They read the ratio and do not multiply by it, so they can
+Masks take whole rollouts out of a loss. Masks read the ratio and do not multiply by it, so they can
 be put around any loss over rollouts. Dropped tokens stay in the normaliser, as in AReaL, so that
-dropping does not scale up the rest.
+dropping tokens does not scale up the others.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded).
 """
@@ -48,7 +48,7 @@ def importance_weights(
     Args:
         log_ratio: [B, T] log(proximal / sampler), nats.
         mask: [B, T] bool, trained tokens.
-        kind: which.
+        kind: one of the four kinds above.
         cap: upper bound, > 0.
 
     Returns:
@@ -94,16 +94,18 @@ class RolloutMasks:
     geometric_high: float | None = None
     """Upper bound, >= 1."""
     veto: float | None = None
-    """Smallest ratio that one token may have, 0..1; 1e-4 in the field."""
+    """Smallest ratio that a token of a kept rollout may have, 0..1; usually 1e-4."""
     opsm: float | None = None
-    """Mean log-ratio sampler over learner, nats, up to which bad rollouts are kept; >= 0."""
+    """Largest mean of log(sampler / learner) of a kept rollout if its advantage is below 0; nats,
+    >= 0.
+    """
 
     @property
     def is_off(self) -> bool:
         return self == RolloutMasks()
 
     def dropped(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Return, by reason, [B] bool: whether the mask of that name drops the rollout."""
+        """Return [B] bool by reason: whether the mask of that name drops the rollout."""
         mask = inputs.completion_mask
         log_ratio = masked_log_ratio(inputs).detach()
         mean = sequence_mean(log_ratio, mask)

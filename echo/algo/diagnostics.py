@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 WINDOW = 256
-"""Groups in each of the two samples, at most."""
+"""Largest number of groups in each of the two samples."""
 MIN_GROUPS = 8
-"""Groups in a sample below which no metric is reported."""
+"""Smallest number of groups in each sample for metrics to be reported."""
 
 
 class LengthBias:
-    """Lengths of completions that were delivered, and of those that were trained."""
+    """Lengths of delivered completions, compared with the lengths of trained completions."""
 
     def __init__(self, *, window: int = WINDOW) -> None:
         """Start without groups."""
@@ -57,12 +57,12 @@ class LengthBias:
         """Return the comparison of the two samples; empty while either has too few groups.
 
         Args:
-            oldest_open: the first group that has been granted and has not ended; None for none.
+            oldest_open: id of the first granted group that has not ended; None if all have ended.
 
         Returns:
             `lengths/{trained,sampled}/{mean,p90}` in tokens; `lengths/bias`, the difference of the
-            means as a share of the sampled one; `lengths/ks`, the largest distance between the two
-            cumulative distributions, 0 to 1.
+            two means as a share of the sampled mean; `lengths/ks`, the largest distance between the
+            two cumulative distributions, 0 to 1.
         """
         ids = [i for i in sorted(self._delivered) if oldest_open is None or i < oldest_open]
         for group_id in ids[: -self.window]:
@@ -120,7 +120,7 @@ class GroupStats:
     num_unscored: int = 0
     """Groups with fewer than two rewards; they count here and in no other sum."""
     num_mixed: int = 0
-    """Groups that several policy versions sampled."""
+    """Groups sampled by several policy versions."""
 
     @classmethod
     def of(cls, groups: Iterable[Group]) -> Self:
@@ -176,7 +176,7 @@ RATIO, MAX_RATIO, ESS, KL = "is_ratio/mean", "is_ratio/max", "ess", "mismatch_kl
 
 
 def mismatch_sums(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, Tensor]:
-    """Return the sum behind each of `mismatch_metrics` by its name, float64 scalars.
+    """Return the sums from which `mismatch_metrics` computes each metric, as float64 scalars.
 
     Args:
         learner_logprobs: [N] nats under the policy being trained; N >= 1.
@@ -216,11 +216,11 @@ def mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, 
 
 
 # --- mismatch by group ----------------------------------------------------------------------------
-# The same sums per group, from which each worker's mismatch is computed. Two more sums show what
-# the ratio cannot: the mean log-ratio, and the **surprise**, which is -log pi minus the entropy of
-# pi. Its mean is 0 for tokens sampled from pi, and positive for less likely tokens. A worker may
-# sample at a higher temperature and report the learner's own log-probabilities. It has no mismatch
-# then, but a surprise.
+# The same sums per group, from which each worker's mismatch is computed. Two more sums show faults
+# that the ratio cannot show: the mean log-ratio, and the **surprise**, which is -log pi minus the
+# entropy of pi. Its mean is 0 for tokens sampled from pi, and positive for less likely tokens. A
+# worker may sample at a higher temperature and report the learner's own log-probabilities. Then its
+# mismatch is 0, and its surprise is not.
 
 
 MAX_LOG_RATIO = 50.0

@@ -5,7 +5,7 @@ gradient does not depend on how the batch is divided. Rollouts without an advant
 exactly: they count in the normaliser alone. A loss declares further inputs in `needs`, and the
 caller provides them.
 
-The ratio that every loss here corrects by is learner over sampler. A loss applies it once.
+Every loss here corrects by the ratio of learner to sampler, and applies it once.
 `losses.DecoupledPpoLoss` alone has a weight as well, because its ratio is against a proximal policy
 between the two.
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossNeeds:
-    """Inputs that a loss asks of the caller; the default is what every loss gets."""
+    """Inputs that a loss asks of the caller, beside those that every loss gets."""
 
     every_rollout: bool = False
     """Rollouts without an advantage as well, because the loss has a gradient for them."""
@@ -59,7 +59,7 @@ class BatchScores:
     """Scores of the N trained tokens of a batch, before the gradient is computed."""
 
     log_ratios: Tensor
-    """[N] learner minus sampler, nats; data."""
+    """[N] learner minus sampler, nats; without gradient."""
     advantages: Tensor
     """[N] the advantage of each token's rollout."""
 
@@ -117,7 +117,7 @@ Loss = Callable[[LossInputs], LossOutput]
 
 
 def needs_of(loss: Loss) -> LossNeeds:
-    """Return a loss's attribute `needs`; the default if it has none."""
+    """Return a loss's attribute `needs`; the default if the loss has no such attribute."""
     needs: LossNeeds = getattr(loss, "needs", LossNeeds())
     return needs
 
@@ -126,7 +126,7 @@ def required(value: T | None, name: str, loss: object) -> T:
     """Return an optional input that this loss needs.
 
     Raises:
-        ValueError: naming the input and the loss, if the caller left it out.
+        ValueError: if the caller left it out; the text names the input and the loss.
     """
     if value is None:
         raise ValueError(f"LossInputs.{name} is missing, and {type(loss).__name__} needs it")

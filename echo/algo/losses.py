@@ -41,20 +41,21 @@ from echo.kernels.contract import MAX_LOG_RATIO, RatioClip
 #     k2 = (log r)^2 / 2      biased, never negative, small variance
 #     k3 = r - 1 - log r      unbiased, never negative; heavy-tailed where r is large
 #
-# As penalties differentiated through `logprobs` they differ: the gradient of k1 has expectation 0
-# and no effect on average, that of k2 is the gradient of KL(p || other), and that of k3 the
-# gradient of the other direction, KL(other || p).
+# As penalties differentiated through `logprobs` they differ. The gradient of k1 has expectation 0,
+# so it has no effect on average. The gradient of k2 is the gradient of KL(p || other), and the
+# gradient of k3 is the gradient of the other direction, KL(other || p).
 #
 # Source: J. Schulman, "Approximating KL Divergence" (2020). Differs from the source: log r is
 # limited in k3, so that one token cannot make a sum infinite. Limits: tokens must come from
-# `logprobs`' own policy. Where they are several versions old, multiply by the importance ratio, or
-# read the result as a distance on the tokens at hand.
+# `logprobs`' own policy. If tokens are several versions old, multiply by the importance ratio, or
+# read the result as a distance on these tokens only.
 
 
 MIN_LOG_RATIO = -20.0
 MAX_KL_LOG_RATIO = 5.0
-"""Bounds on log r in k3: e^5 caps one token at 142 nats. Unbounded, it reached 3e6 in one of the
-runs published with GEPO."""
+"""Upper bound on log r in k3, which limits k3 of one token to 142 nats. Without a bound, k3 reached
+3e6 in one of the runs published with GEPO.
+"""
 
 
 def kl_k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
@@ -140,10 +141,11 @@ def find_clips(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedTokenLoss:
-    """Common part of losses of clipped token ratios, which a kernel may compute.
+    """Base of the losses on clipped token ratios, whose clipped term a kernel may compute.
 
-    A kernel that has just computed a token's log-probability can give its clipped loss with it
-    (kernels/logprob.py): `fused_clip` says whether it may, `from_tokens` takes the result.
+    A kernel can compute a token's clipped loss together with its log-probability
+    (kernels/logprob.py): `fused_clip` is not None if this loss allows it, and `from_tokens` takes
+    the kernel's result.
     """
 
     clip_low: float | None = 0.2
@@ -169,7 +171,7 @@ class ClippedTokenLoss:
 
         Args:
             token_losses: [B, T] clipped surrogates, 0 outside the mask; they carry the gradient.
-            ratios: [B, T] learner over sampler; data.
+            ratios: [B, T] learner over sampler; without gradient.
             inputs: the micro-batch.
         """
         clips = find_clips(
@@ -249,7 +251,7 @@ class DrGrpoLoss(ClippedTokenLoss):
     """GRPO without its two biases: no division by a rollout's length or the rewards' deviation.
 
     l_t as in GRPO;  loss = sum_t l_t / (num_rollouts * L_max), with L_max the constant bound on
-    completion tokens. The advantages that belong to it are r - mean(r), not normalised.
+    completion tokens. It is used with the advantages r - mean(r), not normalised.
 
     Source: Dr. GRPO, arXiv:2503.20783, section 3.2 and appendix A (the constant normaliser).
     Differs from the paper: the ratio is taken against the sampler; clip-higher; |log r| is limited
@@ -295,8 +297,8 @@ class DecoupledPpoLoss:
 
     u_t = pi(t) / prox(t);  w_t = bounded prox(t) / mu(t), without gradient (corrections.py);
     l_t = -w_t min(u_t A, clip(u_t, 1 - low, 1 + high) A);  loss = sum_t l_t / num_tokens, where
-    num_tokens counts masked tokens as well. u is for the trust region and w for staleness; their
-    product is the ratio to the sampler.
+    num_tokens counts masked tokens as well. u serves the trust region, and w corrects for
+    staleness; without the bound on w, their product is the ratio to the sampler.
 
     proximal = "recompute": the learner's policy at the start of the step. In the first update of a
     step u is 1, so the clip never acts, and the loss is the policy gradient under bounded
@@ -305,13 +307,13 @@ class DecoupledPpoLoss:
     acts on the change of one version.
 
     Source: arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5.
-    Differs from the paper: w is bounded (the paper's is not); |log u| is limited to 20.
+    Differs from the paper: w is bounded (in the paper it is not); |log u| is limited to 20.
     Limits: token_tis has a bias towards tokens that the sampler preferred; the masking weights drop
     tokens.
     """
 
     clip_low: float | None = 0.2
-    """Range of u below 1 in which it still has a gradient, 0..1; None for no bound."""
+    """Range of u below 1 in which a token still has a gradient, 0..1; None for no bound."""
     clip_high: float | None = 0.28
     """Range above 1, >= 0; None for no bound."""
     dual_clip: float | None = None
@@ -471,7 +473,8 @@ class SapoLoss:
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch, without counts: no token is clipped."""
         advantages = inputs.advantages[:, None]
-        # Tensors of the log-probs' type: torch.where on two numbers would round them to float32.
+        # The numbers become tensors of the log-probs' type: torch.where on two plain numbers would
+        # round them to float32.
         negative, positive = (
             advantages.new_full((), tau) for tau in (self.tau_negative, self.tau_positive)
         )
@@ -490,7 +493,7 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
     move a token across. Equal values are dropped together.
 
     Args:
-        moments: [N] squared log-ratios, N >= 0; infinity for one that does not count.
+        moments: [N] squared log-ratios, N >= 0; infinity for a token that does not count.
         max_second_moment: bound on their mean, inclusive.
 
     Returns:
@@ -513,9 +516,9 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
 class M2poLoss:
     """A bound on the second moment of a batch's log-ratios, enforced by masking the worst tokens.
 
-    Of the tokens that PPO could clip (A > 0 and r > 1, or A < 0 and r < 1) the largest (log r)^2
-    are masked until the mean over the rest is at most the bound;  l_t = -r_t A for the tokens that
-    remain;  loss = sum_t l_t / num_tokens.
+    Among the tokens that PPO could clip (A > 0 and r > 1, or A < 0 and r < 1), those with the
+    largest (log r)^2 are masked until the mean over the rest is at most the bound;  l_t = -r_t A
+    for the tokens that remain;  loss = sum_t l_t / num_tokens.
 
     Source: M2PO, arXiv:2510.01161, algorithm 1 and eq. 5 (the authors' code turns the bound into a
     clip range; this follows the paper).
@@ -552,7 +555,7 @@ class M2poLoss:
 
 
 def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Return, by name, the number of trained tokens in the rollouts that a [B] clip marks."""
+    """Return the number of trained tokens in the rollouts that each [B] clip marks, by clip."""
     lengths = mask.sum(1)
     return {name: (where * lengths).sum() for name, where in clips.items()}
 
@@ -650,7 +653,8 @@ class GepoLoss:
     """The clipped surrogate on group-expectation ratios.
 
     p_i = exp(mean_t log pi(t)), q_i = exp(mean_t log mu(t));  E = sum_j q_j^2 / sum_j q_j over the
-    group, data;  w_i = p_i / E;  l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i;
+    group, without gradient;  w_i = p_i / E;
+    l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i;
     loss = sum_i l_i / num_rollouts;  KL_i = mean_t k3, learner to sampler.
 
     gate_kl > 0 is GEPO+: a rollout whose KL_i is below the gate is divided by its own q_i, as in
@@ -746,7 +750,7 @@ class ReferenceKlLoss:
     """
 
     loss: Loss
-    """The loss inside, with its masks; rollouts that these drop still have the KL term."""
+    """The loss inside, with its masks; rollouts that the masks drop still have the KL term."""
     coef: float
     """c, > 0."""
     estimator: KlEstimator = "k3"
@@ -757,7 +761,7 @@ class ReferenceKlLoss:
         return replace(needs_of(self.loss), every_rollout=True, reference_logprobs=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the sum of both, and the mean penalty of a token (`kl/reference`)."""
+        """Return the loss with the penalty, and the mean penalty of a token (`kl/reference`)."""
         reference = required(inputs.reference_logprobs, "reference_logprobs", self)
         output = self.loss(inputs)
         penalties = self._penalties(inputs, reference)
@@ -790,7 +794,7 @@ class EntropyBonusLoss:
     """
 
     loss: Loss
-    """The loss inside, with its masks; rollouts that these drop still have the bonus."""
+    """The loss inside, with its masks; rollouts that the masks drop still have the bonus."""
     coef: float
     """c, > 0."""
 
@@ -823,7 +827,7 @@ LOSSES: Mapping[str, Callable[..., Loss]] = {
     "sapo": SapoLoss,
     "dppo_tv": DppoTvLoss,
 }
-"""Every loss by its name in the field; keyword options are its fields."""
+"""Every loss by its usual name; a loss's options are its fields."""
 
 
 def make_loss(kind: str, **options: Any) -> Loss:
@@ -833,10 +837,10 @@ def make_loss(kind: str, **options: Any) -> Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomLoss:
-    """A loss that is a function of the user's, with its options."""
+    """A loss that a user's function computes, with the function's options."""
 
     kind: str
-    """Its import path."""
+    """Import path of the function."""
     function: Callable[..., LossOutput]
     options: Mapping[str, Any]
     needs: LossNeeds
@@ -845,7 +849,7 @@ class CustomLoss:
         """Return what the function returns.
 
         Raises:
-            ConfigError: if that is not a `LossOutput`.
+            ConfigError: if the result is not a `LossOutput`.
         """
         output = self.function(inputs, **self.options)
         if not isinstance(output, LossOutput):

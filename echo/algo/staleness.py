@@ -8,9 +8,9 @@ here. The bound is too high if any of them says so, and may rise only if all of 
                   and the rollouts were as old as the bound lets them be
 
 If it is too high, the bound falls by 1, or by half if a signal is beyond twice its limit. If there
-is room for more in `patience` steps in a row, it rises by 1. After a decision no other follows for
-`patience` steps, since a decision acts on rollouts that are granted later. The bound stays between
-two limits; the hard bound on staleness is kept by the buffer.
+is room for more in `patience` steps in a row, it rises by 1. For `patience` steps after a decision
+there is no other decision, since a decision acts only on rollouts that are granted later. The bound
+stays between two limits; the hard bound on staleness is kept by the buffer.
 
 Source: additive increase and multiplicative decrease, as in TCP's congestion control; the signals
 are metrics that other trainers log as well.
@@ -117,7 +117,7 @@ class StalenessController:
     def _excess(self) -> tuple[float, str]:
         """Return the worst signal as a multiple of its limit, and a text that names it."""
         settings, smoothed = self.settings, self._smoothed
-        # 0 at ess = 1: like the other two signals, 0 if sampler and learner agree.
+        # This is 0 at ess = 1: like the other two signals, it is 0 if sampler and learner agree.
         loss = 1.0 - smoothed.get("ess", 1.0)
         found = [
             (_ratio(loss, 1.0 - settings.ess_low), "ess", "below", settings.ess_low),

@@ -124,8 +124,8 @@ def update_weights(
     Args:
         weights: float32, any shape of n * BLOCK numbers, contiguous.
         gradients: of the same shape.
-        mean: of the gradients.
-        mean_square: of the squares of the gradients.
+        mean: running mean of the gradients.
+        mean_square: running mean of the squared gradients.
         update: the numbers of this update.
         backend: "triton", "torch", or "auto" for Triton on a GPU where it is installed.
     """

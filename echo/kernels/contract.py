@@ -24,12 +24,12 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioClip:
-    """Range of a token's ratio in which it has a gradient; the loss has checked the bounds."""
+    """Range of the ratio in which a token has a gradient; the loss has checked the bounds."""
 
     clip_low: float = 0.2
-    """Range below 1, 0..1."""
+    """Width of the range below 1, in 0..1."""
     clip_high: float = 0.28
-    """Range above 1, >= 0."""
+    """Width of the range above 1, >= 0."""
     dual_clip: float | None = 3.0
     """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
 
@@ -53,7 +53,7 @@ class PolicyRows:
     sampler_logprobs: Tensor
     """[N] nats under the policy that sampled."""
     advantages: Tensor
-    """[N] one per token."""
+    """[N] advantage of each token's rollout."""
     clip: RatioClip
 
 
@@ -87,15 +87,15 @@ class LiveRows:
     scale: Tensor
     """[n] inverse temperatures."""
     peak: Tensor
-    """[n] of Scores."""
+    """[n] from `Scores`."""
     total: Tensor
-    """[n] of Scores."""
+    """[n] from `Scores`."""
     grad: Tensor
     """[n] gradient of the log-probabilities."""
     grad_entropy: Tensor | None
     """[n] gradient of the entropies; None if they have none."""
     entropies: Tensor | None
-    """[n] of Scores; None only if `grad_entropy` is None."""
+    """[n] from `Scores`; None only if `grad_entropy` is None."""
 
 
 class Kernels(Protocol):

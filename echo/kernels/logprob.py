@@ -11,7 +11,7 @@ Numerics, against the defects found elsewhere:
 - No phantom column counts as a logit of 0 where the vocabulary is not a multiple of a tile.
 - Each row of the weight's gradient is written once, from one float32 sum.
 - Rows whose gradient is zero (clipped tokens) are dropped before the backward, which is exact. On a
-  GPU the host would have to wait for their number, so there they stay.
+  GPU they are kept, since the host would have to wait for their number.
 
 The host never waits for a GPU here: an id outside of the vocabulary raises a `ValueError` on a CPU,
 and on a GPU stops the process with a device-side assertion.
@@ -191,20 +191,20 @@ def linear_policy_loss(
 ) -> TokenLosses:
     """Return each token's clipped policy loss, with its log-probability, ratio and entropy.
 
-    The numbers equal those of the loss above applied to `linear_logprob`; the kernel computes
-    ratio, clip and coefficient with the log-probability. The loss of a batch is the sum of `losses`
-    over its trained tokens, divided by their number.
+    The result equals the policy loss above, computed from `linear_logprob`'s log-probabilities;
+    here one kernel computes ratio, clip and coefficient with the log-probability. The loss of a
+    batch is the sum of `losses` over its trained tokens, divided by their number.
 
     Args:
         hidden: as for `linear_logprob`.
-        weight: same.
-        ids: same.
+        weight: as for `linear_logprob`.
+        ids: as for `linear_logprob`.
         sampler_logprobs: [N] nats under the policy that sampled; a constant.
         advantages: [N] the advantage of the token's rollout; a constant.
-        inv_temperature: same.
+        inv_temperature: as for `linear_logprob`.
         clip: the bounds of the ratio.
-        vocab_chunk: same.
-        backend: same.
+        vocab_chunk: as for `linear_logprob`.
+        backend: as for `linear_logprob`.
 
     Raises:
         ValueError: as `linear_logprob`.
@@ -235,7 +235,7 @@ _Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """The operation for autograd."""
+    """The operation for autograd: forward and backward pass."""
 
     @staticmethod
     def forward(
@@ -323,7 +323,7 @@ class _LinearLogprob(torch.autograd.Function):
 def _live_rows(grad: Tensor, grad_entropy: Tensor | None) -> Tensor | None:
     """Return the indices of the rows that have a gradient; None to compute all rows.
 
-    All rows are computed as well where the host would have to wait for a device to know them: a row
+    The result is also None where the host would have to wait for a device to find these rows: a row
     without a gradient adds exactly 0.
     """
     if host_waits(grad):
@@ -352,7 +352,7 @@ def _check(
 
 
 def _row_scale(hidden: Tensor, inv_temperature: float | Tensor) -> Tensor:
-    """[N] inverse temperatures in the dtype of the statistics: float32, or float64 for float64."""
+    """Return [N] inverse temperatures in the dtype of the statistics, float32 or float64."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     if not isinstance(inv_temperature, Tensor):
         if not 0.0 < inv_temperature < float("inf"):

@@ -97,7 +97,7 @@ def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
 
 
 def _scaled_logits(states: Tensor, chunk: Tensor, scale: Tensor) -> Tensor:
-    """[N, columns] logits over temperature, in the dtype of the statistics."""
+    """Return [N, columns] logits over temperature, in the dtype of the statistics."""
     return (states @ chunk.to(states.dtype).T).mul_(scale[:, None])
 
 
@@ -119,7 +119,7 @@ def _logit_gradient(logits: Tensor, rows: LiveRows) -> Tensor:
 
 
 def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """[N] the logit of each row's column, 0 where the column is in another chunk."""
+    """Return [N] logits, one at each row's column; 0 where the column is in another chunk."""
     is_inside = (columns >= 0) & (columns < logits.shape[1])
     picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
     return torch.where(is_inside, picked, 0.0)

@@ -105,7 +105,7 @@ def launch_update(
         gradients: of the same shape.
         mean: codes and scales.
         mean_square: codes and scales.
-        tables: values of the codes of the two, float32 [256].
+        tables: code values of `mean` and of `mean_square`, float32 [256] each.
         numbers: the kernel's arguments from `learning_rate` to `min_scale`, in order.
         block: numbers that share a scale, a power of two.
     """

@@ -76,12 +76,12 @@ _TALL = LaunchConfig(256, 128, 64, num_warps=8, num_stages=4)
 
 HOPPER: dict[tuple[int, int], dict[KernelName, LaunchConfig]] = {
     (3, 6): {"scores": _WIDE, "grad_logits": _WIDE},
-    # From this version on the statistics of the wide tile spill (25 stores); the tall tile's do
-    # not.
+    # From this version on the statistics of the wide tile spill (25 stores); those of the tall tile
+    # do not.
     (3, 9): {"scores": _TALL, "grad_logits": _WIDE},
 }
-"""Configurations by version of Triton and kernel; a version uses the newest entry up to it. An
-entry is for scores with entropy and without.
+"""Configurations by version of Triton, and by kernel. A version without an entry uses the entry of
+the next older version. Each entry holds for scores with and without entropy.
 """
 
 PORTABLE = LaunchConfig(128, 64, 32, num_warps=8, num_stages=3)
@@ -141,7 +141,7 @@ def _logits_tile(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, COLUMNS] float32 of states @ weight.T, from `row` and `column` on."""
+    """Return the [ROWS, COLUMNS] float32 tile of states @ weight.T at `row` and `column`."""
     logits = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in range(0, WIDTH, DEPTH):
         states = states_desc.load([row, k])
@@ -161,7 +161,7 @@ def scores_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Statistics [num_splits, num_rows] of one row tile x one split, and the targets' logits."""
+    """Store the statistics [num_splits, num_rows] of one row tile and split, and target logits."""
     row_tile, split = _grouped_tile(tl.program_id(0), tl.cdiv(num_rows, ROWS), num_splits, GROUP)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
@@ -272,7 +272,7 @@ def grad_logits_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of a chunk's logits; `_row_factors` gives the equation.
+    """Store the gradient of one tile of a chunk's logits; `_row_factors` gives the equation.
 
     Ids count from the chunk's first column. Columns outside of the chunk are computed and not
     stored: the descriptor of the output ends with the chunk.
@@ -314,7 +314,7 @@ def _on_its_device(launch: _Launcher) -> _Launcher:
     @wraps(launch)
     def launch_there(first: Tensor | LiveRows, *rest: Any, **options: Any) -> Any:
         tensor = first if isinstance(first, Tensor) else first.states
-        # No effect for a tensor on the CPU.
+        # This has no effect for a tensor on the CPU.
         with torch.cuda.device_of(tensor):
             return launch(first, *rest, **options)
 
@@ -410,7 +410,8 @@ def _row_factors(rows: LiveRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     """Return rate, peak, base, slope and hit, the factors of a row in the gradient of its logits.
 
     With x = logit * rate - peak and e = 2^x the probability is e / total, and the gradient
-    hit * 1[column = id] - e * (base + slope * x)  is the sum of both outputs' (torch_kernels.py).
+    hit * 1[column = id] - e * (base + slope * x) is the sum of the gradients of both outputs
+    (torch_kernels.py).
     """
     hit = rows.grad * rows.scale
     rate = rows.scale * _LOG2E.value

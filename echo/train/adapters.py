@@ -1,11 +1,11 @@
 """Adapters by name on one base in memory; the model holds one adapter at a time.
 
-The model has place for one adapter. Of each other adapter, weights, moments, settings, counts, and
-a gradient that waits for its update are set aside. `use` exchanges them, so no other part of a
-trainer needs to know that there are several. All adapters have one shape, and share the trainer's
-loss, temperature, advantages and reference.
+The model has place for one adapter. The weights, moments, settings and counts of every other
+adapter are set aside, with its gradient if that has not been applied yet. `use` puts another
+adapter into the model, so no other part of a trainer needs to know that there are several. All
+adapters have one shape, and share the trainer's loss, temperature, advantages and reference.
 
-A trainer of all weights has no adapters, and one `progress`.
+A trainer that trains all weights has no adapters, and a single `progress`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Adapters:
             policy: the model.
             weights: its trained weights.
             name: name of the adapter in the model; None if all weights are trained.
-            settings: of its updates.
+            settings: settings of the updates in a step.
 
         Raises:
-            EngineError: if there is no memory for moments.
+            EngineError: if the memory is too small for the moments.
         """
         self._policy = policy
         self._weights = weights
@@ -84,14 +84,15 @@ class Adapters:
         """Add an adapter of the same shape on the same base; the one in use stays in use.
 
         Args:
-            name: of letters, digits, "_", "-" and "."; its state has a directory of this name.
-            optimizer: its settings in a step.
+            name: letters, digits, "_", "-" and "."; the adapter's state is saved in a directory of
+                this name.
+            optimizer: settings of the adapter's updates in a step.
             tensors: whole tensors to start from; None for an adapter that changes nothing yet.
 
         Raises:
             ConfigError: if there is an adapter of this name already, or all weights are trained.
-            DataError: if the tensors are those of an adapter of another shape.
-            EngineError: if there is no memory for its moments.
+            DataError: if the tensors belong to an adapter of another shape.
+            EngineError: if the memory is too small for its moments.
         """
         if self.in_use is None:
             raise _no_adapters(name)
@@ -129,7 +130,7 @@ class Adapters:
     def use(self, name: str) -> None:
         """Put an adapter into the model; the one in use is set aside.
 
-        A gradient that waits for its update waits until its adapter is in use again.
+        A gradient that has not been applied yet is kept until its adapter is in use again.
 
         Raises:
             ConfigError: if there is no adapter of this name.
@@ -153,7 +154,7 @@ class Adapters:
         """Refuse to update an adapter without a gradient while another adapter has one.
 
         Raises:
-            ConfigError: naming the adapters that have one.
+            ConfigError: if only other adapters have a gradient; the text names these adapters.
         """
         waiting = sorted(name for name, (aside, _) in self._others.items() if aside.gradients)
         if waiting and not self._weights.has_gradient:
@@ -175,7 +176,7 @@ class Adapters:
 
 
 def _no_adapters(name: str) -> ConfigError:
-    """Return the error for an adapter of a trainer that trains all weights."""
+    """Return the error for naming an adapter to a trainer that trains all weights."""
     return ConfigError(
         f"adapter {name!r}: this trainer trains all weights; one whose ModelSource has a lora "
         "trains adapters"

@@ -1,16 +1,17 @@
 """Attribution of the sampler-learner mismatch, by re-scoring rollouts.
 
-For each trained token, with pi the learner now, v the version that sampled it, and what the worker
-recorded as mu (nats):
+The log-ratio of each trained token is split into four parts, in nats. Here pi is the learner now, v
+the version that sampled the token, and mu the probability that the worker recorded:
 
-    staleness     log pi'(t) - log v(t)          pi' is pi as it would be published: rounded
+    staleness     log pi'(t) - log v(t)          pi' is pi, rounded as for publication
     truncation    log v(t) - log v_cut(t)        v_cut is v after top_k and top_p; never above 0
-    numerics      log v_cut(t) - log mu(t)       what the worker's engine computes otherwise,
-                  + log pi(t) - log pi'(t)       and what publishing rounds off
+    numerics      log v_cut(t) - log mu(t)       the worker's engine computes differently,
+                  + log pi(t) - log pi'(t)       and publishing rounds the weights
     tokenisation  0                              token ids travel, text is never encoded again
 
-They add up to log pi - log mu. The last is 0 by construction. `retokenised` is the share of
-rollouts whose text would encode to other ids, which a system that sends text would have to add.
+The four parts add up to log pi - log mu. Tokenisation is 0 by construction. `retokenised` is the
+share of rollouts whose text encodes to other ids: a system that sends text would have this mismatch
+as well.
 
 Tokens of versions that are no longer on disk are left out and counted.
 """
@@ -43,7 +44,7 @@ from echo.weights.manifest import Manifest
 # --- variance by cause ----------------------------------------------------------------------------
 # The log-ratio of a token, log pi(learner) - log mu(sampler), is a sum of parts, one per cause.
 # Each part is the difference of two scores that differ in that cause alone. The variance of a sum
-# is the sum of each part's covariance with it, so
+# is the sum of the parts' covariances with the sum, so
 #
 #     share_k = cov(part_k, sum) / var(sum),   and the shares add up to 1, exactly.
 # A share may be negative, if its part reduces the variance, or above 1.
@@ -84,7 +85,7 @@ class RoundTrip:
     """A tokenizer that finds token ids which decoding and encoding would change."""
 
     def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
-        """Load the tokenizer of a model directory; its template may be replaced."""
+        """Load the tokenizer of a model directory; `chat_template` replaces its own template."""
         self._tokenizer = tokenization.load_tokenizer(model_dir, chat_template=chat_template)
         self.stop_ids = tokenization.stop_ids(self._tokenizer, model_dir)
 
@@ -108,8 +109,8 @@ class MismatchProbe:
         Args:
             versions: the versions on disk.
             text: finds completions whose text encodes to other ids.
-            num_rollouts: sampled for each measurement.
-            seed: of the choice of rollouts.
+            num_rollouts: number of rollouts to score in each measurement.
+            seed: seed for the choice of rollouts.
         """
         self._versions = versions
         self._text = text
@@ -120,11 +121,11 @@ class MismatchProbe:
         """Return the variance of the log-ratio over a small sample, and each cause's share.
 
         Args:
-            groups: of the next step.
-            trainer: the learner's, before that step, with a rescorer.
+            groups: the groups that the next step trains on.
+            trainer: the learner's trainer before that step; it has a rescorer.
 
         Raises:
-            StepError: if the memory does not hold one of the rollouts.
+            StepError: if one rollout is too large for the memory.
         """
         chosen = self._choose(groups)
         tokens = sum(int(group.rollouts[0].completion_mask.sum()) for group in chosen)
@@ -177,7 +178,7 @@ class MismatchProbe:
         return {f"attribution/{name}": value for name, value in metrics.items()}
 
     def _choose(self, groups: Sequence[Group]) -> list[Group]:
-        """Return groups of one rollout each, drawn from those with a trained token."""
+        """Draw rollouts that have a trained token; return each as a group of its own."""
         rollouts = [
             replace(group, rollouts=(rollout,))
             for group in groups
@@ -188,34 +189,34 @@ class MismatchProbe:
 
 
 def _columns(scores: list[list[npt.NDArray[np.float32]]]) -> tuple[list[Floats], list[Floats]]:
-    """Return log-probabilities and the log of the kept mass, of each group's one rollout."""
+    """Return the log-probabilities, and the logs of the kept mass, of each group's only rollout."""
     pairs = [rollouts[0].astype(np.float64) for rollouts in scores]
     return [pair[:, 0] for pair in pairs], [pair[:, 1] for pair in pairs]
 
 
 # --- version retention ----------------------------------------------------------------------------
 # One safetensors file per version, written while the version is published and renamed into place.
-# The bytes are bounded: the oldest version is deleted first. A version that is not on disk is no
-# error; its tokens are left out.
+# The total size is bounded: the oldest version is deleted first. A version that is not on disk is
+# no error; its tokens are left out.
 
 
 _NAME = re.compile(r"v(\d+)_(\d+)\.safetensors")
 
 
 HEADER_BYTES = 256
-"""Bound on the bytes of a file's head, for the file itself and for each tensor."""
+"""Upper bound on the bytes of a file's header: once for the file, and once for each tensor."""
 
 
 class VersionRetention:
-    """Versions on disk."""
+    """Published versions on disk; the oldest ones are deleted above a bound."""
 
     def __init__(self, directory: Path, *, max_bytes: int, max_versions: int) -> None:
         """Find the versions that an earlier process has kept.
 
         Args:
             directory: made if it is missing.
-            max_bytes: bound on all files together.
-            max_versions: bound on their number; no group has tokens of older versions.
+            max_bytes: largest total size of the files.
+            max_versions: largest number of files; no group has tokens of older versions.
 
         Raises:
             StorageError: if the directory cannot be made.
@@ -295,10 +296,10 @@ class VersionRetention:
 
 
 MAX_KEPT_BYTES = 4 << 30
-"""Bound on the versions on the learner's disk; of a larger model, fewer past versions are kept."""
+"""Largest total size of the versions on the learner's disk; fewer versions of a large model fit."""
 NUM_ROLLOUTS = 8
-"""Rollouts of a batch that are scored: thousands of tokens for a variance, at a fraction of the
-cost of a step.
+"""Number of rollouts scored in a measurement. They have thousands of tokens to compute a variance
+from, and scoring them costs a fraction of a step.
 """
 
 
@@ -316,9 +317,9 @@ class Attribution:
         """Join the parts, which all run in the trainer's thread.
 
         Args:
-            trainer: the learner's.
-            probe: scores versions.
-            retention: keeps them.
+            trainer: the learner's trainer.
+            probe: makes the measurement.
+            retention: keeps published versions on disk.
             interval_steps: steps between measurements, at least 1.
         """
         self._trainer = trainer
@@ -328,7 +329,7 @@ class Attribution:
         self._not_kept: list[str] = []
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Train on a batch, after a measurement if one is due; a failed one becomes a notice."""
+        """Train on a batch; measure before it if due. A failed measurement gives a notice."""
         trainer = self._trainer
         measured: dict[str, float] = {}
         notices, self._not_kept = self._not_kept, []
@@ -345,7 +346,7 @@ class Attribution:
         )
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> None:
-        """Write a published version, to score by it later; a failure becomes a notice."""
+        """Write a published version to disk for later measurements; a failure gives a notice."""
         try:
             self._retention.keep(manifest, image)
         except StorageError as error:
@@ -369,8 +370,8 @@ def make_attribution(
     retention = VersionRetention(
         versions_dir,
         max_bytes=MAX_KEPT_BYTES,
-        # One more than may be trained on: the newest is published before the oldest has been
-        # trained.
+        # One version more than groups may have tokens of: the newest version is published before
+        # the oldest tokens have been trained on.
         max_versions=max_staleness + 2,
     )
     probe = MismatchProbe(retention, text, num_rollouts=NUM_ROLLOUTS, seed=seed)

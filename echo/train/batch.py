@@ -12,8 +12,8 @@ before it accepts a group, so that a step trains on every group that it gets:
     lost_member     a rollout without a trained token, if the loss needs complete groups
     zero_variance   no trained token has an advantage, and the loss has no other gradient
 
-If a step gets such a group, it raises an error that names the group for the first five reasons,
-which would spoil the weights. A group that this loss cannot use is left out and counted under
+A group with one of the first five reasons would damage the weights: a step that gets it raises an
+error that names the group. A group that this loss cannot use is left out and counted under
 `dropped/<reason>`, as a share of the batch's trained tokens. A group of zero variance counts in the
 normaliser alone, and a group without a trained token counts nowhere.
 
@@ -49,10 +49,10 @@ class AdvantageSettings:
     leave_one_out: bool = False
     """Whether a rollout's own reward is left out of its baseline."""
     max_completion_tokens: int = 0
-    """Largest number of completion tokens, where the penalty below is 1; 0 without a penalty."""
+    """Largest number of completion tokens, at which the length penalty is 1; 0 for no penalty."""
     overlong_buffer_tokens: int = 0
-    """Tokens before that limit over which a completion's reward falls by up to 1; 0 for no
-    penalty.
+    """Number of tokens before `max_completion_tokens` over which the penalty rises from 0 to 1; 0
+    for no penalty.
     """
     overlong_filter: bool = False
     """Whether completions cut off at the limit are not trained; their rewards count in the
@@ -61,7 +61,7 @@ class AdvantageSettings:
     keep_zero_variance: bool = False
     """Whether groups without any advantage count towards a step."""
     max_abs_reward: float = 1e6
-    """Largest absolute reward."""
+    """Largest absolute reward that a step accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +91,15 @@ def prepare_batch(
 
     Args:
         groups: at least one.
-        settings: of the advantages.
-        needs: of the loss.
-        vocab_size: of the model.
+        settings: how rewards become advantages.
+        needs: needs of the loss.
+        vocab_size: number of token ids of the model.
 
     Raises:
         DataError: if a group cannot be trained on; the text names it.
     """
     for group in groups:
-        # Such a group would spoil the weights, or end the process inside a GPU kernel.
+        # Such a group would damage the weights, or end the process inside a GPU kernel.
         if (damage := _find_damage(group, vocab_size, settings.max_abs_reward)) is not None:
             where = f"group {group.group_id} (attempt {group.attempt}, worker {group.worker_id})"
             raise DataError(f"{where}{damage[1]}")
@@ -123,13 +123,13 @@ def prepare_batch(
 def find_refusal(
     group: Group, *, settings: AdvantageSettings, needs: LossNeeds, vocab_size: int
 ) -> str | None:
-    """Return why a group should not count towards a step, a reason of the list above, or None.
+    """Return the reason why a group should not count towards a step (see above), or None.
 
     Args:
-        group: as the worker delivered it.
-        settings: of the advantages.
-        needs: of the loss.
-        vocab_size: of the model.
+        group: the group as the worker delivered it.
+        settings: how rewards become advantages.
+        needs: needs of the loss.
+        vocab_size: number of token ids of the model.
     """
     damage = _find_damage(group, vocab_size, settings.max_abs_reward)
     if damage is not None:
@@ -163,7 +163,8 @@ def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[
         return "reward_too_large", (
             f": rewards lie beyond task.max_reward = {max_abs_reward:g}: {group.rewards}"
         )
-    # All rollouts at once: one by one, many short rollouts would take a tenth of a step.
+    # All rollouts are checked in one call: checked one by one, many short rollouts would take a
+    # tenth of a step.
     rollouts = group.rollouts
     logprobs = np.concatenate([rollout.sampler_logprobs for rollout in rollouts])
     mask = np.concatenate([rollout.completion_mask for rollout in rollouts])

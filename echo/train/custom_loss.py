@@ -4,7 +4,7 @@ A custom loss is a function of `LossInputs` and keyword options that returns a `
 
     def my_loss(inputs: LossInputs, *, strength: float = 1.0) -> LossOutput: ...
 
-It gets whole rollouts. It declares further needs as an attribute: `my_loss.needs =
+The function gets whole rollouts. It declares further needs as an attribute: `my_loss.needs =
 LossNeeds(whole_groups=True)` (algo/loss.py). It has to divide by the counts of the whole batch in
 `inputs`, or its gradient depends on how the batch is divided into micro-batches.
 """
@@ -29,7 +29,7 @@ def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
     Args:
         kind: a name of `LOSSES`, or "package.module:function". Modules are also searched for in the
             current directory.
-        options: its fields, or the keyword arguments of the function.
+        options: the fields of the named loss, or the keyword arguments of the function.
 
     Raises:
         ConfigError: if there is no such function or it does not take these options.

@@ -1,7 +1,8 @@
-"""Findings of forward and backward passes, and the metrics that a step makes of them.
+"""Findings of forward and backward passes, and a step's metrics, which are computed from them.
 
 A finding is a sum over the N tokens that went through the loss, under the name of the metric that
-it becomes. Two are no such sums: the loss itself, and the largest ratio, which is a maximum.
+it becomes. Two findings are not sums over tokens: the loss itself, and the largest ratio, which is
+a maximum.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ Sums = dict[str, float]
 def gather_findings(
     parts: Sequence[Mapping[str, Tensor]], by_group: Sequence[Tensor], ranks: Ranks
 ) -> tuple[Sums, list[list[float]]]:
-    """Return the findings of all parts of a batch on all ranks, joined: sums, and sums by group.
+    """Return the findings joined over all micro-batches and ranks: sums, and sums by group.
 
-    It waits for the device once.
+    The host waits for the device once.
 
     Args:
-        parts: of this rank, for each micro-batch, scalars on the device by name.
-        by_group: likewise, float64 [G, K] sums of G groups.
-        ranks: which call this together.
+        parts: for each micro-batch of this rank, scalars on the device by name.
+        by_group: for each micro-batch of this rank, float64 [G, K] sums of G groups.
+        ranks: the ranks that call this together.
 
     Returns:
         The sums by name, and G rows of K sums; [] if no rank has parts.
@@ -60,7 +61,7 @@ def pass_metrics(passes: Sequence[Sums]) -> dict[str, float]:
     """Return the metrics of a step: loss, ratios, entropy, clips.
 
     Args:
-        passes: the findings of each update; the loss of the step is the mean of theirs.
+        passes: the findings of each update; the step's loss is the mean of the updates' losses.
     """
     sums = _joined(pair for each in passes for pair in each.items())
     num_tokens, loss = sums.pop(NUM_TOKENS), sums.pop(LOSS)

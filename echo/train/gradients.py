@@ -58,7 +58,7 @@ class _Scored:
 
     @property
     def no_loss(self) -> Tensor:
-        """0, with a gradient of 0: for a backward pass that only other ranks need."""
+        """Return a loss of 0 with a gradient of 0, for a pass that only other ranks need."""
         return 0.0 * (self.logprobs if self.tokens is None else self.tokens.losses).sum()
 
 
@@ -76,7 +76,7 @@ class _RankFindings:
     """Whether the loss has raised."""
 
     def gather(self, group_ids: Sequence[int], ranks: Ranks) -> BatchFindings:
-        """Return the findings of all ranks as one; each rank calls this, and waits once."""
+        """Return the joined findings of all ranks; all ranks call this, and each waits once."""
         sums, table = gather_findings(self.sums, self.by_group, ranks)
         by_group = {
             group_id: Mismatch(*row) for group_id, row in zip(group_ids, table, strict=False)
@@ -90,12 +90,12 @@ class Gradients:
     def __init__(
         self, models: Models, scores: TokenScores, speed: Speedometer, *, inv_temperature: float
     ) -> None:
-        """Take the parts.
+        """Take the models, and the parts that score and count for the gradient.
 
         Args:
             models: the policy, whose parameters get the gradient, and the reference.
-            scores: of the reference, and of whole batches.
-            speed: counts what goes through the policy.
+            scores: scores micro-batches by the reference, and whole batches by the policy.
+            speed: counts the micro-batches that go through the policy.
             inv_temperature: 1 / sampling temperature.
         """
         self._models = models
@@ -104,16 +104,16 @@ class Gradients:
         self._inv_temperature = inv_temperature
 
     def add(self, batch: StepBatch, loss: Loss, *, step_count: int) -> BatchFindings:
-        """Add the gradient of a batch to that on the parameters.
+        """Add the gradient of a batch to the gradient that the parameters have.
 
         Args:
             batch: the rows, and the counts that the loss divides by.
-            loss: any.
-            step_count: of the weights, for the staleness of tokens.
+            loss: the loss to differentiate.
+            step_count: the step of the present weights, for the staleness of tokens.
 
         Raises:
-            MemoryShortageError: if the memory of a process alone was too small; the gradient on the
-                parameters is then incomplete, as after any other error.
+            MemoryShortageError: if this process trains alone, and its memory was too small; the
+                gradient on the parameters is then incomplete, as after any other error.
             StepError: on all ranks, if the loss raised on any.
         """
         if not batch.samples:
@@ -139,8 +139,8 @@ class Gradients:
     ) -> StepError | None:
         """Put a micro-batch forward and backward through the policy; see `MakeRound`.
 
-        After the loss has failed on a micro-batch of this rank, its later ones go through the model
-        without a loss, since the other ranks wait for them.
+        After the loss has failed on a micro-batch of this rank, the rank's later micro-batches go
+        through the model without a loss, since the other ranks wait for them.
         """
         failure: StepError | None = None
         objective: Tensor | None = None
@@ -183,7 +183,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _BatchInputs:
-    """A loss, and those of its inputs that are equal for all micro-batches of a batch."""
+    """A loss, and the inputs that are equal for all micro-batches of a batch."""
 
     batch: StepBatch
     loss: Loss

@@ -62,7 +62,9 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
     """Bound on the norm of the whole gradient; infinity for no clipping."""
     minibatches_per_step: int = 1
-    """Updates in a step, each with its share of the groups; a call of `optim_step` is one."""
+    """Updates in a step, each with its share of the groups; each call of `optim_step` is one
+    update.
+    """
 
     def __post_init__(self) -> None:
         if self.lr_schedule != "constant" and self.num_steps < 1:
@@ -109,7 +111,7 @@ class AdamW:
     def step(
         self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
     ) -> None:
-        """Change the weights by their gradients; those without one stay as they are."""
+        """Update every weight that has a gradient; leave the others unchanged."""
         self._has_begun = True
         held = self._with_gradient()
         _update(
@@ -134,10 +136,12 @@ class AdamW:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what the `tensors` of any kind of optimizer were; none: before a step.
+        """Continue from the state that `tensors` of any kind of optimizer has returned.
+
+        No tensors at all are the state before the first step.
 
         Raises:
-            DataError: if one fits no parameter; the state is undefined then.
+            DataError: if a tensor fits no parameter; the state is undefined then.
         """
         own = self._tensors()
         for value in own.values():
@@ -255,7 +259,7 @@ class EightBitAdamW(AdamW):
     def step(
         self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
     ) -> None:
-        """Change the weights by their gradients; those without one stay as they are."""
+        """Update every weight that has a gradient; leave the others unchanged."""
         self._has_begun = True
         options: dict[str, Any] = {
             "learning_rate": learning_rate, "betas": betas, "weight_decay": weight_decay,
@@ -282,10 +286,12 @@ class EightBitAdamW(AdamW):
             update_weights(held[name].detach(), by_name[name], mean, square, updates[step])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what the `tensors` of any kind of optimizer were; none: before a step.
+        """Continue from the state that `tensors` of any kind of optimizer has returned.
+
+        No tensors at all are the state before the first step.
 
         Raises:
-            DataError: if one fits no parameter; the state is undefined then.
+            DataError: if a tensor fits no parameter; the state is undefined then.
         """
         super().load(tensors)
         self._num_updates = {name: int(parts[STEP]) for name, parts in self._moments.items()}
@@ -296,7 +302,7 @@ def _coded(moment: str, codes: Tensor, scales: Tensor) -> CodedMoment:
 
 
 def _converted(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state whose moments have the form that they have in `own`, 8 bits or float32."""
+    """Return the state with its moments in the form that `own` has: 8 bits or float32."""
     found = {}
     for key, value in tensors.items():
         plain = key.removesuffix(CODES).removesuffix(SCALES)

@@ -4,8 +4,8 @@ Several ranks make a pass together (ranks/sharding.py). Every call to a model wi
 by all of them, equally often and in the same order, even by a rank whose own micro-batch has failed
 or has no row. A rank that runs out of memory within a pass ends the job.
 
-A process alone that runs out of memory makes the pass again in smaller micro-batches. If one
-rollout alone is too large, the batch is refused.
+A process that trains alone and runs out of memory repeats the pass in smaller micro-batches. If a
+single rollout is too large, the batch is refused.
 
 An error in a computation on a batch is that batch's fault and becomes a `StepError`, unless it is
 one of `FATAL_ERRORS`. Nothing has changed before it is raised, so the run can go on.
@@ -39,7 +39,7 @@ FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.Accelera
 
 @contextmanager
 def as_step_errors() -> Iterator[None]:
-    """Turn what a computation on a batch raises into a `StepError`, unless it is fatal."""
+    """Turn errors of a computation on a batch into a `StepError`, unless they are fatal."""
     try:
         yield
     except StepError:
@@ -62,14 +62,14 @@ def make_rounds(
     """Make the rounds of one pass, on all ranks together.
 
     Args:
-        micro_batches: of this rank, on the CPU, each with the indices of its rows.
+        micro_batches: this rank's micro-batches on the CPU, each with the indices of its rows.
         make_round: makes one round.
-        compute: has the device and the ranks.
+        compute: the device and the ranks.
 
     Raises:
-        MemoryShortageError: if the memory of a process alone was too small.
+        MemoryShortageError: if this process trains alone, and its memory was too small.
         StepError: on all ranks, if `make_round` returned one on any.
-        torch.OutOfMemoryError: if the memory of one of several ranks was too small.
+        torch.OutOfMemoryError: if there are several ranks, and this rank's memory was too small.
     """
     ranks, failure = compute.ranks, None
     for indices, micro in micro_batches:
@@ -90,10 +90,10 @@ def make_rounds(
 
 
 class Passes:
-    """Makes passes, and makes one again in smaller micro-batches if the memory was too small."""
+    """Makes passes, and repeats a pass in smaller micro-batches if the memory was too small."""
 
     def __init__(self, models: Models, speed: Speedometer) -> None:
-        """Take the models, and the measurement of their speed, whose limit of tokens may fall."""
+        """Take the models and the speedometer, which both get a smaller limit of tokens."""
         self._models = models
         self._speed = speed
         self._notices: list[str] = []
@@ -106,19 +106,19 @@ class Passes:
         step: int,
         can_begin_again: bool = True,
     ) -> T:
-        """Make a pass, again in smaller micro-batches for as long as the memory is too small.
+        """Make a pass; repeat it in smaller micro-batches as long as the memory is too small.
 
         Args:
             rows: the rows of the pass.
             make_pass: makes the pass once.
             step: number of the step under way, from 1, for the notice to the operator.
-            can_begin_again: whether nothing is lost if the pass is made again.
+            can_begin_again: whether the pass can be repeated without a loss.
 
         Returns:
             The result of `make_pass`.
 
         Raises:
-            StepError: if the pass cannot be made, or not again.
+            StepError: if the pass fails, or cannot be repeated.
         """
         # An error on one of several ranks is not the batch's fault, and ends the job.
         guard = as_step_errors if self._models.compute.ranks.is_alone else nullcontext
@@ -141,7 +141,7 @@ class Passes:
     def _take_smaller_micro_batches(
         self, rows: Sequence[TrainingRow], shortage: MemoryShortageError, *, step: int
     ) -> None:
-        """Set the limit to half of the micro-batch that the memory did not hold, and note it.
+        """Set the limit to half of the micro-batch that was too large, and add a notice.
 
         Raises:
             StepError: if that micro-batch cannot be divided.

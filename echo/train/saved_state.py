@@ -4,9 +4,9 @@
     optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/step", ... (optimizer.py)
     trainer.json            counters, and the state of torch's random generators as hex
 
-Several ranks write the tensors of the first two under the same names into other files
-(ranks/sharded_state.py), and rank 0 writes the third. Any number of ranks can continue from either
-form.
+Several ranks write the tensors of the first two files into sharded files instead, under the same
+names (ranks/sharded_state.py); rank 0 writes the third. Any number of ranks can continue from
+either form.
 
 If there are several adapters, each has a directory of its name with these files, from which a
 trainer of one adapter can continue as well.
@@ -50,12 +50,12 @@ def save(
     """Write the state of a trainer and of torch's random generators.
 
     Args:
-        directory: exists.
-        weights: by name, sharded if there are several ranks.
-        moments: as `AdamW.tensors` names them, sharded if there are several ranks.
-        counters: by name.
+        directory: an existing directory.
+        weights: weights by name, sharded if there are several ranks.
+        moments: moments, named as by `AdamW.tensors`; sharded if there are several ranks.
+        counters: counters by name.
         device: that the trainer computes on.
-        ranks: those that call this together.
+        ranks: the ranks that call this together.
 
     Raises:
         StorageError: if a file cannot be written.
@@ -91,7 +91,7 @@ def load(
     Args:
         directory: written by any number of ranks.
         device: that the trainer computes on.
-        own: this rank's sharded weights, to get a state sharded in the same way; None for a whole
+        own: this rank's sharded weights, to get a state that is sharded like them; None for a whole
             state.
 
     Raises:

@@ -1,4 +1,4 @@
-"""TokenScores of tokens by a pass without a gradient.
+"""Scores of tokens by a pass without a gradient.
 
     of_rows       the policy's log-probability of every completion token
     of_batch      log-ratio and advantage of every trained token, for a loss that needs them all
@@ -31,7 +31,7 @@ RowScores = list[npt.NDArray[np.float32]]
 
 
 class TokenScores:
-    """TokenScores tokens by the policy and by the models beside it."""
+    """Scores tokens by the policy and by the models beside it."""
 
     def __init__(self, models: Models, *, inv_temperature: float) -> None:
         """Take the models.
@@ -47,7 +47,7 @@ class TokenScores:
         """Return the policy's [T] log-probabilities of each row, masked tokens included.
 
         Raises:
-            MemoryShortageError: if the memory of a process alone was too small.
+            MemoryShortageError: if this process trains alone, and its memory was too small.
         """
         return _score_rows(rows, self._models.policy, self._policy_logprobs)
 
@@ -58,7 +58,7 @@ class TokenScores:
             Log-probability of each token, and the log of the mass that top_k and top_p leave.
 
         Raises:
-            MemoryShortageError: if the memory of a process alone was too small.
+            MemoryShortageError: if this process trains alone, and its memory was too small.
         """
         rescorer = self._models.rescorer
         assert rescorer is not None, "it is a model of its own, which the trainer was not given"
@@ -66,7 +66,7 @@ class TokenScores:
 
     @torch.no_grad()
     def of_reference(self, micro: MicroBatch) -> Tensor | None:
-        """Return the reference's [B, T] log-probabilities, 0 where masked; None without one."""
+        """Return [B, T] log-probabilities by the reference, 0 where masked; None without one."""
         if self._models.reference is None:
             return None
         logprobs, _ = self._models.reference.logprobs(
@@ -80,10 +80,10 @@ class TokenScores:
 
         Args:
             rows: the rows of the batch.
-            needs: of the loss, which say whether groups stay whole.
+            needs: needs of the loss, which determine whether groups stay whole.
 
         Raises:
-            MemoryShortageError: if the memory of a process alone was too small.
+            MemoryShortageError: if this process trains alone, and its memory was too small.
         """
         policy, compute = self._models.policy, self._models.compute
         log_ratios = [torch.empty(0, device=compute.device)]
@@ -129,7 +129,7 @@ def _score_rows(
     make_rounds(policy.micro_batches(rows, score_all=True), make_round, policy.compute)
     own = {
         str(index): values[: rows[index].rollout.num_tokens].clone()
-        for indices, scores in scored  # read behind the pass, in which no round waits for a device
+        for indices, scores in scored  # read after the pass, so that no round waits for a device
         for index, values in zip(indices, scores.cpu(), strict=False)
     }
     parts = policy.compute.ranks.gather_tensors(own)

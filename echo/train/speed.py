@@ -1,8 +1,8 @@
 """Speed of a step: tokens, operations, seconds of its parts, and peak memory.
 
 Seconds are measured on the host. On a GPU the host runs ahead, so each part ends when its last
-result is read, which costs one more wait per update. Of several ranks, work and tokens are added
-up, the memory is the largest, and seconds are those of this rank.
+result is read, which costs one more wait per update. With several ranks, operations and tokens are
+summed over the ranks, the memory is the largest of any rank, and seconds are this rank's own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Speedometer:
     """Measures the speed of a step."""
 
     def __init__(self, model: ModelFlops, compute: Compute) -> None:
-        """Take the model's numbers of operations, and the device and ranks that compute it."""
+        """Take the model's numbers of operations, and the device and ranks that compute."""
         self._ranks = compute.ranks
         self._model = model
         self._device = compute.device
@@ -74,7 +74,7 @@ class Speedometer:
             self._totals.part_s[name] = self._totals.part_s.get(name, 0.0) + spent_s
 
     def packing(self, packed: Iterator[T]) -> Iterator[T]:
-        """Yield the items of an iterator, and count the time of making them as packing."""
+        """Yield the items of an iterator, and count the time that it takes as packing."""
         while True:
             with self.part("pack"):
                 found = next(packed, None)

@@ -1,4 +1,4 @@
-"""Trainer: a policy, its optimizer, and the step that one batch of rollout groups makes.
+"""Trainer: a policy, its optimizer, and the step that trains on one batch of rollout groups.
 
 Three operations are enough for a program to train:
 
@@ -22,22 +22,23 @@ for it; it still counts in the normaliser, so the gradient is exact.
 
 A step may make several updates. The groups are then divided into minibatches, each with counts of
 its own. The proximal policy is the policy at the start of the step. In the first update it equals
-the policy that the gradient is taken at; for later updates a pass before the first one scores their
-rows.
+the policy that the gradient is taken at; the rows of later updates are scored by a pass before the
+first update.
 
 `step_count` grows by one with every batch that is consumed, so each batch makes one policy version.
-If no rollout had an advantage, the weights of that version equal those before: momentum and weight
-decay rest too. A batch whose loss or gradient is not finite, or cannot be computed, makes no
-version. `step` then raises `StepError` and has changed nothing: of several updates, the earlier
-ones are undone from a backup in the host's memory. `find_faulty` says which groups are at fault.
+If no rollout had an advantage, that version has the weights of the version before: momentum and
+weight decay are not applied either. A batch whose loss or gradient is not finite, or cannot be
+computed, makes no version. `step` then raises `StepError` and has changed nothing: of several
+updates, the earlier ones are undone from a backup in the host's memory. `find_faulty` says which
+groups are at fault.
 
 Log-probabilities are of the whole distribution at `temperature`. Samplers with top-p or top-k
-have larger ones, so ratios begin below 1; the configuration refuses losses whose range of ratios
-ends above 1 then (config/losses.py).
+report larger log-probabilities, so ratios begin below 1; for these samplers the configuration
+refuses losses whose range of ratios ends above 1 (config/losses.py).
 
 Several processes may train one model (ranks/sharding.py). Each has a trainer, and all make the same
-calls with the same arguments. A call returns the same on each, and raises the same, unless a
-process fails by itself, which ends the job.
+calls with the same arguments. A call returns the same result or raises the same error on each,
+unless a process fails by itself, which ends the job.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ GroupScores = list[list[npt.NDArray[np.float32]]]
 
 
 class Trainer:
-    """A policy, its optimizer, and the step that joins them."""
+    """A policy, its optimizer, and the steps that train it."""
 
     def __init__(
         self,
@@ -97,11 +98,11 @@ class Trainer:
         Args:
             source: the model to train; if it has an adapter, only the adapter is trained, under the
                 name "default".
-            compute: where and how; what is trained, gradients, and log-probabilities are float32
-                whatever its type.
+            compute: where and how the model computes; trained weights, gradients and
+                log-probabilities are float32 whatever its type.
             loss: the policy loss of a step, for example from `make_loss`.
             optimizer: the settings of the updates in a step.
-            temperature: of sampling, > 0.
+            temperature: sampling temperature, > 0.
             advantages: how rewards become advantages; None takes the defaults.
             reference: the frozen reference policy, for a loss that needs one; it is in no
                 checkpoint.
@@ -137,22 +138,22 @@ class Trainer:
 
     @property
     def compute(self) -> Compute:
-        """Where and how it computes; micro-batches may have become smaller than they were."""
+        """Where and how the policy computes, with the present limit of a micro-batch."""
         return self.models.compute
 
     @property
     def step_count(self) -> int:
-        """Batches consumed so far: the step of the policy version that these weights are."""
+        """Batches consumed so far, which is the step of the present policy version."""
         return self.adapters.progress.step_count
 
     def describe_rows(self) -> str:
-        """Say in one sentence how rollouts go through the model, and why."""
+        """Return a sentence that says how rollouts go through the model, and why."""
         return self.policy.describe_rows()
 
     # --- the three operations --------------------------------------------------------------------
 
     def prepare(self, groups: Sequence[Group]) -> StepBatch:
-        """Return the batch that a step makes of groups, for `forward_backward`.
+        """Return the batch that a step makes of these groups, as `forward_backward` takes it.
 
         Args:
             groups: at least one, each with two or more rollouts.
@@ -169,18 +170,19 @@ class Trainer:
             )
 
     def forward_backward(self, batch: StepBatch, loss: Loss) -> Sums:
-        """Add the gradient of a batch to that of the calls since the last `optim_step`.
+        """Add the gradient of a batch to the gradient of the calls since the last `optim_step`.
 
         Args:
-            batch: what to train on, with the counts that the loss divides by.
-            loss: any; it gets what it declares to need, except rollouts that `batch` leaves out.
+            batch: the rows to train on, with the counts that the loss divides by.
+            loss: any loss; it gets the inputs that it declares in `needs`, except rollouts that
+                `batch` leaves out.
 
         Returns:
             Sums over the tokens of the pass by metric (train/findings.py), and the loss as
             "loss/policy".
 
         Raises:
-            StepError: if it cannot be computed; the gradient of earlier calls is gone too.
+            StepError: if it cannot be computed; the gradient of earlier calls is dropped too.
         """
         return self._add_gradient(batch, loss).sums
 
@@ -192,7 +194,7 @@ class Trainer:
             For each group and rollout, [T] nats at the sampling temperature.
 
         Raises:
-            StepError: if the memory does not hold one of the rollouts.
+            StepError: if one rollout is too large for the memory.
         """
         rows = _rows_of(groups)
         scores = self._passes.make(
@@ -201,10 +203,10 @@ class Trainer:
         return _by_group(groups, scores)
 
     def optim_step(self, settings: OptimizerSettings) -> float:
-        """Clip the gradient that has added up, apply it, and drop it.
+        """Clip the accumulated gradient, have AdamW apply it, and drop it.
 
         Args:
-            settings: of this update; its learning rate is that of the step under way.
+            settings: settings of this update; the learning rate is taken at the step under way.
 
         Returns:
             The norm of the gradient before it was clipped.
@@ -267,7 +269,7 @@ class Trainer:
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
-        """Return the groups of a refused batch that a step would refuse alone: id -> reason.
+        """Return the groups of a refused batch that a step would also refuse alone: id -> reason.
 
         It takes one more pass over them, and changes nothing.
         """
@@ -287,7 +289,7 @@ class Trainer:
     def refusal(self, group: Group) -> str | None:
         """Return why a group should not count towards a step, or None (train/batch.py).
 
-        It only reads what never changes, so other threads may call it during a step.
+        It only reads values that never change, so other threads may call it during a step.
         """
         return find_refusal(
             group,
@@ -338,7 +340,7 @@ class Trainer:
         return [batch for batch in batches if batch.samples]
 
     def _with_proximal_logprobs(self, batches: Sequence[StepBatch]) -> list[StepBatch]:
-        """Return the batches; all but the first with the present policy's log-probabilities."""
+        """Return the batches, with the present policy's log-probabilities in all but the first."""
         if not needs_of(self.loss).proximal_logprobs:
             return list(batches)
         later = []
@@ -370,12 +372,12 @@ class Trainer:
 
     @torch.no_grad()
     def rescore(self, groups: Sequence[Group], version: Path | None) -> GroupScores:
-        """Return the scores that published weights give every completion token.
+        """Return the scores of every completion token under published weights.
 
         Args:
-            groups: any, with tokens of any version.
-            version: the safetensors file of the weights; None for these weights, rounded as a
-                publication would round them.
+            groups: any groups, with tokens of any version.
+            version: the safetensors file of the weights; None for the trainer's present weights,
+                rounded as if published.
 
         Returns:
             For each group and rollout, [T, 2] nats: log-probabilities at the sampling temperature,
@@ -383,7 +385,7 @@ class Trainer:
 
         Raises:
             StorageError: if the file cannot be read.
-            StepError: if the memory does not hold one of the rollouts.
+            StepError: if one rollout is too large for the memory.
         """
         rescorer = self.models.rescorer
         assert rescorer is not None, "it is a model of its own, which the trainer was not given"
@@ -412,7 +414,7 @@ class Trainer:
         return self.policy.unrounded
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return a copy of the weights on the CPU by name, tied ones once; of a process alone."""
+        """Return copies of whole weights on the CPU by name, tied ones once; for one process."""
         return {
             name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors().items()
         }

@@ -26,7 +26,7 @@ class TrainerState:
     """Writes and reads weights, moments and counts of all weights or of each adapter."""
 
     def __init__(self, policy: Policy, weights: TrainedWeights, adapters: Adapters) -> None:
-        """Take the parts whose state it is."""
+        """Take the parts whose state is saved and loaded."""
         self._policy = policy
         self._weights = weights
         self._adapters = adapters
@@ -34,9 +34,9 @@ class TrainerState:
         self._ranks = policy.compute.ranks
 
     def save(self, directory: Path) -> None:
-        """Write the state into an existing directory; a gradient that waits is not written.
+        """Write the state into an existing directory, without a gradient that is not applied yet.
 
-        Several adapters are written into directories of their names.
+        If there are several adapters, each is written into a directory of its name.
 
         Raises:
             NonfiniteWeightsError: if weights hold NaN or infinity.

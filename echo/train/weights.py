@@ -1,11 +1,11 @@
 """The weights that a trainer trains, with their gradients, as its process holds them.
 
-Parameters are those of the policy (float32 masters where the model computes in 16 bits). A shard is
-this rank's part of a parameter, in the same memory: the whole of it for a process alone. Optimizers
-see shards; forward and backward passes see parameters.
+Parameters are the policy's (float32 masters where the model computes in 16 bits). A shard is this
+rank's part of a parameter, in the same memory: the whole of it for a process alone. Optimizers see
+shards; forward and backward passes see parameters.
 
-On a GPU others copy the weights on `copy_stream` while the next gradient is computed (publication).
-Everything here that changes weights waits for that stream first.
+On a GPU, publication copies the weights on `copy_stream` while the next gradient is computed. Every
+method that changes weights waits for that stream first.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Backup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SetAside:
-    """Weights that make place for those of another adapter."""
+    """Weights and gradients of an adapter while another adapter is in the model."""
 
     weights: Mapping[str, Tensor]
     """This rank's shard of each parameter, by name, float32."""
     gradients: Mapping[str, Tensor]
-    """Gradients that wait for their update, as they were on the parameters; perhaps none."""
+    """Gradients that are not applied yet, by parameter name; empty if there are none."""
 
 
 class TrainedWeights:
-    """Trained parameters, their gradients, and the updates that an optimizer makes of these."""
+    """Trained parameters, their gradients, and the updates by an optimizer."""
 
     def __init__(self, policy: Policy) -> None:
         """Take the parameters of a policy that is trained."""
@@ -58,13 +58,14 @@ class TrainedWeights:
         self._ranks = compute.ranks
         self._state = compute.optimizer_state
         self.parameters = policy.parameters()
-        """By name, float32, cut up over the ranks where there are several."""
+        """float32 parameters by name, sharded if there are several ranks."""
         self.shards = {
             name: sharding.local_parameter(tensor) for name, tensor in self.parameters.items()
         }
         """This rank's part of each parameter, by name."""
         is_on_gpu = self._device.type == "cuda"
-        # High priority, or its few kernels would wait behind those of the step.
+        # The stream has high priority; otherwise its few kernels would wait behind the step's
+        # kernels.
         self.copy_stream = torch.cuda.Stream(self._device, priority=-1) if is_on_gpu else None
         """The stream on which the weights are copied; None on a CPU, where copies do not run
         beside anything."""
@@ -73,7 +74,7 @@ class TrainedWeights:
         """Return an optimizer of these weights, with moments of 0.
 
         Raises:
-            EngineError: if there is no memory for the moments.
+            EngineError: if the memory is too small for the moments.
         """
         with self._memory_of_adamw():
             return KINDS[self._state](self.shards)
@@ -101,7 +102,7 @@ class TrainedWeights:
 
         Args:
             optimizer: from `new_optimizer`.
-            settings: of this update.
+            settings: settings of this update.
             step: number of the step under way, from 1, for the learning rate.
 
         Returns:
@@ -131,7 +132,7 @@ class TrainedWeights:
                 )
             self._policy.round()
             if self._device.type == "cuda":
-                # Otherwise the update's seconds would count as those of the next part.
+                # Otherwise the update's seconds would count for the next part of the step.
                 torch.cuda.synchronize(self._device)
         finally:
             self.drop_gradients()
@@ -142,7 +143,7 @@ class TrainedWeights:
         for tensor in (*self.parameters.values(), *self.shards.values()):
             tensor.grad = None
         if self._device.type == "cpu":
-            allocator.give_back()  # freed activations as well: the next step's have other sizes
+            allocator.give_back()  # freed activations as well: they have other sizes next step
 
     def wait_for_copies(self) -> None:
         """Have the device change the weights only after they have been copied."""
@@ -166,7 +167,7 @@ class TrainedWeights:
         optimizer.load(backup.moments)
 
     def set_aside(self) -> SetAside:
-        """Return copies of the weights, and their gradients themselves."""
+        """Return copies of the weights, and the gradients without copying them."""
         return SetAside(
             weights={name: shard.detach().clone() for name, shard in self.shards.items()},
             gradients={
@@ -178,7 +179,7 @@ class TrainedWeights:
 
     @torch.no_grad()
     def take_back(self, aside: SetAside) -> None:
-        """Overwrite the weights and their gradients with others of the same shapes."""
+        """Overwrite the weights and gradients with the values that `set_aside` returned."""
         self.wait_for_copies()
         for name, shard in self.shards.items():
             shard.copy_(aside.weights[name])
@@ -186,7 +187,7 @@ class TrainedWeights:
         self._policy.round()
 
     def cut_as_parameters(self, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's rows of an optimizer's tensors as parts of whole ones.
+        """Return an optimizer's tensors, sharded like their parameters.
 
         Args:
             moments: "<parameter>/<part>" -> tensor, as `AdamW.tensors` returns them.
@@ -199,7 +200,7 @@ class TrainedWeights:
 
     @contextmanager
     def _memory_of_adamw(self) -> Iterator[None]:
-        """Raise an error that names the setting where the memory is too small for AdamW."""
+        """Turn a lack of memory for AdamW into an error that names the setting."""
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -17,11 +17,11 @@ from echo.core.extras import models_directory
 
 RECOMPILE_LIMIT = 64
 """Largest number of graphs of one layer's code. torch's own limit is 8 and counts the graphs of all
-models in the process; beyond it layers run uncompiled. A reference policy or an adapter reach
-it.
+models in the process; beyond it layers run uncompiled. A run with a reference policy or an adapter
+exceeds torch's limit.
 """
 MIN_STEPS = 20
-"""Steps of a run from which compiling saves more time than it takes before the first step."""
+"""Smallest number of steps in a run for which compiling saves more time than it costs."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
         must: whether a layer that cannot be compiled is an error; otherwise it runs uncompiled,
             with one notice.
     """
-    # Beside the warmed-up models, where the cache outlives temporary files.
+    # The cache lies beside the warmed-up models, where it outlives temporary files.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(models_directory().with_name("compiled")))
     import torch._dynamo
 
@@ -51,7 +51,7 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
 
 
 class _OneNotice(logging.Filter):
-    """Replaces torch's traces by one line, once, that says that layers cannot be compiled."""
+    """Replaces torch's traces by a single line, which says that layers cannot be compiled."""
 
     _is_told = False
 

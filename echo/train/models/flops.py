@@ -1,14 +1,15 @@
 """Arithmetic of a step: the floating-point operations that the model needs.
 
-Of T tokens in segments of s_1, s_2, ... tokens, S of them scored:
+For T tokens in segments of s_1, s_2, ... tokens, with S scored tokens:
 
     6 N T  +  6 V h S  +  6 sum over layers of H D (s_1^2 + s_2^2 + ...)
 
-N is the number of weights in products, without the head's V x h, and of experts those that one
-token uses; there are H heads of width D. Each weight takes two operations per token forward, two
-for the gradient of its input, and two for its own gradient, unless it is frozen. The causal half of
-the score matrix counts, and under a sliding window its band. Recomputation, padding and the
-optimizer do not count, so they lower the utilization.
+N is the number of weights in matrix products that one token uses, without the head's V x h: experts
+that the token does not use are left out. H is the number of heads, and D their width. Each weight
+takes two operations per token forward, two for the gradient of its input, and two for its own
+gradient, unless it is frozen. Only the causal half of the score matrix counts, and only its band
+under a sliding window. Recomputation, padding and the optimizer do not count, so they lower the
+utilization.
 
 The convention of PaLM (arXiv:2204.02311, appendix B), which most published figures use, counts the
 head for every token, and the whole score matrix of a row, also across its segments: (6 N + 6 V h +
@@ -35,14 +36,15 @@ class AttentionShape:
     """Sizes of the attention of one layer."""
 
     width: int
-    """Number of heads times the mean of the widths of a query and a value."""
+    """Number of heads times the mean width of a query and a value."""
     window: int | None = None
     """Largest number of tokens that a token attends to, with itself; None for all before it."""
 
     def flops(self, length: int) -> int:
         """Return the operations of one segment, forward and backward."""
         window = length if self.window is None else min(length, self.window)
-        # Half of the square of pairs; by convention half of its diagonal is not counted.
+        # Half of the square matrix of token pairs; by convention half of its diagonal is not
+        # counted.
         return 6 * self.width * (window * window + 2 * (length - window) * window)
 
 
@@ -51,7 +53,7 @@ class ModelFlops:
     """Sizes of a model that determine its number of operations."""
 
     body: int
-    """Weights in products, without the head's; of experts, those that one token uses."""
+    """Number of weights in matrix products that one token uses, without the head's."""
     body_trained: int
     """The part of `body` that has a gradient."""
     head: int
@@ -67,14 +69,14 @@ class ModelFlops:
         """Return the operations of one segment, forward and backward.
 
         Args:
-            length: its tokens.
+            length: the number of tokens of the segment.
             num_scored: the number of scored tokens.
         """
         head = (4 * self.head + 2 * self.head_trained) * num_scored
         return self.weights(length) + head + sum(layer.flops(length) for layer in self.attention)
 
     def weights(self, num_tokens: int) -> int:
-        """Return the operations of `num_tokens` with the weights before the head."""
+        """Return the operations of `num_tokens` tokens in the layers before the head."""
         return (4 * self.body + 2 * self.body_trained) * num_tokens
 
     def palm(self, row_lengths: Iterable[int]) -> int:
@@ -105,7 +107,7 @@ def model_flops(model: Any, head: Tensor) -> ModelFlops:
 
 
 def _count(model: Any, head: Tensor, config: Any | None) -> ModelFlops:
-    """Return the sizes of a model; without a configuration, of its weights alone."""
+    """Return the sizes of a model; without a configuration, only the weights are counted."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     left_out = {id(tensor) for tensor in (*tables, head)}
     body = body_trained = 0

@@ -42,9 +42,9 @@ class Masters:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Copy the masters, which have changed, into the model's weights."""
+        """Copy the changed masters into the model's weights, rounded."""
         if self._masters:
-            # One launch for many tensors, in place of one for each.
+            # One kernel launch copies many tensors; otherwise each tensor would take a launch.
             torch._foreach_copy_(list(self._masters), list(self._masters.values()))
 
 

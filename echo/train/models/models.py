@@ -1,11 +1,11 @@
-"""Models that the micro-batches of a trainer go through: the policy and those beside it.
+"""Models that the micro-batches of a trainer go through: the policy and its frozen companions.
 
     policy     the model that is trained
-    reference  a frozen model that the loss pulls the policy towards, if the loss does
-    rescorer   a frozen model that takes the weights of published versions, if any is wanted
+    reference  a frozen model that the loss pulls the policy towards; for some losses only
+    rescorer   a frozen model that takes the weights of published versions; for attribution only
 
-All three see the same micro-batches, so they have one limit of tokens. The policy and the reference
-have one form of rows as well: if either cannot take packed rows, both take padded ones.
+All three get the same micro-batches, so they share one limit of tokens. The policy and the
+reference also share one form of rows: if either cannot take packed rows, both take padded ones.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Models:
         Args:
             source: the model that is trained.
             compute: where and how all of them compute.
-            reference: the frozen reference policy; None for none.
-            rescoring: what published versions are scored relative to; None for no rescorer.
+            reference: the frozen reference policy; None for no reference.
+            rescoring: the sampling and the rounding of published versions; None for no rescorer.
 
         Raises:
             DataError: if a model cannot be loaded, or the reference has another vocabulary.
@@ -77,7 +77,7 @@ def check_vocabularies(reference_dir: Path, num_reference: int, num_own: int) ->
     """Refuse a reference model that knows other token ids than the policy.
 
     Raises:
-        DataError: with the number of each.
+        DataError: if it does; the text has the number of token ids of both models.
     """
     if num_reference != num_own:
         raise DataError(

@@ -46,14 +46,14 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments of attention functions that this attention does not support."""
 
 PROBE_LENGTHS = (9, 6)
-"""Tokens of the two segments that a model is tried on."""
+"""Number of tokens of each of the two segments that a model is tried on."""
 
 PROMPT_PROBE = (9, 3, 6)
-"""Tokens of a prompt and of its completions that a model is tried on."""
+"""Number of tokens of the prompt and of each completion that a model is tried on."""
 
 MAX_LEAK = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""By type, the largest relative difference of a token's state that counts as rounding. In 16 bits
-deep models round by several percent, so the bound only shows that the kernel works.
+"""Largest relative difference of a token's state that counts as rounding, by type. In 16 bits deep
+models round by several percent, so the bound only shows that the kernel works.
 """
 
 PROBE_ERRORS = (
@@ -73,7 +73,7 @@ def arguments(segments: Segments, *, uses_kernel: bool) -> dict[str, Any]:
     """Return the arguments of a model's forward for a packed row, besides `input_ids`.
 
     Args:
-        segments: of the row, on the model's device.
+        segments: segments of the row, on the model's device.
         uses_kernel: whether the attention is the varlen kernel, which reads tensors.
     """
     given: dict[str, Any] = {"position_ids": segments.position_ids}
@@ -91,7 +91,7 @@ def arguments(segments: Segments, *, uses_kernel: bool) -> dict[str, Any]:
 
 
 Run = tuple[int, int, tuple[int, int]]
-"""The number of neighbouring segments of the same length and prefix, that length, and prefix."""
+"""A run of neighbouring segments of equal length and prefix: their number, length and prefix."""
 
 
 def packed_attention(
@@ -117,14 +117,14 @@ def packed_attention(
 
     Args:
         module: the layer's attention.
-        query: [1, H, L, D]; of several rows each is one segment.
+        query: [1, H, L, D], or several rows of one segment each.
         key: [1, Hkv, L, D]; each of its heads serves H / Hkv of the query's.
         value: [1, Hkv, L, Dv].
-        attention_mask: none.
-        scaling: of the scores; None for 1 / sqrt(D).
-        dropout: none.
+        attention_mask: None; a mask is refused.
+        scaling: factor of the scores; None for 1 / sqrt(D).
+        dropout: 0; dropout is refused.
         sliding_window: tokens that a token attends to, with itself; None for all before it.
-        is_causal: not False.
+        is_causal: True or None; False is refused.
         cu_seq_lens_q: [n + 1] int32, starts of the segments, then L; for the kernel.
         cu_seq_lens_k: [n + 1] int32, starts of the segments' keys, then their number.
         max_length_q: tokens of the longest segment, for the kernel.
@@ -147,7 +147,7 @@ def packed_attention(
     if segment_runs is not None:
         return _attend_runs(query, key, value, segment_runs, scaling, sliding_window), None
     if cu_seq_lens_q is None:
-        # No segments, as in padded rows.
+        # A call without segments comes from padded rows.
         return _attend(query, key, value, scaling, sliding_window), None
     segments = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     return _attend_varlen(query, key, value, segments, segment_keys, scaling, sliding_window), None
@@ -181,7 +181,7 @@ def _refuse_unsupported(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Return [n, length, H, Dv] for n segments of the same length, [n, H, length, D].
+    """Attend within n segments of equal length, [n, H, length, D]; return [n, length, H, Dv].
 
     If there are more keys, the queries belong to the last keys.
     """
@@ -215,8 +215,8 @@ def _attend_varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return [1, L, H, Dv] by the kernel, for the starts and lengths of segments and their keys."""
-    # Under autocast, norms and rotation return these two in float32; the kernel takes one type.
+    """Return [1, L, H, Dv] from the kernel; `segments` holds `cu_seq_lens_q` to `max_length_k`."""
+    # Under autocast, norms and rotation return query and key in float32; the kernel takes one type.
     query, key = query.to(value.dtype), key.to(value.dtype)
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if segment_keys is not None:
@@ -271,7 +271,7 @@ def find_obstacle(model: Any, own_dtype: torch.dtype, dtype: torch.dtype) -> str
 
     Args:
         model: of transformers, with the attention "sdpa" or "eager", in evaluation mode.
-        own_dtype: the type that it computes in by itself.
+        own_dtype: the type that the model computes in without autocast.
         dtype: the type of its products when it is trained.
     """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
@@ -304,7 +304,7 @@ def can_share_prompts(model: Any, dtype: torch.dtype) -> bool:
 
     Args:
         model: already switched to packed rows.
-        dtype: that its products are computed in.
+        dtype: the type of its matrix products.
     """
     device = next(model.parameters()).device
     prompt, _, other = PROMPT_PROBE

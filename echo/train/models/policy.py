@@ -14,7 +14,8 @@ Trained weights are float32. With a compute type of bfloat16 the model itself ho
 (masters.py), and hidden states and LM head are multiplied in bfloat16 with float32 sums. A GPU's
 tensor cores and the fused kernels need that type.
 
-Of several processes each holds a shard (ranks/sharding.py), and all make the same calls.
+If several processes train the model, each holds a shard of it (ranks/sharding.py), and all make the
+same calls.
 
 Dropout is switched off: the ratio of learner to sampler probability must be 1 if both have the same
 weights.
@@ -97,7 +98,8 @@ FLASH = "flash_attention_2"
 
 
 NO_ROW = TrainingRow(
-    # Its last token is not an input. A row of one input would make compiled layers compile again.
+    # Its last token is not an input. A row of one input token would make compiled layers compile
+    # again.
     prompt_ids=np.zeros(2, np.int32),
     rollout=Rollout(
         token_ids=np.zeros(1, np.int32),
@@ -109,7 +111,7 @@ NO_ROW = TrainingRow(
     ),
     advantage=0.0,
 )
-"""The row of a rank without a micro-batch while others have one."""
+"""Row for a rank that has no micro-batch while other ranks have one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,8 +127,9 @@ class ModelSource:
     weights_dir: Path | None = None
     """Directory with the weights to load in place of those of `model_dir`."""
     lora: Lora | None = None
-    """The adapter to train, with the base in place of `model_dir`; None to train all weights. With
-    an adapter, `tensors`, `parameters` and `load` of the policy refer to the adapter alone.
+    """The adapter to train, with its base directory, which replaces `model_dir`; None to train all
+    weights. With an adapter, `tensors`, `parameters` and `load` of the policy refer to the adapter
+    alone.
     """
 
 
@@ -179,8 +182,8 @@ def learner_compute(
 ) -> Compute:
     """Return where and how the learner's models compute.
 
-    `gradient_checkpointing = "auto"` becomes False here: a caller that estimates memory replaces it
-    before.
+    `gradient_checkpointing = "auto"` becomes False here: a caller that estimates memory replaces
+    "auto" before the call.
     """
     device = pick_device(section.device)
     checkpointing = section.gradient_checkpointing
@@ -260,7 +263,7 @@ class Policy:
             compile_layers(layers, must=compute.compile_layers is True)
 
     def _fill(self, source: ModelSource, model_dir: Path) -> None:
-        """Load the weights that the model was not built with."""
+        """Load the weights that the model was built without."""
         if self._root is not None and (source.tensors is None or self._adapter is not None):
             sharded_model.read(source.weights_dir or model_dir, model_dir, self.model)
         elif source.weights_dir is not None:
@@ -304,7 +307,7 @@ class Policy:
         return self.padded_because is None
 
     def describe_rows(self) -> str:
-        """Say in one sentence how rollouts go through the model, and why."""
+        """Return a sentence that says how rollouts go through the model, and why."""
         rows = "packed rows" if self.is_packed else f"padded rows: {self.padded_because}"
         again = "; layers are computed again in the backward pass"
         if self.compute.recompute_above:
@@ -317,7 +320,7 @@ class Policy:
         return f"{eager}{name} is trained on {rows}{again}"
 
     def pad_rows(self, why: str) -> None:
-        """Change to padded rows, for the reason `why`, which `describe_rows` says."""
+        """Change to padded rows; `describe_rows` gives `why` as the reason."""
         if self.is_packed:
             self.model.set_attn_implementation(self._attention)
             self.padded_because = why
@@ -332,9 +335,9 @@ class Policy:
     ) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield indices of `rows` and their micro-batch, on the CPU.
 
-        Of several ranks each gets other micro-batches, and each gets the same number. If there are
-        not enough rows, a rank gets a micro-batch of `NO_ROW` without an index; it must go
-        through the model and counts for nothing.
+        Each rank gets its own micro-batches, and all ranks get the same number. If there are not
+        enough rows, a rank gets a micro-batch of `NO_ROW` without an index; it must go through the
+        model and counts for nothing.
 
         Args:
             rows: any number, in any order.
@@ -422,7 +425,7 @@ class Policy:
     def parameters(self) -> dict[str, Tensor]:
         """Return the trained tensors by name, in float32, tied ones once, not copied.
 
-        After a change of them `round` must be called.
+        Call `round` after changing them.
         """
         return {name: tensor for name, tensor in self.tensors().items() if tensor.requires_grad}
 
@@ -549,7 +552,7 @@ class Policy:
     def from_predictors(
         self, batch: MicroBatch, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return a function's result for `predictors`; the LM head is whole during the call."""
+        """Return the result of `compute` for `predictors`; the LM head is whole during the call."""
         found: tuple[Tensor] = self._compute(lambda: (compute(*self.predictors(batch)),))
         return found[0]
 
@@ -561,8 +564,8 @@ class Policy:
         return states.to(dtype), self._head.to(dtype)
 
     def _states(self, input_ids: Tensor, segments: Segments | None, dtype: torch.dtype) -> Tensor:
-        # Rows are padded on the right, so causal attention is right without a mask, which would
-        # slow it down. Packed rows have arguments that keep their segments apart.
+        # Rows are padded on the right, so causal attention is correct without a mask, which would
+        # be slower. Packed rows have arguments that keep their segments apart.
         if self.compute.gradient_checkpointing:
             recomputes = input_ids.numel() > self.compute.recompute_above
             if recomputes != self.model.training:  # layers recompute only in training mode
@@ -601,7 +604,7 @@ class Policy:
             for layer in _layers(self.model):
                 layer.register_forward_hook(hook)
         if not gradient_checkpointing:
-            self.model.eval()  # switches dropout off; gradients are computed even so
+            self.model.eval()  # switches dropout off; gradients are computed nevertheless
             return
         # transformers 5 renamed it between releases.
         enable = getattr(self.model, "activation_checkpointing_enable", None)
@@ -745,9 +748,9 @@ def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | No
     """Check, without reading weights, that a model can be trained; return its number of token ids.
 
     Args:
-        source: of the model.
-        compute: of its passes.
-        weights: directory of the model's weights, whose files are checked; None if it is elsewhere.
+        source: the model to load.
+        compute: where and how it would compute.
+        weights: directory of the model's weights, whose files are checked; None for no such check.
 
     Raises:
         EchoError: the error that `Policy` would raise, unless the values of the weights cause it.

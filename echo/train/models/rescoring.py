@@ -1,8 +1,8 @@
 """Scores of rollouts under published weights, by a frozen model beside the trained one.
 
-It computes in float32, and is sharded over the ranks as the trained model is. It takes the
-trainer's weights rounded as for publication, or the weights of a version from a file. Each rank
-reads its own rows of that file, so no rank holds a whole model.
+The frozen model computes in float32, and is sharded over the ranks as the trained model is. It
+takes the trainer's weights rounded as for publication, or the weights of a version from a file.
+Each rank reads its own rows of that file, so no rank holds a whole model.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Rescorer:
         """Build the model; `take` or `load` gives it its first weights.
 
         Args:
-            source: of the trained model.
-            compute: of the trained model.
+            source: the source of the trained model.
+            compute: where and how the trained model computes.
             rescoring: the sampling distribution and the rounding.
         """
         source = ModelSource(model_dir=source.model_dir, lora=source.lora)
@@ -54,7 +54,7 @@ class Rescorer:
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the trainer's weights, sharded alike, and round them as a publication does."""
+        """Copy the trainer's weights, sharded alike, and round them as for publication."""
         self.policy.load(weights)
         for name, tensor in self.policy.tensors().items():
             if tensor.is_floating_point() and name not in self.policy.unrounded:
@@ -89,14 +89,14 @@ class Rescorer:
 
 
 def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
-    """Return the weights of a version from a file, whose bytes are read when they are used.
+    """Return the weights of a version from a file; their bytes are read only when they are used.
 
     Args:
-        path: of a safetensors file.
-        ranks: those that call this together.
+        path: path of a safetensors file.
+        ranks: the ranks that call this together.
 
     Raises:
-        StorageError: on all ranks, if one of them cannot read it.
+        StorageError: on all ranks, if one of them cannot read the file.
     """
     found: dict[str, Tensor] = {}
     failure: StorageError | None = None

@@ -42,7 +42,7 @@ from echo.engine.model import (
 )
 
 FORMAT = 1
-"""Version of the code below: raise it with a change that makes another model of the same recipe.
+"""Version of the code below: raise it with a change by which a recipe gives another model.
 """
 
 IGNORED = -100
@@ -51,7 +51,7 @@ IGNORED = -100
 MAX_ATTEMPTS = 3
 
 STEPS_FACTOR = 1.2
-"""Factor of the number of steps after an attempt whose pass rate was too low."""
+"""Factor by which the number of steps grows after an attempt with too low a pass rate."""
 
 NUM_PROGRESS_PROMPTS = 128
 NUM_FINAL_PROMPTS = 512
@@ -102,7 +102,7 @@ class WarmupRecipe:
     max_grad_norm: float = 1.0
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of a step, counted from 1: up, level, down."""
+        """Return the learning rate of a step, from 1: it rises, stays level, and falls."""
         rising = step / self.num_warmup_steps
         falling = (num_steps - step + 1) / (self.decay_share * num_steps)
         return self.learning_rate * min(1.0, rising, falling)
@@ -141,10 +141,10 @@ def make_warm_model(
 
     Args:
         task_name: "addition" or "countdown".
-        directory: of warmed-up models, with one sub-directory for each recipe and seed.
+        directory: directory of warmed-up models, with one sub-directory for each recipe and seed.
         task: the task of that name, as `load_task` builds it.
-        seed: of the weights, the demonstrations and the measurement.
-        head_dim: of the model's attention.
+        seed: seed of the weights, the demonstrations and the measurement.
+        head_dim: width of the model's attention heads.
         view: shows every step, unless the model is there already.
 
     Raises:
@@ -269,7 +269,7 @@ def _text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
 def _recipe_hash(task_name: str, task: Demonstrator, seed: int, head_dim: int) -> str:
     """Return the hash of all that a model is made from, except packages and source code.
 
-    Of the task, its demonstrations and prompts are hashed.
+    The hash covers the task's demonstrations and prompts.
     """
     rng = random.Random(seed)
     made_from = {
@@ -287,7 +287,7 @@ def _recipe_hash(task_name: str, task: Demonstrator, seed: int, head_dim: int) -
 def _read_result(path: Path) -> WarmModel | None:
     try:
         rates = json.loads((path / "warmup.json").read_bytes())
-    except OSError:  # not there; any other problem shows when the model is written
+    except OSError:  # no such directory; any other problem shows when the model is written
         return None
     return WarmModel(path, rates["pass_rate_sampled"], rates["pass_rate_greedy"])
 

@@ -65,16 +65,18 @@ class Launch:
     rank: int
     size: int
     local_rank: int
-    """Number of this process on its machine."""
+    """Number of this process on its machine, from 0."""
     prefix: str
-    """Prefix of keys in a store that outlives this start; empty for a store of its own."""
+    """Prefix of this start's keys in a store that outlives it; empty if each start has a new
+    store.
+    """
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Launch:
-        """Read the environment.
+        """Return the launch that torchrun's environment variables describe.
 
         Raises:
-            ConfigError: if torchrun did not set it, or a restart could not work.
+            ConfigError: if torchrun did not set the variables, or a restart could not work.
         """
         needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
         if missing := [name for name in needed if name not in environment]:
@@ -113,7 +115,7 @@ def join(launch: Launch, device_type: str) -> Crew:
 
     Raises:
         ConfigError: if there is no GPU for this rank.
-        RankError: if they do not join.
+        RankError: if another rank does not join in time.
     """
     device = torch.device(device_type)
     if device_type == "cuda":
@@ -164,7 +166,7 @@ def form(
 
 
 class CrashReasons:
-    """The reasons why ranks have ended, in the store of the ranks."""
+    """The reasons why ranks have ended, kept in the ranks' store."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         """Take a store with a prefix of its own, and the number of this rank."""
@@ -172,7 +174,7 @@ class CrashReasons:
         self._others = [other for other in range(size) if other != rank]
 
     def leave(self, reason: str) -> None:
-        """Write why this rank ends; "" if another rank failed, or none."""
+        """Write why this rank ends; "" if another rank failed, or no rank."""
         with suppress(RuntimeError):  # the store may be gone with the rank that held it
             self._store.set(f"reason of {self._rank}", reason)
             self._store.add(f"has ended: {self._rank}", 1)
@@ -225,11 +227,11 @@ class RankCommand(msgspec.Struct, frozen=True):
     groups: tuple[tuple[bytes, bytes], ...] = ()
     """Groups as they are sent on the wire."""
     dtype: str = ""
-    """Type in which the trainer that is built publishes its weights."""
+    """Type in which the trainer to be built publishes its weights."""
 
     @property
     def batch(self) -> list[Group]:
-        """The groups, decoded."""
+        """Return the groups, decoded."""
         return [decode_group(header, arrays) for header, arrays in self.groups]
 
 
@@ -248,7 +250,7 @@ AGREED: dict[str, tuple[type[EchoError], ...]] = {
 
 @dataclass(slots=True, eq=False)
 class Crew:
-    """The ranks of a learner, from the view of one of them."""
+    """The ranks of a learner, as one of them sees them."""
 
     ranks: Ranks
     """The ranks in the default process group."""
@@ -282,7 +284,7 @@ class Crew:
         """Send a command to the others; within the `with` block the leader carries it out.
 
         Raises:
-            RankError: if another rank has failed; none can go on.
+            RankError: if another rank has failed; no rank can go on.
         """
         if self._is_broken:
             raise RankError(f"the learner's processes cannot go on with {command.name}")
@@ -347,7 +349,7 @@ Build = Callable[[Path | None], Trainer]
 
 
 class LeadTrainer:
-    """The trainer of rank 0 for the learner, each of whose calls all ranks carry out."""
+    """The trainer that the learner uses on rank 0; all ranks carry out each of its calls."""
 
     def __init__(
         self, crew: Crew, build: Build, checkpoint: Path | None, *, published_dtype: str
@@ -356,8 +358,8 @@ class LeadTrainer:
 
         Args:
             crew: the ranks.
-            build: makes this one's trainer.
-            checkpoint: to continue from; None to begin.
+            build: makes this rank's trainer.
+            checkpoint: directory of the checkpoint to continue from; None to start at the model.
             published_dtype: type that published weights are rounded to.
 
         Raises:
@@ -395,7 +397,7 @@ class LeadTrainer:
         return self._trainer.refusal(group)
 
     def describe_rows(self) -> str:
-        """Return a sentence of how rollouts go through the model, and on how many processes."""
+        """Return a sentence that says how rollouts go through the model, on how many processes."""
         return f"{self._trainer.describe_rows()}, by {self._crew.ranks.size} processes"
 
     def step(self, groups: Sequence[Group]) -> StepResult:

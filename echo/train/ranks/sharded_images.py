@@ -1,11 +1,13 @@
 """Images of versions, written, coded and hashed in parts by all ranks.
 
     every rank of rank 0's machine    rounds its rows into the image, in memory that all of them map
-    a rank of another machine         rounds them beside, and sends rank 0 what changed since the
-                                      version before, PIECE_BYTES of the image at a time
-    when all of it has come           rank 0 deals the blocks of each segment among the ranks of its
+    a rank of another machine         rounds its rows into its own memory, and sends rank 0 what has
+                                      changed since the version before, PIECE_BYTES of the image at
+                                      a time
+    once all rows have arrived        rank 0 deals the blocks of each segment among the ranks of its
                                       machine; each codes its own, and rank 0 signs and sends
-    behind that, for the seal         each of them hashes and encrypts its part of the chunks
+    after that, for the seal          each rank of the machine hashes and encrypts its part of the
+                                      chunks
 
 All of this happens during the next step. On a CPU a step waits until its rank's rows are rounded.
 On a GPU the rows are copied to pinned memory on another stream, and the optimizer waits for that
@@ -13,14 +15,14 @@ stream. Rows from another machine use a process group of their own, since the ne
 others.
 
 No rank gathers the model. The place of a row in an image depends on the model alone, and every rank
-codes a block to the same bytes. So versions equal those of one process, byte for byte, and deltas
-continue after a resume on another number of ranks.
+codes a block to the same bytes. So the versions of several ranks equal the versions of one process
+byte for byte, and deltas continue after a resume on another number of ranks.
 
-Ranks of a machine connect to a Unix socket of rank 0; a rank that cannot connect is on another
-machine. Each has two connections until its process ends. On the first, rank 0 sends the memory of
+Each rank tries to connect to a Unix socket of rank 0; a rank that cannot connect is on another
+machine. A rank has two connections until its process ends. On the first, rank 0 sends the memory of
 images, which has no name and is freed with the last process that maps it, and receives a message
-when rows are written. On the second, it asks for coded blocks and for hashes. Rank 0 does the work
-of a rank that is gone; crew.py ends the job.
+when rows are written. On the second, rank 0 asks for coded blocks and for hashes. Rank 0 does the
+work of a rank whose process has ended; crew.py ends the job.
 
 Memory: two images on rank 0's machine, a third while an older one is still read (`RecycledMemory`),
 and the coded blocks of one or two segments. On another machine, two copies of each rank's own rows,
@@ -86,7 +88,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """The place in an image of one rank's rows of a tensor, in bytes."""
+    """Where one rank's rows of a tensor lie in an image, in bytes."""
 
     spec: TensorSpec
     start: int
@@ -107,7 +109,8 @@ def begin_to_write(
     Args:
         places: each span with its memory, uint8 [stop - start] on the host.
         tensors: this rank's weights by name.
-        stream: for copies from a GPU, which the optimizer has to wait for; None to copy at once.
+        stream: CUDA stream for copies from a GPU; the optimizer has to wait for it. None to copy
+            before returning.
     """
 
     def write() -> None:
@@ -130,7 +133,7 @@ def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int
 
     Args:
         specs: the place of each tensor in the image.
-        tensors: by name, from any rank.
+        tensors: weights by name, of any rank.
         rank: the rank that writes the spans.
         size: number of ranks.
     """
@@ -154,7 +157,7 @@ class RemoteRows:
     def __init__(
         self, spans: Sequence[RowSpan], stream: CopyStream | None, group: dist.ProcessGroup | None
     ) -> None:
-        """Begin without a version.
+        """Allocate memory for the rows of two versions.
 
         Args:
             spans: this rank's rows.
@@ -197,9 +200,9 @@ def receive_rows(
 
     Args:
         rank: the sender.
-        spans: the sender's.
-        image: of this version.
-        last: image of the version before; None for the first.
+        spans: the spans of the sender's rows.
+        image: image of this version.
+        last: image of the version before; None for the first version.
         group: the process group of these rows.
     """
     size = torch.zeros(1, dtype=torch.int64)
@@ -237,7 +240,7 @@ def address_of(image: memoryview) -> int:
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's message before an image is written, about its memory; descriptors follow."""
+    """Rank 0's message about the memory of the next image; descriptors follow."""
 
     image: int
     """Number of the memory that the image is written into."""
@@ -251,7 +254,7 @@ class AskedBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Request to code blocks; the answer is a list of `CodedBlock`."""
 
     image: int
-    """Number of its memory."""
+    """Number of the memory that the image is in."""
     base: int | None
     blocks: tuple[tuple[int, int, WordBytes], ...]
 
@@ -260,7 +263,7 @@ class AskedHashes(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Request to hash chunks; the answer is a `ChunkHashes`."""
 
     image: int
-    """Number of its memory."""
+    """Number of the memory that the image is in."""
     chunk_bytes: int
     first: int
     stop: int
@@ -280,8 +283,8 @@ def answer(connection: _Socket) -> bytes:
     """Return the next message of a rank.
 
     Raises:
-        OSError: if it is gone, or sends nothing for COLLECTIVE_S.
-        EOFError: if it is gone.
+        OSError: if its process has ended, or sends nothing for COLLECTIVE_S.
+        EOFError: if its process has ended.
     """
     if not connection.poll(COLLECTIVE_S):
         raise TimeoutError(f"no answer for {COLLECTIVE_S:.0f} s")
@@ -301,7 +304,9 @@ class Rendezvous:
     """The ranks on rank 0's machine, and the process group of all others."""
 
     links: dict[int, Link]
-    """On rank 0, the links to the other ranks of its machine; on these, the link to rank 0."""
+    """On rank 0, the links to the other ranks of its machine; on those ranks, the link to rank
+    0.
+    """
     remote: dist.ProcessGroup | None
     """Process group for the rows of ranks on other machines; None without such ranks."""
 
@@ -367,7 +372,7 @@ class LocalRank:
         base: memoryview | None,
         blocks: Sequence[tuple[int, int, WordBytes]],
     ) -> list[CodedBlock]:
-        """Return coded blocks, as `code_block` makes them."""
+        """Have the rank code blocks; return them as `code_block` makes them."""
         number = None if base is None else self._number(base)
         answered = None
         if number != 0:  # the other process does not map memory 0
@@ -377,7 +382,7 @@ class LocalRank:
         return _coded_decoder.decode(answered)
 
     def hash(self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes) -> ChunkHashes:
-        """Return hashes of chunks, as `hash_chunks` makes them."""
+        """Have the rank hash chunks; return the hashes as `hash_chunks` makes them."""
         asked = AskedHashes(self._number(image), chunk_bytes, chunks.start, chunks.stop, key)
         answered = self._ask(asked)
         if answered is None:
@@ -425,12 +430,13 @@ class LeadImages:
         self._together, self._lost = together, lost
         self._rendezvous = accept(ranks)
         self._numbers: dict[int, int] = {}
-        """Number of each memory that all ranks of this machine map and that is in use, by
-        address.
+        """Numbers of the memory areas in use that all ranks of this machine map, by address.
         """
         self._num_made = 0
         self._made: dict[int, tuple[int, int]] = {}
-        """Descriptor and bytes of memory that was not sent to the others yet, by number."""
+        """Descriptor and bytes of each memory that was not sent to the other ranks yet, by
+        number.
+        """
         links = self._rendezvous.links
         self._memory = RecycledMemory(2, self._make_piece if links else image_memory)
         self._last: memoryview | None = None
@@ -442,11 +448,11 @@ class LeadImages:
         """Return the image of a version, which is filled during the next step.
 
         Args:
-            weights: of this rank, sharded.
-            version: its name.
+            weights: this rank's weights, sharded.
+            version: the version that the image holds.
 
         Raises:
-            RankError: if another rank is gone.
+            RankError: if another rank's process has ended.
         """
         if self._ready is not None:
             self._ready.result()
@@ -543,7 +549,7 @@ class FollowImages:
         self._sending: Future[None] | None = None
         if self._link is not None:
             num_threads = max(1, min(16, (os.cpu_count() or 1) // ranks.size))
-            # The thread ends with the process, or when rank 0 is gone.
+            # The thread ends with this process, or when rank 0's process ends.
             answering = threading.Thread(
                 target=self._answer, args=(self._link.coding, num_threads), daemon=True
             )
@@ -553,7 +559,7 @@ class FollowImages:
         """Begin to write this rank's rows of the next image.
 
         Raises:
-            OSError: if rank 0 is gone.
+            OSError: if rank 0's process has ended.
         """
         if self._remote_rows is not None:
             send = self._remote_rows.begin(tensors)
@@ -569,7 +575,7 @@ class FollowImages:
         """Check that the rows of the last image were written or sent.
 
         Raises:
-            RankError: if they were not.
+            RankError: if writing or sending them failed.
         """
         sent = self._sending
         if sent and sent.done() and (error := sent.exception()) is not None:
@@ -587,7 +593,7 @@ class FollowImages:
         return self._memory[message.image]
 
     def _answer(self, coding: _Socket, num_threads: int) -> None:
-        """Answer rank 0's requests to code and hash until it is gone."""
+        """Answer rank 0's requests to code and hash until rank 0's process ends."""
         pool = ThreadPoolExecutor(num_threads, "coder")
         with coding, pool, suppress(OSError, EOFError):
             while True:

@@ -5,8 +5,8 @@ model, joins some (the experts of a layer), and reads this rank's rows of each. 
 ranks than experts, a rank may have no rows of a tensor and reads nothing. The tensors are copied
 into the shards, one decoder layer after the other.
 
-transformers joins and divides the rows of one rank. That is right only if a row of the result comes
-from the same row of each source; every rank reads other tensors whole.
+transformers joins and divides the rows of one rank. That is correct only if a row of the result
+comes from the same row of each source; every rank reads all other tensors whole.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
         model: sharded over the ranks, perhaps with an adapter.
 
     Raises:
-        DataError: if a file cannot be read, or the files are not those of the model.
+        DataError: if a file cannot be read, or the files belong to another model.
     """
     own = {name.replace(".base_layer", ""): tensor for name, tensor in _named(model).items()}
     shapes = build_shapes(model_dir)
@@ -83,7 +83,7 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
 
 
 def _layer(key: str) -> int:
-    """Return the layer number in the name of a file's tensor; -1 without one."""
+    """Return the layer number in the name of a file's tensor; -1 if the name has no number."""
     number = re.search(r"\.(\d+)\.", key)
     return -1 if number is None else int(number[1])
 
@@ -97,7 +97,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
-    """Return the names of tensors whose rows come from other rows of the files."""
+    """Return the names of tensors whose rows do not come from the same rows of the files."""
     mapping = get_model_conversion_mapping(shapes)  # a new one, since some conversions keep a state
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -124,7 +124,7 @@ def _keeps_rows(operation: ConversionOps) -> bool:
 
 
 def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) -> None:
-    """Give a model without memory the shapes that this rank reads of each tensor."""
+    """Give each tensor of a model without memory the shape of the part that this rank reads."""
     for name in _named(shapes):
         tensor = own[name]
         if name in read_whole and isinstance(tensor, nn.Parameter):  # buffers are whole anyway

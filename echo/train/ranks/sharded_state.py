@@ -1,11 +1,12 @@
 """Files of a sharded state: each rank writes its own shards, and any number of ranks reads them.
 
-    shard-00001-model-00001-of-00001.safetensors    of rank 0: tensors that are not sharded, and
-    shard-00002-...                                 of rank 1: its rows of all others
+    shard-00001-model-00001-of-00001.safetensors    rank 0's rows, and tensors that are not sharded
+    shard-00002-...                                 rank 1's rows
 
-They are safetensors of torch.distributed.checkpoint, whose heads have the place of each piece. Its
-reader also takes files of whole tensors, so several processes can read the state of one process,
-and one the state of several. A rank reads only the rows that it holds.
+torch.distributed.checkpoint writes these safetensors files; a file's header has the place of each
+piece in its tensor. The reader also takes files of whole tensors, so several processes can read the
+state of one process, and one process can read the state of several. A rank reads only the rows that
+it holds.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
     """Write tensors by name; all ranks call this together.
 
     Args:
-        directory: exists, on a disk that all ranks share.
-        tensors: this rank's, sharded or whole; whole ones are equal on all ranks that have them.
+        directory: an existing directory on a disk that all ranks share.
+        tensors: this rank's tensors, sharded or whole; a whole tensor is equal on all ranks that
+            have it.
         ranks: all of them.
 
     Raises:
@@ -65,7 +67,7 @@ def _check_shared(directory: Path, ranks: Ranks) -> None:
     mark = directory / f"of-rank-0-{secrets.token_hex(8)}"
     own = json.dumps([mark.name, socket.gethostname()]).encode()
     if not ranks.rank:
-        with suppress(OSError):  # a full disk; the writer raises for it later
+        with suppress(OSError):  # the disk is full; the writer raises an error later
             mark.touch()
     others = [json.loads(each) for each in ranks.gather(own)]
     sees = (directory / others[0][0]).exists()
@@ -80,12 +82,12 @@ def _check_shared(directory: Path, ranks: Ranks) -> None:
 
 
 def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
-    """Return this rank's weights, sharded as the given ones, and its parts of the moments.
+    """Return this rank's weights, sharded like `own`, and its parts of the moments.
 
     All ranks call this together.
 
     Args:
-        directory: written by any number of ranks.
+        directory: a directory written by any number of ranks.
         own: this rank's weights, which are not changed.
 
     Raises:
@@ -121,7 +123,7 @@ def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tenso
 
 
 def read_whole(directory: Path) -> tuple[Tensors, Tensors]:
-    """Return whole weights and moments on the CPU; for a process alone.
+    """Return whole weights and moments on the CPU, for a process that trains alone.
 
     Raises:
         StorageError: if a file is missing or damaged.
@@ -135,7 +137,7 @@ def read_whole(directory: Path) -> tuple[Tensors, Tensors]:
 
 
 def _divided(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Return the weights among tensors of a state, and the moments among them."""
+    """Divide the tensors of a state into weights and moments."""
     is_moment = {name: name.rpartition("/")[2] in PARTS for name in tensors}
     weights = {name: tensor for name, tensor in tensors.items() if not is_moment[name]}
     return weights, {name: tensor for name, tensor in tensors.items() if is_moment[name]}
@@ -167,7 +169,7 @@ def _named(what: str) -> Iterator[None]:
     """Turn the library's errors into a `StorageError`."""
     try:
         with warnings.catch_warnings():
-            # It warns that there is one process, which is right here.
+            # torch warns that there is only one process, which is intended here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except (CheckpointException, OSError, SafetensorError, ValueError, RuntimeError) as error:

@@ -1,10 +1,10 @@
 """Shards of a model over several processes (ranks), by FSDP2.
 
 Every rank holds a part of each parameter, of its gradient and of its moments. A decoder layer is a
-unit: it is gathered on every rank before it computes, and its gradient is summed when it is divided
-again. All other parameters (embedding, last norm, head; tied or not) belong to the root. Every
-computation with the model, also of log-probabilities, is made within the root's forward; outside of
-it the head is a shard.
+unit: it is gathered on every rank before it computes, and divided again afterwards. After its
+backward pass, its gradient is summed over the ranks and divided. All other parameters (embedding,
+last norm, head; tied or not) belong to the root. Every computation with the model, also of
+log-probabilities, is made within the root's forward; outside of it the head is a shard.
 
     root (ShardedModel)
       embedding --> layer --> layer --> ... --> norm --> head --> log-probabilities
@@ -45,14 +45,14 @@ from echo.core.errors import EngineError
 from echo.train.step import StepError
 
 COLLECTIVE_S = 600.0
-"""Seconds that a rank waits for another within a command; far longer than a micro-batch takes."""
+"""Longest wait of a rank for another within a command; a micro-batch takes far less."""
 
 # --- exchange between ranks -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranks:
-    """The processes that train one model together, from the view of one of them.
+    """The processes that train one model together, as one of them sees them.
 
     All ranks call its methods in the same order, and each waits for the others. `ALONE` is a
     process without others, which does not wait.
@@ -97,7 +97,7 @@ class Ranks:
     def gather_tensors(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the tensors of each rank by name, in the order of ranks.
 
-        They are on the CPU; a process alone gets its own tensors back, on their device.
+        The tensors are on the CPU; a process alone gets its own tensors back, on their device.
         """
         if self.is_alone:
             return [{name: tensor.detach() for name, tensor in own.items()}]
@@ -110,7 +110,8 @@ class Ranks:
         """Raise the error of the first rank that has one, on all ranks.
 
         Raises:
-            StepError: if any rank has an error; of several ranks the text names the rank.
+            StepError: if any rank has an error; if there are several ranks, the text names the
+                rank.
         """
         if self.is_alone and failure is not None:
             raise failure
@@ -191,7 +192,7 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
         # These two settings do not reach the units inside.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(enable=True)  # gloo has no scaled sum
-        # Otherwise ranks whose tokens use other experts would sum other gradients.
+        # Otherwise ranks whose tokens use different experts would sum different gradients.
         unit.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True, recurse=False)
     return root
 
@@ -209,7 +210,7 @@ def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> An
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, in the same memory; another tensor as it is."""
+    """Return this rank's part of a sharded tensor, not copied; return a whole tensor itself."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
@@ -231,15 +232,14 @@ def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def local_parameter(tensor: Tensor) -> Tensor:
-    """Return a rank's part as `local` does, as a parameter that can have a gradient."""
+    """Return this rank's part of a tensor as a parameter, which can have a gradient."""
     return nn.Parameter(local(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor as a sharded tensor, if `tensor` is sharded.
+    """Return `part` as a sharded tensor if `tensor` is sharded, otherwise `part` itself.
 
-    `part` has the number of rows of this rank's part of `tensor`; the result has the number of rows
-    of `tensor`.
+    `part` has as many rows as this rank's part of `tensor`, and the result as many as `tensor`.
     """
     if not isinstance(tensor, DTensor):
         return part
@@ -255,6 +255,6 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def norm_over(ranks: Ranks, parts: list[Tensor]) -> float:
-    """Return the norm of all parts of tensors on all ranks."""
+    """Return the norm over all of these parts of tensors on all ranks together."""
     norm = float(torch.nn.utils.get_total_norm(parts))
     return math.sqrt(ranks.add_up(norm * norm))  # a process alone gets the same number
