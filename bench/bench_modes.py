@@ -25,7 +25,7 @@ from typing import Any
 
 import harness
 from harness import add_row, read_rows
-from learning.quickstart import read_evaluations, train
+from learning.quickstart import make_model, read_evaluations, train
 from learning.report import interval
 
 from echo.ui.summary import summarise_run
@@ -134,9 +134,7 @@ def run(mode: str, seed: int, where: Path, arguments: argparse.Namespace) -> dic
             "evaluations": read_evaluations(where / name / "metrics.jsonl"),
             "staleness": {str(lag): staleness[lag] for lag in sorted(staleness)},
         }
-    model = next(Path("build/models").glob(f"{arguments.task}-*"), None)
-    if model is None:
-        sys.exit(f"there is no model of {arguments.task} yet; run bin/echo-quickstart once")
+    model = make_model(arguments.task)
     config = {"addition": "quickstart", "countdown": "countdown"}[arguments.task]
     path = harness.ROOT / "configs" / f"{config}.toml"
     command = [sys.executable, "-m", "learning.colocated", str(path)]

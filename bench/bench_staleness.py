@@ -33,6 +33,7 @@ from typing import Any, get_args
 import harness
 from harness import add_row, read_rows
 from learning.delays import DelayInjector, DelaySettings, Direction
+from learning.quickstart import make_model
 
 CONFIGS = {"addition": "quickstart", "countdown": "countdown"}
 LAGS = (
@@ -174,15 +175,6 @@ def execute(runs: Sequence[Run], rows: Path, jobs: int) -> None:
                 f"{last['sampled']:.3f}, greedy {last['greedy']:.3f}, {row['cpu_s']:.0f} s of CPU",
                 flush=True,
             )
-
-
-def make_model(task: str) -> Path:
-    """Return the quickstart's warmed-up model, made if it is not there yet."""
-    from rich.console import Console
-
-    from echo.cli.quickstart import make_model
-
-    return Path(make_model(task, Console(stderr=True), for_vllm=False))
 
 
 def train_one(run: Run, model: Path) -> dict[str, Any]:

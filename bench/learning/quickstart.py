@@ -31,6 +31,15 @@ def train(
         raise subprocess.CalledProcessError(code, command)
 
 
+def make_model(task: str) -> Path:
+    """Return the quickstart's warmed-up model, made if it is not there yet."""
+    from rich.console import Console
+
+    from echo.cli.quickstart import make_model
+
+    return Path(make_model(task, Console(stderr=True), for_vllm=False))
+
+
 def read_evaluations(path: Path) -> list[dict[str, float]]:
     """Return step and pass rates of every evaluation."""
     found = []
