@@ -1,13 +1,13 @@
-"""vLLM backends: in this process, or in processes of its own.
+"""vLLM backends: vLLM in this process, or in processes of its own.
 
-vLLM in our own process (`InlineBackend`) starts in two seconds and is truly one process: for tests
-and small workers. All that touches the engine is done by the one thread, between two steps; other
-threads leave it jobs and wait.
+`InlineBackend` runs vLLM in our own process, for tests and small workers: it starts in two seconds
+and starts no other process. Only one thread touches the engine, between two steps; other threads
+put jobs into its queue and wait.
 
-There is one in a process at a time, because vLLM keeps its process groups in globals. Its other
-effects on the process that it lives in: torch's threads can no longer be set (undone here), a
-process group of size one is made, and torch's global generator is seeded (every request of ours has
-its own).
+A process has at most one `InlineBackend` at a time, because vLLM keeps its process groups in
+globals. vLLM has three other effects on the process: it disables `torch.set_num_threads` (restored
+here), creates a process group of size one, and seeds torch's global generator (every request of
+ours has a generator of its own).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from echo.engine.weights import WEIGHTS_FILE, TensorChange, Weights, save_safete
 # --- contract -------------------------------------------------------------------------------------
 #
 # A tag is the text that vLLM attaches to tokens as their weight version. Each installation of
-# weights has its own, so that the same version installed twice can be told apart.
+# weights has its own tag, so two installations of the same version have different tags.
 
 
 START_TIMEOUT_S = 600.0
-"""Seconds for vLLM to start: loading its code, compiling, profiling a GPU's memory."""
+"""Seconds for vLLM to start: load its code, compile, and profile a GPU's memory."""
 TIMEOUT_S = 120.0
-"""Seconds that vLLM may take for one step, or one call of a swap."""
+"""Seconds that vLLM may take for one step, or for one call during a swap."""
 
 
 class EngineDeadError(EngineError):
@@ -61,21 +61,21 @@ class EngineDeadError(EngineError):
 
 
 class EngineWasDeadError(EngineDeadError):
-    """It had died before it began with what was asked of it."""
+    """vLLM had died before it began the requested operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a vLLM came to its end."""
+    """Why a vLLM died, and how many requests it ran."""
 
     reason: str
     num_running: int
-    """Requests that were under way."""
+    """Requests that were running."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts that a started engine reports of itself."""
+    """Sizes that a started engine reports."""
 
     num_blocks: int
     """Blocks of the KV cache."""
@@ -97,18 +97,18 @@ class BackendRequest:
     request_id: str
     """Not in use."""
     prompt: Mapping[str, Any]
-    """vLLM's, with the token ids."""
+    """vLLM's prompt, with the token ids."""
     params: Any
     """vLLM's SamplingParams."""
     adapter: Any = None
-    """vLLM's LoRARequest of one that is loaded; None for the base."""
+    """vLLM's LoRARequest for a loaded adapter; None for the base model."""
     priority: int = 0
-    """Lower ones go first."""
+    """Requests with a lower number are scheduled first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens [start, end) of a sample and the tag of the weights that sampled them."""
+    """Tokens [start, end) of a sample, and the tag of the weights that they were sampled from."""
 
     tag: str
     start: int
@@ -121,15 +121,15 @@ class BackendOutput:
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
-    """[T]; empty if they were not asked for."""
+    """[T]; empty if the request did not ask for log-probabilities."""
     finish_reason: FinishReason
     spans: tuple[Span, ...]
     prompt_logprobs: npt.NDArray[np.float32]
-    """[P - 1] of the prompt's tokens after the first; empty if they were not asked for."""
+    """[P - 1], one for each prompt token after the first; empty if not requested."""
 
 
 HandedOver = Weights | Sequence[TensorChange]
-"""All weights, or what has changed of those that vLLM has."""
+"""All weights, or the changes to the weights that vLLM has."""
 
 
 class Backend(abc.ABC):
@@ -137,67 +137,67 @@ class Backend(abc.ABC):
 
     facts: Facts
     death: Death | None = None
-    """Set once it is known to have died, or was given up."""
+    """Set when vLLM is found dead or is declared dead."""
 
     @abc.abstractmethod
     def submit(self, request: BackendRequest) -> Future[BackendOutput]:
-        """Begin to sample; what is returned gets the sample, or EngineDeadError."""
+        """Begin to sample; the future resolves to the sample, or raises EngineDeadError."""
 
     @abc.abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; they get what was sampled so far, with the reason "abort"."""
+        """End these requests; their samples hold the tokens so far, with the reason "abort"."""
 
     @abc.abstractmethod
     def num_sampled(self) -> dict[str, int]:
-        """Return the tokens so far of every request that runs."""
+        """Return the number of tokens sampled so far, by id of the running request."""
 
     @abc.abstractmethod
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
-        """Pause, take weights over, tag what follows, and go on; bounded in time.
+        """Pause, install weights, set the tag of later tokens, and resume; bounded in time.
 
         Args:
-            weights: all of them, or what has changed of them; see `why_unplaced`.
-            tag: not used before.
-            clears_cache: whether keys and values are dropped and computed again.
+            weights: all weights, or the changes to them; see `why_unplaced`.
+            tag: a tag that was never used before.
+            clears_cache: whether running requests' keys and values are dropped and computed again.
 
         Raises:
-            EngineWasDeadError: if it has died before.
-            EngineDeadError: if that fails at any point; the engine can no longer be used.
-            EngineError: if there is no space to hand them over; nothing has changed then.
+            EngineWasDeadError: if vLLM had died before.
+            EngineDeadError: if the update fails at any point; the engine is unusable afterwards.
+            EngineError: if there is no space to hand the weights over; vLLM is unchanged.
         """
 
     @abc.abstractmethod
     def why_unplaced(self) -> str:
-        """Return why vLLM takes whole versions only; nothing if it takes patches.
+        """Return why vLLM takes whole versions only; "" if it takes patches.
 
         Raises:
-            EngineWasDeadError: if it has died before.
-            EngineDeadError: if it does not answer.
+            EngineWasDeadError: if vLLM had died before.
+            EngineDeadError: if vLLM does not answer.
         """
 
     @abc.abstractmethod
     def add_adapter(self, adapter: Any) -> None:
-        """Load an adapter beside the others between two steps; bounded in time.
+        """Load an adapter between two steps, beside those already loaded; bounded in time.
 
         Args:
-            adapter: vLLM's LoRARequest, with the directory to read.
+            adapter: vLLM's LoRARequest, with the directory to read the adapter from.
 
         Raises:
             EngineDeadError: if the engine has died.
-            EngineError: if vLLM refuses it; the others are as they were.
+            EngineError: if vLLM refuses the adapter; the loaded adapters are unchanged.
         """
 
     @abc.abstractmethod
     def remove_adapter(self, serial: int) -> None:
-        """Unload an adapter that no request uses; one that is not loaded is none.
+        """Unload an adapter that no request uses; do nothing if it is not loaded.
 
         Raises:
-            EngineError: as `add_adapter`.
+            EngineError: as in `add_adapter`.
         """
 
     @abc.abstractmethod
     def die(self, reason: str) -> None:
-        """Give up on the engine: every request gets EngineDeadError."""
+        """Declare the engine dead: every request fails with EngineDeadError."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -207,9 +207,9 @@ class Backend(abc.ABC):
 def adapter_request(slot: VersionSlot, path: str = "loaded") -> Any:
     """Return vLLM's LoRARequest for the adapter of a slot.
 
-    vLLM knows an adapter by its number alone: under one that it has seen it samples from the
-    weights that it has, whatever the directory holds by now. Requests are equal, and keys and
-    values shared, by name and path. So number and name are never used twice.
+    vLLM identifies a loaded adapter by its number alone: given a known number, it samples from the
+    weights that it has already loaded and ignores the directory. It shares keys and values between
+    requests whose adapters have the same name and path. So numbers and names are never reused.
     """
     from vllm.lora.request import LoRARequest
 
@@ -222,7 +222,7 @@ def read_output(output: Any) -> BackendOutput:
     token_ids = list(completion.token_ids)
     rows = zip(token_ids, completion.logprobs or [{}] * len(token_ids), strict=True)
     prompt = list(output.prompt_token_ids)
-    # Nothing stands before the first token of a prompt, so it has no row.
+    # The first token of a prompt has no context, so it has no row.
     prompt_rows = zip(prompt, output.prompt_logprobs or [None] * len(prompt), strict=True)
     return BackendOutput(
         token_ids=np.array(token_ids, np.int32),
@@ -236,17 +236,17 @@ def read_output(output: Any) -> BackendOutput:
 
 
 def num_sampled(output_processor: Any) -> dict[str, int]:
-    """Return the tokens so far of every request, from vLLM's bookkeeping in this process."""
+    """Return the number of tokens of each request, from vLLM's bookkeeping in this process."""
     states = list(output_processor.request_states.values())
     return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
 
 def update_calls(weights: HandedOver, where: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return what vLLM's workers are called to take weights over: methods and their arguments.
+    """Return the calls to vLLM's workers that install weights: (method, keyword arguments).
 
     Args:
-        weights: that are handed over.
-        where: they lie, as `transfer.TransferUpdate` has it.
+        weights: the weights or changes to install.
+        where: the location of the weights: a field of `transfer.TransferUpdate` and its value.
     """
     info = {"update_info": dict(where)}
     if isinstance(weights, Mapping):
@@ -255,7 +255,7 @@ def update_calls(weights: HandedOver, where: Mapping[str, str]) -> list[tuple[st
 
 
 def read_facts(vllm_config: Any) -> Facts:
-    """Return what a started engine says of itself."""
+    """Return the sizes that a started engine reports."""
     return Facts(
         num_blocks=int(vllm_config.cache_config.num_gpu_blocks),
         block_size=int(vllm_config.cache_config.block_size),
@@ -269,24 +269,24 @@ log = logging.getLogger(__name__)
 INLINE_CLOSE_TIMEOUT_S = 10.0
 
 _ALIVE = threading.Lock()
-"""Held while there is an engine in this process."""
+"""Held while this process has an engine."""
 
 T = TypeVar("T")
 Job = Callable[[], None]
 
 
 class InlineBackend(Backend):
-    """An LLMEngine and its thread."""
+    """vLLM in this process: an LLMEngine and the thread that steps it."""
 
     def __init__(self, arguments: Mapping[str, Any], *, num_threads: int) -> None:
         """Start vLLM.
 
         Args:
-            arguments: of vLLM's EngineArgs.
-            num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
+            arguments: arguments for vLLM's EngineArgs.
+            num_threads: CPU threads per operation; 0 keeps torch's setting.
 
         Raises:
-            EngineDeadError: if it does not start, with vLLM's reason.
+            EngineDeadError: if vLLM does not start, with its reason.
         """
         if not _ALIVE.acquire(timeout=INLINE_CLOSE_TIMEOUT_S):
             raise EngineDeadError(
@@ -314,7 +314,7 @@ class InlineBackend(Backend):
     def _run(self, started: Future[None]) -> None:
         try:
             self._start()
-        except BaseException as error:  # noqa: BLE001 -- vLLM's start raises anything
+        except BaseException as error:  # noqa: BLE001 -- vLLM may raise anything
             dead = EngineDeadError(f"vLLM does not start: {type(error).__name__}: {error}")
             dead.__cause__ = error
             _ALIVE.release()
@@ -323,16 +323,16 @@ class InlineBackend(Backend):
         started.set_result(None)
         try:
             self._loop()
-        except Exception as error:  # whatever a step raises, no later one can be trusted
+        except Exception as error:  # after any failed step the engine cannot be trusted
             log.warning("vLLM died", exc_info=error)
             self.die(f"{type(error).__name__}: {error}")
-        while not self._jobs.empty():  # a thread that waits for one must not wait forever
+        while not self._jobs.empty():  # the thread that queued a job waits for its result
             job = self._jobs.get()
             if job is not None:
                 job()
         try:
             self._engine.engine_core.shutdown()
-        except Exception as error:  # noqa: BLE001 -- what is over anyway need not end well
+        except Exception as error:  # noqa: BLE001 -- a failed shutdown changes nothing
             log.warning("vLLM did not end as it should: %s", describe_error(error))
         _ALIVE.release()
 
@@ -363,12 +363,12 @@ class InlineBackend(Backend):
             job()
 
     def _resolve(self, output: Any) -> None:
-        answer = read_output(output)  # first: if that fails the request dies with the engine
+        answer = read_output(output)  # before `_pop`: if this fails, `die` fails the request
         if (future := self._pop(output.request_id)) is not None:
             future.set_result(answer)
 
     def _pop(self, request_id: str) -> Future[BackendOutput] | None:
-        """Return the future of a request for the caller alone to end; None if it has ended."""
+        """Remove and return a request's future, so only the caller resolves it; None if ended."""
         with self._lock:
             return self._futures.pop(request_id, None)
 
@@ -389,8 +389,8 @@ class InlineBackend(Backend):
                     lora_request=request.adapter,
                     priority=request.priority,
                 )
-            except Exception as error:  # noqa: BLE001 -- the request's fault, and its answer
-                if self._pop(request.request_id) is not None:  # not given up meanwhile
+            except Exception as error:  # noqa: BLE001 -- becomes the request's result
+                if self._pop(request.request_id) is not None:  # not failed by `die` meanwhile
                     future.set_exception(error)
 
         with self._lock:
@@ -410,7 +410,8 @@ class InlineBackend(Backend):
 
         if self.death is not None:
             return
-        # vLLM hands over what was sampled only through its asynchronous front: look before it ends.
+        # An LLMEngine returns no output for an aborted request, so read its tokens before the
+        # abort.
         wanted = set(request_ids)
         states = self._engine.output_processor.request_states
         for state in [s for s in states.values() if s.external_req_id in wanted]:
@@ -421,7 +422,7 @@ class InlineBackend(Backend):
         return num_sampled(self._engine.output_processor)
 
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
-        """Swap weights between two steps, taken from where they are."""
+        """Swap weights between two steps; vLLM reads them where they are in memory."""
         from echo.engine.vllm.transfer import HANDED_OVER
 
         key = f"{id(self):x} {tag}"
@@ -430,7 +431,7 @@ class InlineBackend(Backend):
             self._between_steps(lambda: self._swap(weights, key, tag, clears_cache))
         except EngineDeadError:
             raise
-        except Exception as error:  # vLLM's layers raise anything; the model is now half updated
+        except Exception as error:  # vLLM's layers may raise anything; the model is half updated
             self.die(f"the update failed: {type(error).__name__}: {error}")
             raise EngineDeadError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -449,11 +450,11 @@ class InlineBackend(Backend):
             self._between_steps(change)
         except EngineError:
             raise
-        except Exception as error:  # vLLM raises anything
+        except Exception as error:  # vLLM may raise anything
             raise EngineError(f"vLLM refuses the adapter: {describe_error(error)}") from error
 
     def _between_steps(self, change: Callable[[], T]) -> T:
-        """Have the engine's thread do something, and return it; what it raises is raised here."""
+        """Run `change` in the engine's thread; return its result or raise its exception."""
         done: Future[T] = Future()
 
         def job() -> None:
@@ -462,7 +463,7 @@ class InlineBackend(Backend):
                 return
             try:
                 found = change()
-            except Exception as error:  # noqa: BLE001 -- belongs to the thread that asked
+            except Exception as error:  # noqa: BLE001 -- raised in the thread that asked
                 done.set_exception(error)
             else:
                 done.set_result(found)
@@ -479,7 +480,7 @@ class InlineBackend(Backend):
             raise EngineDeadError(reason) from error
 
     def _swap(self, weights: HandedOver, key: str, tag: str, clears_cache: bool) -> None:
-        """Swap weights, in the engine's thread."""
+        """Swap weights; runs in the engine's thread."""
         core = self._engine.engine_core.engine_core
         core.pause_scheduler("keep", clears_cache)
         for method, arguments in update_calls(weights, {"key": key}):
@@ -493,7 +494,7 @@ class InlineBackend(Backend):
         return str(why)
 
     def die(self, reason: str) -> None:
-        """Fail every request; the thread ends when it comes back from where it is."""
+        """Fail every request; the engine's thread ends after the step or job that it runs."""
         with self._lock:
             self.death = self.death or Death(reason, len(self._futures))
             futures = list(self._futures.values())
@@ -512,27 +513,27 @@ class InlineBackend(Backend):
 
 
 MEMORY = Path("/dev/shm")
-"""Where a file is memory that vLLM's processes can map."""
+"""Directory of files in memory, which vLLM's processes can map."""
 
 HEADER_BYTES = 16 << 20
-"""More than names and shapes take in a file of tensors."""
+"""Upper bound of a tensor file's header (names and shapes)."""
 
 
 def hand_over_adapter(
     backend: Backend, tensors: Mapping[str, Tensor], lora: Lora, slot: VersionSlot
 ) -> None:
-    """Have vLLM load an adapter beside those that it has; nothing is paused.
+    """Write an adapter to a file and have vLLM load it; generation is not paused.
 
     Args:
         backend: the running vLLM.
-        tensors: of the adapter.
-        lora: its shape.
-        slot: that it gets.
+        tensors: the adapter's tensors, by name.
+        lora: shape of the adapter.
+        slot: the slot whose version the adapter is.
 
     Raises:
         EngineDeadError: if vLLM has died.
-        EngineError: if it refuses the adapter, or there is no space for the file; the others are
-            as they were.
+        EngineError: if vLLM refuses the adapter, or there is no space for the file; the loaded
+            adapters are unchanged.
     """
     with _directory_for(weight_bytes(tensors)) as directory:
         write_adapter(directory, tensors, lora, base_name="")
@@ -541,10 +542,10 @@ def hand_over_adapter(
 
 @contextmanager
 def _directory_for(num_bytes: int) -> Iterator[Path]:
-    """Yield a directory in memory, or on the disk where that has no space: a container's is small.
+    """Yield a directory in /dev/shm, or on disk if that is full: containers have a small /dev/shm.
 
     Args:
-        num_bytes: of the tensors that are to be written.
+        num_bytes: size of the tensors that will be written.
     """
     try:
         needed = num_bytes + HEADER_BYTES
@@ -562,16 +563,16 @@ def _directory_for(num_bytes: int) -> Iterator[Path]:
 
 # --- crash reason ---------------------------------------------------------------------------------
 #
-# Its process logs the error and ends; ours only learns that it is gone. So a handler of ours
-# listens to that log over there, and leaves the error in a file that is read here. A process that
-# the kernel kills to get memory back says nothing at all: the kernel's own counter has it then.
+# When vLLM's process fails, it logs the error and exits; our process sees only the exit. So a log
+# handler of ours in vLLM's process writes the error to a file that our process reads. A process
+# that the kernel kills to free memory logs nothing, but the kernel counts such kills.
 
 
 class CrashReason:
-    """The file of one vLLM, and what the kernel has done since."""
+    """The file with one vLLM's crash reason, and the number of the kernel's kills at its start."""
 
     def __init__(self) -> None:
-        """Make the file, empty."""
+        """Create the empty file."""
         handle, path = tempfile.mkstemp(prefix="echo-vllm-", suffix=".txt")
         os.close(handle)
         self._path = Path(path)
@@ -579,7 +580,7 @@ class CrashReason:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Have the processes that start meanwhile know the file."""
+        """Pass the file's path to processes that start in the body, through the environment."""
         os.environ[VARIABLE] = str(self._path)
         try:
             yield
@@ -587,10 +588,10 @@ class CrashReason:
             os.environ.pop(VARIABLE, None)
 
     def read(self, *, was_killed: bool = False) -> str:
-        """Return why vLLM died; empty if it is unknown.
+        """Return why vLLM died; "" if unknown.
 
         Args:
-            was_killed: whether one of its processes ended by SIGKILL, and not by ours.
+            was_killed: whether one of vLLM's processes ended by SIGKILL.
         """
         with contextlib.suppress(OSError):
             text = self._path.read_text(encoding="utf-8")
@@ -606,24 +607,24 @@ class CrashReason:
 
 # --- processes of its own -------------------------------------------------------------------------
 #
-# Our process has one thread with an event loop that talks to them. A process that dies takes
-# nothing of ours with it, and one that hangs is ended.
+# One thread of our process runs an event loop that talks to vLLM's processes. If a vLLM process
+# dies, ours goes on; if one hangs, calls time out and `close` ends it.
 
 
 CLOSE_TIMEOUT_S = 20.0
 
 
 class ProcessBackend(Backend):
-    """An AsyncLLM and the thread with its event loop."""
+    """vLLM in processes of its own: an AsyncLLM and the thread of its event loop."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Start vLLM.
 
         Args:
-            arguments: of vLLM's AsyncEngineArgs.
+            arguments: arguments for vLLM's AsyncEngineArgs.
 
         Raises:
-            EngineDeadError: if it does not start, with vLLM's reason.
+            EngineDeadError: if vLLM does not start, with its reason.
         """
         self._arguments = arguments
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -633,7 +634,7 @@ class ProcessBackend(Backend):
         self._thread.start()
         try:
             self._post(self._start(arguments)).result(timeout=START_TIMEOUT_S)
-        except Exception as error:  # vLLM's start raises anything
+        except Exception as error:  # vLLM may raise anything
             is_late = isinstance(error, TimeoutError) and not str(error)
             told = f"no answer in {START_TIMEOUT_S:g} s" if is_late else str(error)
             why = self._crash_reason.read() or f"{type(error).__name__}: {told}"
@@ -654,9 +655,9 @@ class ProcessBackend(Backend):
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # vLLM's processes inherit this: Ctrl-C and a closed terminal are for the node alone, which
-        # finishes what it does.
-        # Python's tracker would lift it again while it starts.
+        # vLLM's processes inherit the blocked signals: only the node handles Ctrl-C and a closed
+        # terminal, and it finishes its work first. Python's resource tracker starts first, since
+        # its start unblocks SIGINT again.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
         with self._crash_reason.told():
@@ -696,7 +697,7 @@ class ProcessBackend(Backend):
 
     async def _swap(self, weights: HandedOver, path: Path, tag: str, clears_cache: bool) -> None:
         engine = self._engine
-        # Not `pause_generation`, which sleeps for 20 ms so that outputs come before it returns.
+        # Not `pause_generation`: it sleeps for 20 ms to let outputs arrive before it returns.
         pause = engine.engine_core.pause_scheduler_async
         await self._bounded(pause(mode="keep", clear_cache=clears_cache))
         for method, arguments in update_calls(weights, {"path": str(path)}):
@@ -705,11 +706,11 @@ class ProcessBackend(Backend):
         await self._bounded(engine.resume_generation())
 
     async def _bounded(self, call: Awaitable[T]) -> T:
-        # A call that was under way when vLLM's process died would wait forever.
+        # Without a timeout, a call would wait forever if vLLM's process died during it.
         return await asyncio.wait_for(call, TIMEOUT_S)
 
     def _why(self, error: BaseException) -> str:
-        """Return why vLLM died, from what it said in its own process if it did."""
+        """Return why vLLM died: its process's own crash reason if known, else `error`."""
         manager = self._engine.engine_core.resources.engine_manager
         processes = [] if manager is None else manager.processes
         was_killed = any(process.exitcode == -signal.SIGKILL for process in processes)
@@ -737,7 +738,7 @@ class ProcessBackend(Backend):
         return num_sampled(self._engine.output_processor)
 
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
-        """Swap weights while generation is paused, taken from a file in memory."""
+        """Write the weights to a file, and swap them while generation is paused."""
         if isinstance(weights, Mapping):
             num_bytes = weight_bytes(weights)
         else:
@@ -768,18 +769,18 @@ class ProcessBackend(Backend):
     def _see_through(
         self, ask: Callable[[], Coroutine[Any, Any, T]], *, may_refuse: bool = False
     ) -> T:
-        """Have the loop ask vLLM something, and return its answer; bounded in time.
+        """Run a coroutine on the event loop and return its result; bounded in time.
 
         Raises:
-            EngineWasDeadError: if it has died before.
-            EngineDeadError: if it dies, is silent, or fails; it may be half updated then.
-            EngineError: if it fails where it `may_refuse`.
+            EngineWasDeadError: if vLLM had died before.
+            EngineDeadError: if vLLM dies, does not answer, or fails; it may be half updated.
+            EngineError: if vLLM fails but lives, and `may_refuse` is set.
         """
         if self._is_dead:
             raise EngineWasDeadError("it had died before")
         try:
             return self._post(ask()).result(6 * TIMEOUT_S)
-        except Exception as error:  # vLLM's processes raise anything
+        except Exception as error:  # vLLM may raise anything
             is_late = isinstance(error, TimeoutError)
             why = f"no answer in {TIMEOUT_S:g} s" if is_late else self._why(error)
             if may_refuse and not (is_late or self._is_dead):
@@ -791,7 +792,7 @@ class ProcessBackend(Backend):
     def die(self, reason: str) -> None:
         """Fail every request."""
         self.death = self.death or Death(reason, len(self._tasks))
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all requests
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no request is running
             self._loop.call_soon_threadsafe(self._cancel_all)
 
     def _cancel_all(self) -> None:
@@ -799,18 +800,18 @@ class ProcessBackend(Backend):
             task.cancel()
 
     def close(self) -> None:
-        """End vLLM's processes and our thread; a second call changes nothing."""
+        """End vLLM's processes and our thread; a second call does nothing."""
         if self._loop.is_closed():
             return
         self.die("the engine is closed")
         try:
             self._post(self._shut_down()).result(CLOSE_TIMEOUT_S)
-        except Exception as error:  # noqa: BLE001 -- what is over anyway need not end well
+        except Exception as error:  # noqa: BLE001 -- a failed shutdown changes nothing
             log.warning("vLLM did not end as it should: %s", describe_error(error))
         self._stop_loop()
 
     async def _shut_down(self) -> None:
-        # Ending processes blocks; the cancelled requests get their turn first.
+        # Shutdown blocks the loop, so let the cancelled requests run first.
         await asyncio.sleep(0)
         self._engine.shutdown()
 

@@ -1,22 +1,26 @@
-"""vLLM engine: throughput, with weights swapped while it runs.
+"""vLLM engine: high throughput; weights are swapped while vLLM runs.
 
-A swap is a transaction. The new weights are checked against the model's shape, handed over while
-generation is paused for a moment (vLLM's own lifecycle), and probed (`probe.py`): the engine's log-
-probabilities of a prompt must be those of transformers under the same tensors. If they are not, the
-version before is put back and the error says so. An update that fails half way leaves a model that
-is neither: vLLM is then restarted with the last version that passed the probe, as after any other
-death. That version's tensors stay in host memory, where they arrived, never on a GPU.
+A swap is a transaction. The engine checks the new weights against the model's shape, hands them
+over while generation is paused briefly (vLLM's own lifecycle), and probes them (`probe.py`): vLLM's
+log-probabilities of a prompt must match those of transformers under the same tensors. If they do
+not match, the engine reinstalls the previous version and raises an error. An update that fails half
+way leaves the model with a mix of two versions. The engine then restarts vLLM with the last version
+that passed the probe, as after any other death of vLLM. The tensors of that version stay in host
+memory, where they arrived, never on a GPU.
 
-A patch is a swap that hands over the changed elements only: they are scattered into the places
-where vLLM keeps them, and the probe follows. Where vLLM keeps weights in a form of its own the
-whole version is handed over, as is every later one once a probe has found a patch wrong.
+A patch is a swap that hands over only the changed elements: they are scattered into the places
+where vLLM keeps them, and then probed. If vLLM keeps weights in a layout of its own, the engine
+hands over whole versions instead. It also does so for every later version once a patch has failed
+the probe.
 
-`kv_cache` decides about keys and values of rollouts under way; see `echo.engine.engine`.
+`kv_cache` decides whether running rollouts keep their keys and values across a swap; see
+`echo.engine.engine`.
 
-Adapters are not swapped. vLLM keeps those of the newest versions loaded and samples from several in
-one batch, so a new one is loaded between two steps while all others go on, and probed beside them.
-If it is wrong it is unloaded, and no request has sampled from it. Keys and values are vLLM's by
-adapter, so that none is ever computed by one and used by another.
+Adapters are not swapped. vLLM keeps the adapters of the newest versions loaded and samples from
+several of them in one batch. A new adapter is loaded between two steps and probed while rollouts on
+the other adapters continue. An adapter that fails the probe is unloaded before any request has
+sampled from it. vLLM caches keys and values per adapter, so those computed with one adapter are
+never used with another.
 """
 
 from __future__ import annotations
@@ -96,35 +100,35 @@ from echo.weights.store.patches import Patch
 
 # --- one call -------------------------------------------------------------------------------------
 #
-# A sample counts only if all its tokens come from weights that the probe has found right. Tokens of
-# weights that are still being probed are held until the verdict; a rollout that holds tokens of
-# wrong ones, or that was under way when vLLM died, is sampled again from its start, with the same
-# seed. So is one without probabilities, once: on a CPU a NaN in a block of the KV cache reaches the
-# next request that gets the block.
+# A sample counts only if all its tokens come from weights that passed the probe. Samples from
+# weights that are still being probed are held until the probe ends. A rollout with tokens from
+# weights that failed the probe, or that was running when vLLM died, is sampled again from its start
+# with the same seed. A rollout with a log-probability that is not finite is also sampled again,
+# once: on a CPU a NaN in a block of the KV cache reaches the next request that gets the block.
 
 
 POLL_S = 0.05
-"""Seconds between two looks at whether to stop."""
+"""Longest time, in seconds, between two checks of whether to stop."""
 
 
 class CacheCapacity:
-    """Blocks of the KV cache and places in the batch, shared by all calls."""
+    """Free blocks of the KV cache and free places in the batch, shared by all calls."""
 
     def __init__(self) -> None:
-        """Start without any; see `resize`."""
+        """Start with no blocks and no places; see `resize`."""
         self._lock = threading.Lock()
         self._all = (0, 0)
         self._num_blocks, self._num_seqs = self._all
 
     def resize(self, num_blocks: int, num_seqs: int) -> None:
-        """Have so much room in all, whatever is taken of it now."""
+        """Set the total number of blocks and places; the free ones change by the difference."""
         with self._lock:
             self._num_blocks += num_blocks - self._all[0]
             self._num_seqs += num_seqs - self._all[1]
             self._all = num_blocks, num_seqs
 
     def take(self, num_blocks: int) -> bool:
-        """Take a place and `num_blocks` blocks if they are free; return whether."""
+        """Take one place and `num_blocks` blocks if they are free; return whether they were."""
         with self._lock:
             if self._num_seqs < 1 or self._num_blocks < num_blocks:
                 return False
@@ -133,7 +137,7 @@ class CacheCapacity:
             return True
 
     def give_back(self, num_blocks: int) -> None:
-        """Free a place and its blocks."""
+        """Free one place and `num_blocks` blocks."""
         with self._lock:
             self._num_seqs += 1
             self._num_blocks += num_blocks
@@ -150,7 +154,7 @@ class _Running:
 
 
 class Call:
-    """The state of one call."""
+    """One call of `VllmEngine.generate`: its requests and their state."""
 
     def __init__(
         self,
@@ -160,7 +164,7 @@ class Call:
         watcher: Watcher,
         slot: VersionSlot | None,
     ) -> None:
-        """Take the requests, and the adapter to sample from; nothing is sampled before `run`."""
+        """Store the requests and the slot of the adapter to sample from; `run` starts sampling."""
         self._engine = engine
         self._slot = slot
         self._adapter = None if slot is None else adapter_request(slot)
@@ -174,7 +178,7 @@ class Call:
         self._done: dict[int, Completion] = {}
         self._num_tries = 0
         self._spoilt: set[int] = set()
-        """Requests for which the model gave no probabilities, once."""
+        """Indices of requests that were sampled again because a log-probability was not finite."""
         self._is_stopping = False
         self._progressed_at = time.monotonic()
 
@@ -201,7 +205,7 @@ class Call:
         while self._waiting:
             index = self._waiting[0]
             request = self._requests[index]
-            self._engine.check(request, self._sampling)  # a restarted one may hold less
+            self._engine.check(request, self._sampling)  # a restarted vLLM may have less capacity
             context = request.context_ids
             num_tokens = min(
                 self._sampling.max_completion_tokens - len(request.prefix_ids),
@@ -215,14 +219,14 @@ class Call:
             prompt: dict[str, object] = {"prompt_token_ids": context.tolist()}
             if salt is not None:
                 prompt["cache_salt"] = salt
-            # Ours alone: callers may use the same names at the same time.
+            # Unique to this call: two calls may use the same request ids at the same time.
             request_id = f"{request.request_id}/{id(self):x}/{self._num_tries}"
             params = make_params(self._sampling, request.seed, num_tokens)
             future = backend.submit(BackendRequest(request_id, prompt, params, self._adapter))
             self._running.append(_Running(index, request_id, num_blocks, backend, future))
 
     def _end_all(self) -> None:
-        """Abort what runs, and give up what has not begun; may be called again."""
+        """Abort running requests and complete waiting requests as aborted; may be called again."""
         for index in self._waiting:
             self._done[index] = Completion(
                 self._requests[index].request_id,
@@ -233,11 +237,11 @@ class Call:
             )
         self._waiting.clear()
         for backend in {running.backend for running in self._running}:
-            # Repeated until it works: one that vLLM has not yet taken in cannot be aborted.
+            # Repeated on each pass: vLLM cannot abort a request that it has not yet accepted.
             backend.abort([r.request_id for r in self._running if r.backend is backend])
 
     def _report(self) -> None:
-        """Tell how many tokens have come, and give up on an engine that makes none."""
+        """Report new tokens to the watcher; declare vLLM dead if it makes no token in TIMEOUT_S."""
         counts: dict[str, int] = {}
         for backend in {running.backend for running in self._running}:
             counts |= backend.num_sampled()
@@ -283,7 +287,7 @@ class Call:
 
     def _check_sample(self, running: _Running, sample: BackendOutput) -> None:
         if sample.finish_reason == "abort" and not self._is_stopping:
-            # Not by us: vLLM ends running requests when its process gets a signal to stop.
+            # Echo did not abort it: vLLM ends running requests when its process gets a stop signal.
             self._waiting.append(running.index)
             return
         versions = np.empty((len(sample.token_ids), 2), np.int32)
@@ -318,7 +322,7 @@ class Call:
 def make_params(
     sampling: Sampling, seed: int, max_tokens: int, *, of_prompt: bool = False
 ) -> object:
-    """Return vLLM's parameters of one request: tokens out, with their log-probabilities."""
+    """Return vLLM's SamplingParams for one request: output token ids with log-probabilities."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -326,7 +330,7 @@ def make_params(
         temperature=0.0 if sampling.greedy else sampling.temperature,
         top_p=1.0 if sampling.greedy else sampling.top_p,
         top_k=0 if sampling.greedy else sampling.top_k,
-        # 63 bits: vLLM hands it to torch as a signed number, and -1 would mean none.
+        # 63 bits: vLLM passes the seed to torch as a signed number, and -1 would mean no seed.
         seed=seed & 0x7FFFFFFFFFFFFFFF,
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_ids),
@@ -341,12 +345,12 @@ def make_params(
 log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
-"""Deaths in a row, without a swap that worked in between, after which vLLM is given up."""
+"""Restarts in a row, without a successful swap in between; at the next death the engine fails."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Installed:
-    """Weights that were found right, and what the probe gives under them."""
+    """One version's weights, and the log-probabilities that the probe expects of them."""
 
     tensors: Mapping[str, Tensor]
     version: PolicyVersion
@@ -354,7 +358,7 @@ class _Installed:
 
 
 def _refuse(device: str, kv_cache: KvCache, lora: Lora | None) -> None:
-    """Refuse settings that vLLM, or an adapter in it, has no use for."""
+    """Refuse a device that vLLM cannot be given, and a `kv_cache` that has no effect with LoRA."""
     if device not in ("cpu", "cuda"):
         raise EngineError(
             f'vLLM takes the GPUs that it sees: in place of worker.device = "{device}" set '
@@ -375,16 +379,16 @@ class VllmEngine(Engine):
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16" or "float16".
         process: "inline" runs vLLM in this process, "engine" in processes of its own.
-        kv_cache: what becomes of keys and values when weights are swapped in flight.
-        arguments: engine arguments of vLLM, passed through.
-        num_threads: CPU threads of one operation; 0 for vLLM's choice.
-        lora: the adapter that `load` takes, and its base in place of `model_dir`; None where it
-            takes all weights.
-        demand: what the KV cache on a CPU is made for; None where it takes what memory has.
+        kv_cache: whether running rollouts keep their keys and values when weights are swapped.
+        arguments: engine arguments passed through to vLLM.
+        num_threads: CPU threads per operation; 0 for vLLM's choice.
+        lora: shape of the adapters that `load` takes, and the base model that vLLM reads in place
+            of `model_dir`; None if `load` takes all weights.
+        demand: rollouts that the KV cache on a CPU is sized for; None to size it by free memory.
 
     Raises:
         EngineError: if vLLM is not installed, or cannot run this model with these arguments, or one
-            of them has no use.
+            of the arguments has no effect.
     """
 
     is_continuous = True
@@ -425,22 +429,22 @@ class VllmEngine(Engine):
             targets = self._probe.lora_targets
             self._arguments |= lora_arguments(lora.rank, targets, self.num_versions)
         self._adapters: dict[VersionSlot, _Installed] = {}
-        """Adapters that vLLM has loaded."""
+        """Loaded adapters that passed the probe."""
         self._lock = threading.RLock()
         self._serials = itertools.count(1)
         self._tag = ""
         self._versions: dict[str, PolicyVersion | None] = {}
         self._good: _Installed | None = None
         self._why_whole = ""
-        """Why no patch is handed over, as far as that has been told."""
+        """Reason last logged for handing over whole versions in place of patches."""
         self._is_misplaced = False
-        """Whether a patch was found wrong that had been handed over."""
+        """Whether a patch has failed the probe while the whole version passed it."""
         self.takes_patches = lora is None
         self._num_restarts = 0
         self._is_closed = False
         self._concurrency = Concurrency()
         self.space = CacheCapacity()
-        """Of vLLM's cache and batch, for all calls."""
+        """Free capacity of vLLM's KV cache and batch, shared by all calls."""
         self._backend = self._start(is_first=True)
         self._installed: InstalledVersion | VersionSlots = (
             InstalledVersion() if lora is None else VersionSlots(self.num_versions + 1)
@@ -454,9 +458,9 @@ class VllmEngine(Engine):
         return self._installed.installed
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        """Swap weights in flight, probe them, and go back if they are not what samples.
+        """Swap weights while rollouts run, probe them, and roll back if the probe fails.
 
-        An adapter is put beside the others, and what samples goes on meanwhile.
+        An adapter is loaded beside the others; running rollouts continue meanwhile.
         """
         if isinstance(self._installed, VersionSlots):
             with self._installed.load(version) as (slot, unloaded):
@@ -467,7 +471,7 @@ class VllmEngine(Engine):
             self._swap(version, lambda: self._install(new))
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
-        """Write what changed to image and vLLM in flight, probe it, and go back if it is wrong."""
+        """Write a patch to the image and to vLLM, probe it, and roll back if the probe fails."""
         if not isinstance(self._installed, InstalledVersion):
             super().patch(patch, image, specs)
             return
@@ -486,7 +490,7 @@ class VllmEngine(Engine):
         *,
         version: PolicyVersion | None = None,
     ) -> list[Completion]:
-        """Sample a completion for each request, beside whatever else runs."""
+        """Sample a completion for each request; calls may run concurrently."""
         with self._installed.request(version) as slot:
             for request in requests:
                 self.check(request, sampling)
@@ -497,7 +501,7 @@ class VllmEngine(Engine):
         return self._installed.request(version)
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Divide the KV cache that vLLM reports by the need of one rollout."""
+        """Divide the blocks of vLLM's KV cache by those that one rollout needs."""
         facts = self._backend.facts
         num_tokens = min(prompt_tokens + completion_tokens, facts.max_model_len)
         number = self._num_blocks // facts.blocks_of(num_tokens)
@@ -510,11 +514,11 @@ class VllmEngine(Engine):
         return self._concurrency.bounded(min(number, facts.max_num_seqs - 1))
 
     def take_counts(self) -> dict[str, int]:
-        """Return how often memory ran out since this was last asked."""
+        """Return how often memory ran out since the last call."""
         return self._concurrency.take_counts()
 
     def close(self) -> None:
-        """Stop vLLM and forget the weights."""
+        """Stop vLLM and release the weights."""
         self._installed.close()
         with self._lock:
             self._is_closed = True
@@ -522,13 +526,13 @@ class VllmEngine(Engine):
             self._adapters.clear()
             self._backend.close()
 
-    # --- what a call asks ------------------------------------------------------------------------
+    # --- used by `Call` --------------------------------------------------------------------------
 
     def check(self, request: Request, sampling: Sampling) -> None:
         """Refuse a request that the running vLLM cannot sample.
 
         Raises:
-            EngineError: naming the request, or what does not hold it.
+            EngineError: naming the request, or the KV cache that is too small for it.
         """
         request.check(
             window=self._backend.facts.max_model_len,
@@ -538,16 +542,20 @@ class VllmEngine(Engine):
         self.max_concurrent_rollouts(len(request.prompt_ids), sampling.max_completion_tokens)
 
     def current(self) -> tuple[Backend, str | None]:
-        """Return the running vLLM and, where caches outlive weights, what keeps versions apart."""
+        """Return the backend and the current weights' cache salt, None if swaps clear the cache."""
         with self._lock:
             return self._backend, None if self._clears_cache else self._tag
 
     def version_of(self, tag: str) -> PolicyVersion | None:
-        """Return what a tag stands for: None for wrong weights; KeyError while the probe runs."""
+        """Return the version of a tag's weights, None if they failed the probe.
+
+        Raises:
+            KeyError: while the probe runs.
+        """
         return self._versions[tag]
 
     def revive(self, backend: Backend) -> None:
-        """Start vLLM again if `backend` is the one in use."""
+        """Restart vLLM unless another thread has already replaced `backend`."""
         with self._lock:
             if self._backend is backend:
                 self._restart()
@@ -555,7 +563,7 @@ class VllmEngine(Engine):
     # --- swaps -----------------------------------------------------------------------------------
 
     def _expected(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> _Installed:
-        set_num_threads(self._num_threads)  # of this thread, which may be any
+        set_num_threads(self._num_threads)  # the setting is per thread
         return _Installed(tensors, version, self._probe.expected(tensors))
 
     def _swap(
@@ -564,12 +572,12 @@ class VllmEngine(Engine):
         install: Callable[[], str | None],
         take_back: Callable[[], None] = lambda: None,
     ) -> None:
-        """Install, if need be on a restarted vLLM: it may have died of something else.
+        """Install weights and roll back if they fail; restart vLLM first if it was already dead.
 
         Args:
-            version: to name in errors.
-            install: returns what is wrong with what is installed.
-            take_back: makes the weights of the version before what they were.
+            version: the version to name in errors.
+            install: hands the weights over and probes them; returns why the probe failed, or None.
+            take_back: restores the image of the previous version.
         """
         with self._lock:
             before = "none" if self._good is None else str(self._good.version)
@@ -580,12 +588,12 @@ class VllmEngine(Engine):
                 except EngineDeadError as error:
                     take_back()
                     self._restart()
-                    if not isinstance(error, EngineWasDeadError):  # else until it is given up
+                    if not isinstance(error, EngineWasDeadError):  # else retry
                         raise EngineError(
                             f"{version} could not be installed: {error}; vLLM was started anew, "
                             f"version: {before}"
                         ) from error
-                except BaseException:  # as where there is no space to hand weights over
+                except BaseException:  # such as no space to hand weights over
                     take_back()
                     raise
             if complaint is None:
@@ -610,11 +618,11 @@ class VllmEngine(Engine):
             self._restart()
 
     def _install(self, weights: _Installed) -> str | None:
-        """Hand weights over and probe them; return what is wrong with them."""
+        """Hand over a whole version and probe it; return why the probe failed, or None."""
         return self._hand_over(names_on_disk(self._probe.model, weights.tensors), weights)
 
     def _hand_over(self, what: HandedOver, weights: _Installed) -> str | None:
-        """Hand over weights, or what makes vLLM's own into them, and judge what it samples then."""
+        """Hand over weights or changes and probe them; return why the probe failed, or None."""
         self._tag = tag = str(next(self._serials))
         self._backend.update(what, tag, clears_cache=self._clears_cache)
         complaint = self._complaint(self._backend, weights, tag)
@@ -626,7 +634,7 @@ class VllmEngine(Engine):
     def _install_patch(
         self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]
     ) -> str | None:
-        """Write a patch to the image, hand over what changed, and probe it; else the whole."""
+        """Write a patch to the image, hand over its changes (else all weights), and probe them."""
         why_whole = self._tell_why_whole()
         patch.write(image)
         weights = self._expected(tensors_from_image(specs, image.toreadonly()), patch.version)
@@ -643,7 +651,7 @@ class VllmEngine(Engine):
         return complaint
 
     def _tell_why_whole(self) -> str:
-        """Return why vLLM gets whole versions, and say so once; nothing if it gets patches."""
+        """Return why vLLM gets whole versions, logged once per reason; "" if it gets patches."""
         if self._is_misplaced:
             why = "a patch was found wrong"
         elif has_other_names_on_disk(self._probe.model):
@@ -658,10 +666,10 @@ class VllmEngine(Engine):
     def _complaint(
         self, backend: Backend, weights: _Installed, tag: str, adapter: Any = None
     ) -> str | None:
-        """Probe weights; return what is wrong with what vLLM samples from.
+        """Probe weights; return how vLLM's log-probabilities deviate, or None if they match.
 
         Raises:
-            EngineDeadError: if there is no answer: no probe could check what it samples.
+            EngineDeadError: if vLLM does not answer the probe; the backend is declared dead.
         """
         params = make_params(Sampling(1.0, 1.0, 0, 1, ()), 0, 1, of_prompt=True)
         prompt = {"prompt_token_ids": weights.expected.prompt_ids, "cache_salt": f"probe {tag}"}
@@ -670,7 +678,7 @@ class VllmEngine(Engine):
             sample = future.result(timeout=TIMEOUT_S)
         except EngineDeadError:
             raise
-        except Exception as error:  # vLLM refuses requests with anything
+        except Exception as error:  # vLLM may raise any exception
             is_late = isinstance(error, TimeoutError)
             why = f"no answer in {TIMEOUT_S:g} s" if is_late else describe_error(error)
             backend.die(reason := f"it cannot be probed: {why}")
@@ -686,8 +694,8 @@ class VllmEngine(Engine):
     def _load_adapter(
         self, slot: VersionSlot, unloaded: VersionSlot | None, tensors: Mapping[str, Tensor]
     ) -> None:
-        """Load an adapter in place of an old one and probe it; what samples goes on meanwhile."""
-        # They outlive what `load` was promised of their memory.
+        """Load an adapter in place of an old one and probe it; running rollouts continue."""
+        # Copied: the caller's memory is valid only during `load`, these tensors are kept longer.
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         weights = self._expected(copies, slot.version)
         if unloaded is not None:
@@ -695,7 +703,7 @@ class VllmEngine(Engine):
         try:
             complaint = self._add_adapter_alive(slot, weights)
         except EngineError:
-            self._unload(slot)  # which vLLM may have refused half way
+            self._unload(slot)  # vLLM may have loaded a part of it
             raise
         if complaint is not None:
             self._unload(slot)
@@ -706,7 +714,7 @@ class VllmEngine(Engine):
         self._num_restarts = 0
 
     def _add_adapter_alive(self, slot: VersionSlot, weights: _Installed) -> str | None:
-        """Load and probe an adapter, if need be on a restarted vLLM: it may have died before."""
+        """Load and probe an adapter; restart vLLM first if it was already dead."""
         while True:
             backend = self.current()[0]
             try:
@@ -714,7 +722,7 @@ class VllmEngine(Engine):
             except EngineDeadError as error:
                 self.revive(backend)
                 if isinstance(error, EngineWasDeadError):
-                    continue  # until it is given up
+                    continue  # at most MAX_RESTARTS times
                 raise EngineError(
                     f"{slot.version} could not be loaded: {error}; vLLM was started anew, "
                     f"version: {self.installed or 'none'}"
@@ -735,13 +743,13 @@ class VllmEngine(Engine):
     def _unload(self, slot: VersionSlot) -> None:
         with self._lock:
             self._adapters.pop(slot, None)
-        with contextlib.suppress(EngineError):  # then it is gone, or the first to be evicted
+        with contextlib.suppress(EngineError):  # then vLLM is dead, or evicts this adapter first
             self._backend.remove_adapter(slot.serial)
 
     # --- vLLM itself -----------------------------------------------------------------------------
 
     def _reinstall(self) -> str | None:
-        """Install all that was found right before; return what is wrong with it now."""
+        """Reinstall all weights that passed the probe; return why some fail it now, or None."""
         for slot, weights in self._adapters.items():
             complaint = self._add_adapter(self._backend, slot, weights)
             if complaint is not None:
@@ -749,9 +757,10 @@ class VllmEngine(Engine):
         return None if self._good is None else self._install(self._good)
 
     def _start(self, *, is_first: bool = False) -> Backend:
-        """Start vLLM, if need be for fewer concurrent rollouts; then count its room.
+        """Start vLLM and read its capacity; if memory runs out, retry with fewer rollouts.
 
-        At first fewer versions of an adapter make room, too; later they are counted on.
+        The first start also retries with fewer versions of the adapter. A restart does not: the
+        number of versions is fixed by then.
         """
         while True:
             try:
@@ -775,7 +784,7 @@ class VllmEngine(Engine):
                 return backend
 
     def _keep_fewer(self, why: str) -> bool:
-        """Free memory by keeping half of the versions of an adapter, if there is one."""
+        """Halve the adapter versions to keep, to free memory; return whether that was possible."""
         if self.num_versions <= MIN_VERSIONS:
             return False
         number = max(MIN_VERSIONS, self.num_versions // 2)
@@ -790,14 +799,14 @@ class VllmEngine(Engine):
         return True
 
     def _spare_blocks(self, facts: Facts) -> int:
-        """Return blocks that no rollout gets: one is vLLM's own, some are the probe's."""
+        """Return the number of blocks reserved for vLLM itself (one) and for the probe."""
         return 1 + facts.blocks_of(self._probe.num_tokens + 1)
 
     def _heed(self, death: Death, facts: Facts) -> None:
-        """Go on with fewer concurrent rollouts where vLLM died because memory ran out.
+        """Reduce concurrent rollouts and KV cache for the restart if vLLM died out of memory.
 
         Raises:
-            EngineError: if a single rollout was under way.
+            EngineError: if only a single rollout was running.
         """
         if not (death.num_running and is_out_of_memory(death.reason)):
             return
@@ -806,18 +815,18 @@ class VllmEngine(Engine):
         least = self._spare_blocks(facts) + facts.blocks_of(facts.max_model_len)
         self._arguments |= {
             "max_num_seqs": limit + 1,
-            "max_model_len": facts.max_model_len,  # which callers rely on
+            "max_model_len": facts.max_model_len,  # callers rely on it
             "num_gpu_blocks_override": max(least, facts.num_blocks // 2),
         }
-        self._num_restarts = 0  # it will not die of the same again
+        self._num_restarts = 0  # the cause of this death is removed
 
     def _numbers(self, facts: Facts | None = None) -> str:
-        """Say what there is."""
+        """Return the sizes of the weights, the KV cache and the free memory as text."""
         parts = [f"the weights take {format_bytes(self._probe.weight_bytes)}"]
         if facts is not None:
             blocks = f"{facts.num_blocks} blocks of {facts.block_size} tokens"
             parts.append(f"the KV cache has {blocks}")
-        # A look at a GPU that only other processes use would take some of it.
+        # Asking for a GPU's free memory creates a CUDA context, which itself takes memory.
         if self._device == "cpu" or torch.cuda.is_initialized():
             free = free_bytes(torch.device(self._device))
             parts.append(f"free are {format_bytes(free)}")
@@ -827,12 +836,12 @@ class VllmEngine(Engine):
         """Restart vLLM with the last weights that passed the probe.
 
         Raises:
-            EngineError: if it dies again and again, or does not come up right.
+            EngineError: if it has died more than MAX_RESTARTS times in a row, or fails the probe.
         """
         if self._is_closed:
             raise EngineError("the engine is closed")
         self._num_restarts += 1
-        # It may have died while it was probed: what it has sampled meanwhile waits for a verdict.
+        # vLLM may have died during a probe: samples held for its result are then sampled again.
         self._versions.setdefault(self._tag, None)
         backend = self._backend
         backend.close()
@@ -853,7 +862,7 @@ class VllmEngine(Engine):
             log.warning("vLLM died again at once: %s", error)
             self._restart()
             return
-        except EngineError as error:  # as where there is no space to hand weights over
+        except EngineError as error:  # such as no space to hand weights over
             complaint = str(error)
         if complaint is not None:
             why = f"started anew with {version}, vLLM is wrong: {complaint}"
