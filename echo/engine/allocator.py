@@ -1,16 +1,17 @@
-"""Settings of the C library's allocator and of oneDNN, and the memory that they give back.
+"""Settings of glibc's allocator and of oneDNN, and the return of freed memory to the system.
 
-Chunks of weights and a step's activations come and go all the time. By default glibc maps each
-large block and returns it when it is freed, and its page faults cost more than the work on it. So
-it is told to keep such blocks, and after a step or a call of an engine it is told to return them:
-blocks of ever-new sizes leave holes that fit nothing, gigabytes of them. Within a step it happens
-whenever the process has grown (`Trimmer`): what a layer makes and drops lies among what it keeps.
+The process allocates and frees chunks of weights and activations all the time. By default glibc
+maps each large block and unmaps the block when it is freed, and the page faults cost more than the
+work on the block. So `tune` makes glibc keep freed blocks. Blocks of varying sizes fragment the
+heap, by gigabytes, so `give_back` returns the free memory after a step or an evaluation. Within a
+step a `Trimmer` returns it whenever the process has grown, since the temporary blocks of a layer
+lie between blocks that the layer keeps.
 
-Does nothing with other C libraries.
+With other C libraries these functions do nothing.
 
-oneDNN, which multiplies 16-bit matrices on a CPU, keeps what it has prepared for each shape: code,
-and weights in an order of its own, for 1 024 shapes. A call that samples has shapes that no earlier
-call had, so without a bound a worker grows call by call.
+oneDNN multiplies 16-bit matrices on a CPU. For each of up to 1 024 shapes it caches generated code,
+and the weights in its own layout. Each sampling call brings shapes that no earlier call had, so
+without a lower bound a worker's memory grows with each call.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from pathlib import Path
 from typing import Any
 
 _KEPT_BYTES = 64 << 20
-_LARGEST_FROM_HEAP = 32 << 20  # glibc takes no more
+_LARGEST_FROM_HEAP = 32 << 20  # glibc refuses a larger one
 
 SETTINGS: Mapping[str, tuple[int, int]] = {
     "mmap_threshold": (-3, _LARGEST_FROM_HEAP),
     "trim_threshold": (-1, _KEPT_BYTES),
 }
-"""By the name of each in glibc's environment variables: its number (malloc.h) and the value."""
+"""By name in glibc's environment variables: the option's number (malloc.h) and its value."""
 
 
 def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Have the process keep freed blocks, some 64 MiB per busy thread.
+    """Make glibc keep freed blocks, about 64 MiB per busy thread.
 
     Args:
-        environment: of the process; what it sets by MALLOC_* or GLIBC_TUNABLES stays as it is.
+        environment: of the process; an option that it sets by MALLOC_* or GLIBC_TUNABLES is left
+            unchanged.
 
     Returns:
-        The names of what was set.
+        The names of the options that were set.
     """
     libc, tunables = _glibc(), environment.get("GLIBC_TUNABLES", "")
     if libc is None:
@@ -53,44 +55,44 @@ def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Environment variables of oneDNN and of PyTorch's layer above it; each keeps as much by itself."""
+"""Environment variables of oneDNN and of PyTorch's layer above it, which cache separately."""
 ONEDNN_SHAPES = 64
-"""A decoding step has some 7, which repeat at the next one."""
+"""A decoding step uses about 7 shapes, and the next step uses the same ones."""
 
 
 def bound_onednn(environment: MutableMapping[str, str]) -> None:
-    """Have oneDNN keep few shapes; it reads the environment at its first product.
+    """Bound oneDNN's caches to `ONEDNN_SHAPES`; call it before oneDNN's first matrix product.
 
     Args:
-        environment: of the process; what it sets by itself stays as it is.
+        environment: of the process; a variable that is already set is left unchanged.
     """
     for name in ONEDNN_CACHES:
         environment.setdefault(name, str(ONEDNN_SHAPES))
 
 
 GROWN_BYTES = 256 << 20
-"""Of a process between two times that it returns what it has freed, within a step. With 64 MiB a
-step takes more page faults, and its peak is hardly lower."""
+"""Growth of the process after which a `Trimmer` returns freed memory. With 64 MiB a step causes
+more page faults, and its peak is hardly lower."""
 
 
 def give_back() -> None:
-    """Return freed memory to the system; it takes as long as there is much of it."""
+    """Return freed memory to the system, in time proportional to the amount of freed memory."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
 
 class Trimmer:
-    """Returns freed memory whenever the process has grown by `GROWN_BYTES` since the last time."""
+    """Returns freed memory, when called, if the process has grown by `GROWN_BYTES`."""
 
     def __init__(self) -> None:
-        """Begin with the process as large as it is."""
+        """Measure growth from the current size of the process."""
         self._is_here = _glibc() is not None and _RESIDENT.exists()
         self._num_pages = _resident_pages() if self._is_here else 0
-        """Of the process after the last time; less if it has become smaller since."""
+        """Resident pages from which growth is measured: the fewest since memory was returned."""
 
     def __call__(self) -> None:
-        """Return what the process has freed if it has grown."""
+        """Return freed memory to the system if the process has grown enough."""
         if not self._is_here:
             return
         now = _resident_pages()

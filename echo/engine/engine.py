@@ -1,19 +1,21 @@
 """Contract of a rollout engine: weights in, versioned tokens out.
 
-An engine knows nothing of networks or rewards. Its methods may be called from several threads at
-once: `load` from one while `generate` runs in another swaps the weights in flight, between two
-tokens, and every token says which version sampled it.
+An engine has no network and computes no rewards. Several threads may call its methods at once. A
+`load` in one thread while `generate` runs in another swaps the weights in flight, between two
+tokens. A completion records the version that sampled each of its tokens.
 
-An engine that holds several versions side by side (`num_versions`) swaps nothing: a call keeps the
-version that it began with to its end, and `load` puts a new one beside it, from which calls sample
-that begin afterwards. Neither waits for the other.
+An engine that holds several versions side by side (`num_versions`) does not swap weights in flight.
+A call of `generate` samples from one version until it ends. `load` adds a version, and the calls
+that begin later sample from the added version. `generate` never waits for `load`; `load` waits for
+running calls only while it finds no version to unload.
 
-The engine's `kv_cache` decides about keys and values that the old weights computed: "recompute"
-runs the unfinished sequences through the new weights once more, so that the next tokens are sampled
-exactly as the new version would; it costs one prefill of all that is under way. "keep" goes on at
-once with the old ones: the next tokens then come from a mixture of both versions. Their
-log-probabilities are still the true ones of the sampling distribution, but no single version
-reproduces them, so that the learner sees a log-ratio other than 0 even where it has not moved.
+After a swap, the engine's `kv_cache` setting decides what happens to the keys and values that the
+old weights computed. "recompute" runs the unfinished sequences through the new weights, so the next
+tokens have exactly the new version's distribution; the cost is one prefill of all unfinished
+sequences. "keep" continues at once with the old keys and values, so the next tokens come from a
+mixture of both versions. The log-probabilities of these tokens are still those of the distribution
+that the tokens were sampled from. But no single version reproduces them, so the learner computes a
+log-ratio other than 0 even with unchanged weights.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 
 UNVERSIONED = PolicyVersion(0, 0)
-"""Names the weights of an engine whose caller does not tell versions apart; lineages begin at 1."""
+"""The version of weights that a caller loads without naming a version; real lineages begin at 1."""
 
 KvCache = Literal["recompute", "keep"]
 
@@ -48,25 +50,25 @@ FinishReason = Literal["stop", "length", "abort", "nonfinite"]
 
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises what is lower to this, and the learner would divide the logits by another number."""
+"""vLLM raises a lower temperature to this value; the learner would divide by the lower one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn: the same for every request of a call."""
+    """How tokens are sampled; every request of a call uses the same settings."""
 
     temperature: float
     """Divides the logits; at least MIN_TEMPERATURE."""
     top_p: float
     """Keep the fewest most likely tokens that reach this probability; 1 keeps all."""
     top_k: int
-    """Keep this many most likely tokens (more where they tie), before top_p; 0 keeps all."""
+    """Keep this many most likely tokens, and ties with the last one, before top_p; 0 keeps all."""
     max_completion_tokens: int
     """Tokens after which a completion ends with "length", at least 1."""
     stop_ids: tuple[int, ...]
     """Token ids that end a completion with "stop"; the id is part of the completion."""
     greedy: bool = False
-    """Take the most likely token. Temperature, top_p and top_k then play no part."""
+    """Take the most likely token, and ignore temperature, top_p and top_k."""
 
     def __post_init__(self) -> None:
         checks = {
@@ -85,7 +87,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The load that an engine is likely to get at once; more may come, and longer ones."""
+    """The load that an engine should expect; real rollouts may be more numerous and longer."""
 
     num_rollouts: int
     prompt_tokens: int
@@ -102,26 +104,26 @@ class Request:
     prompt_ids: npt.NDArray[np.int32]
     """[P] token ids, at least one."""
     seed: int
-    """Fixes the random choices of this request, whatever else is in the batch."""
+    """Fixes the random choices of this request, independent of the other requests in the batch."""
     prefix_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """[K] tokens of the completion that were sampled before, to be continued; they count towards
-    the limit and are not returned again. Continue with a new seed: the old one would repeat the
-    random choices of the beginning."""
+    """[K] tokens of the completion that an earlier call sampled, and that this call continues. They
+    count towards the token limit and are not returned again. Continue with a new seed: the old seed
+    would repeat the random choices of the first tokens."""
 
     @property
     def context_ids(self) -> npt.NDArray[np.int32]:
-        """[P + K] all that the model sees before the first new token."""
+        """[P + K] the tokens before the first new token: the prompt and the prefix."""
         if not len(self.prefix_ids):
             return self.prompt_ids
         return np.concatenate([self.prompt_ids, self.prefix_ids])
 
     def check(self, *, window: int | None, vocab_size: int, max_completion_tokens: int) -> None:
-        """Refuse what no engine can sample.
+        """Refuse a request that no engine can sample.
 
         Args:
             window: longest sequence of the model in tokens; None if it has no limit.
-            vocab_size: token ids lie below it.
-            max_completion_tokens: of the sampling, prefix included.
+            vocab_size: of the model; every token id must be below it.
+            max_completion_tokens: the limit of the sampling settings; the prefix counts towards it.
 
         Raises:
             EngineError: naming the request and the numbers.
@@ -155,19 +157,20 @@ class Completion:
     token_ids: npt.NDArray[np.int32]
     """[T] sampled ids, the stop token included; empty only after an abort."""
     logprobs: npt.NDArray[np.float32]
-    """[T] natural log-probability of each id under the distribution it was drawn from: after
-    temperature, top_k and top_p, renormalised. When greedy, under the plain softmax of the
-    logits (temperature 1), since the choice itself was certain."""
+    """[T] natural log-probability of each id under the distribution that it was sampled from: after
+    temperature, top_k and top_p, renormalised. With greedy sampling, under the plain softmax of the
+    logits (temperature 1), since the choice is deterministic."""
     finish_reason: FinishReason
-    """"stop" (a stop id), "length" (the limit, or the end of the model's window), "abort", or
-    "nonfinite": the model gives no probabilities, as where it overflows. The last log-probability
-    then is NaN or infinite, and no such completion may be trained on."""
+    """"stop" (a stop id), "length" (the limit, or the end of the model's window), "abort" (the
+    caller stopped the call), or "nonfinite": the logits give no probabilities, for example after an
+    overflow. The last log-probability of a "nonfinite" completion is NaN or infinite, and the
+    completion must not be trained on."""
     policy_versions: npt.NDArray[np.int32]
     """[T, 2] (lineage, step) of the weights that sampled each token."""
 
 
 def describe_nonfinite(completion: Completion) -> str:
-    """Say what is wrong with a completion that ended with "nonfinite"."""
+    """Return the message for a completion that ended with "nonfinite": where, and likely causes."""
     version = PolicyVersion(*completion.policy_versions[-1].tolist())
     under = "" if version == UNVERSIONED else f" under {version}"
     return (
@@ -178,25 +181,25 @@ def describe_nonfinite(completion: Completion) -> str:
 
 
 class Watcher:
-    """The caller of `generate` while it runs: told what has come, and asked whether to go on."""
+    """Callbacks of a running `generate`: it reports progress to them and asks whether to stop."""
 
     def should_stop(self) -> bool:
-        """Return whether unfinished completions are to be returned as they are, as "abort".
+        """Return whether to stop now and return unfinished completions with "abort".
 
-        Asked again and again, several times a second.
+        The engine calls this several times a second.
         """
         return False
 
     def on_tokens(self, number: int) -> None:
-        """Take note, as often, of how many tokens have come since the last time."""
+        """Receive the number of tokens sampled since the last call, several times a second."""
 
     def on_progress(self, number: int) -> None:
-        """Take note of signs of life while no token comes, as where long contexts are read."""
+        """Receive signs of progress while no token is sampled, as during a long prefill."""
 
     def on_completion(self, completion: Completion) -> None:
-        """Take a completion as soon as it has ended by itself, in the thread of the call.
+        """Receive a completion when it ends by itself, in the thread that called `generate`.
 
-        It is among those returned, too.
+        `generate` returns the completion as well.
         """
 
 
@@ -208,52 +211,53 @@ class Engine(abc.ABC):
     """Sample completions from a causal language model."""
 
     takes_patches = False
-    """Whether weights can be changed in place, by `patch`."""
+    """Whether `patch` can change the weights in place."""
     is_continuous = False
-    """Whether requests join those that already run; else calls of `generate` wait in line."""
+    """Whether the requests of a call join the running batch; else calls of `generate` queue up."""
     window: int | None = None
     """Longest sequence, prompt and completion together, in tokens; None if there is no limit."""
     num_versions = 1
-    """Versions that calls may sample from concurrently, the newest ones; where it is 1, those under
-    way go on under the next."""
+    """How many of the newest versions calls may sample from concurrently. With 1, a running call
+    continues with the next version that is loaded."""
 
     @property
     @abc.abstractmethod
     def installed(self) -> PolicyVersion | None:
-        """The version that samples; None before the first `load`."""
+        """The version that new calls sample from; None before the first `load`."""
 
     @abc.abstractmethod
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        """Install weights, in flight if `generate` runs: all of them, or none.
+        """Install all weights of a version, in flight if `generate` runs, or change nothing.
 
-        It returns when the next token will be sampled from them. Requests that asked for exactly
-        the version before are finished first. Of several versions, calls that begin afterwards
-        sample from it; it waits only while more than `num_versions` older ones are in use.
+        An engine with one version returns when the next token will be sampled from the new weights.
+        An engine with several versions returns when calls that begin afterwards will sample from
+        the new version; it waits only while `num_versions` versions before the newest are all in
+        use.
 
         Args:
-            tensors: by name; tied ones once, under either name. The engine may use their memory as
-                its own until the next version is installed, so it must stay as it is.
-            version: what to call them.
+            tensors: by name; tied tensors once, under either name. The engine may use their memory
+                until the next version is installed, so the caller must not change that memory.
+            version: the version that these weights are.
 
         Raises:
-            EngineError: if they do not fit this model, or the engine cannot take them over. It
-                then samples from the version before, as if nothing had been asked.
+            EngineError: if the weights do not fit this model, or the engine cannot install them.
+                The engine then continues with the version before.
         """
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
-        """Install the version that a patch makes of the installed one, in flight like `load`.
+        """Install a version by patching the installed version, in flight like `load`.
 
-        Only where `takes_patches`. The pause lasts as long as the changed words take to be written.
+        Supported only if `takes_patches`. Sampling pauses while the changed words are written.
 
         Args:
-            patch: what changes of the installed version.
+            patch: the changes from the installed version to the new one.
             image: the memory under the tensors of the last `load`, writable; the patch is written
                 to it.
-            specs: what lies where in it.
+            specs: the place of each tensor in the image.
 
         Raises:
-            EngineError: if it fails; the engine then samples from the version before, and the
-                image is as it was.
+            EngineError: if the patch fails; the engine then samples from the version before, and
+                the image is unchanged.
         """
         raise EngineError("this engine takes whole versions only")
 
@@ -269,22 +273,23 @@ class Engine(abc.ABC):
         """Sample one completion for each request, in their order.
 
         Args:
-            requests: any number; they run in batches where memory does not hold all at once. Where
-                it runs out all the same, the batches become smaller, and stay so.
-            sampling: how.
-            watcher: told what comes, and asked whether to stop.
-            version: the version that samples; None for the newest. An engine that holds several
-                keeps it loaded meanwhile. In one that holds a single version a `load` takes over
-                in flight: a caller that wants one version only loads nothing meanwhile.
+            requests: any number; they run in batches if memory cannot hold all at once. If memory
+                runs out nevertheless, this batch and all later ones become smaller.
+            sampling: settings of all requests.
+            watcher: receives progress and decides whether to stop.
+            version: the version to sample from; None for the newest. An engine that holds several
+                versions keeps this version loaded during the call. An engine that holds one version
+                checks it as the call begins, and a later `load` replaces it in flight: a caller
+                that needs one version throughout must not load another during the call.
 
         Raises:
-            EngineError: before any work if a prompt does not fit the model; and if memory does
-                not hold even one rollout.
+            EngineError: before any work if a prompt does not fit the model; later if memory cannot
+                hold even one rollout.
             VersionError: before any work if the version is not installed.
         """
 
     def holding(self, version: PolicyVersion) -> AbstractContextManager[object]:
-        """Keep one of several versions loaded over several calls of `generate` that name it.
+        """Keep a version loaded during the body, across several calls of `generate` that name it.
 
         Raises:
             VersionError: on entry, if the version is not installed.
@@ -293,18 +298,18 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts of this size memory holds at once, at least 1.
+        """Return how many rollouts of this size fit into memory at once, at least 1.
 
         Raises:
-            EngineError: if not even one fits, with the numbers.
+            EngineError: if not even one rollout fits, with the numbers.
         """
 
     def take_counts(self) -> dict[str, int]:
-        """Return what has happened since this was last asked, by name ("engine/...")."""
+        """Return counts of events since the last call, by metric name ("engine/...")."""
         return {}
 
     def can_sample(self) -> bool:
-        """Return whether it still samples a token; to be asked where a call has raised."""
+        """Return whether the engine still samples a token; a check for after a call has raised."""
         request = Request("-1.probe", prompt_ids=np.zeros(1, np.int32), seed=0)
         try:
             self.generate([request], Sampling(1.0, 1.0, 0, 1, ()))
@@ -314,56 +319,56 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back memory and processes; the engine cannot be used afterwards."""
+        """Release memory and processes; the engine cannot be used afterwards."""
 
 
 # --- concurrency ----------------------------------------------------------------------------------
-#
-# What one rollout needs is estimated before it begins, and estimates are wrong where others use the
-# same memory, or where kernels take more than they should. So running out of memory ends nothing by
-# itself: running rollouts continue or start again, half of them at a time, and the limit stays at
-# that half. Only where a single rollout does not fit the engine stops, with the numbers.
+# An engine estimates the memory of a rollout before it begins. The estimate is too low if other
+# programs use the same memory, or if kernels allocate more than expected. So running out of memory
+# does not end the engine: the running rollouts continue or start again, half of them at a time, and
+# that half becomes the limit. The engine raises an error, with the numbers, only if a single
+# rollout does not fit.
 
 
 log = logging.getLogger(__name__)
 
 COUNT = "engine/out_of_memory"
-"""Under which it is counted, here and in metrics.jsonl."""
+"""The metric that counts out-of-memory failures, in `take_counts` and metrics.jsonl."""
 
 _SIGNS = ("memoryerror", "out of memory", "can't allocate memory", "alloc_failed", "bad_alloc")
-"""How PyTorch, CUDA's libraries, Python and C++ say that memory has run out."""
+"""Parts of the out-of-memory messages of PyTorch, CUDA's libraries, Python and C++."""
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the kind of an error and its first line."""
+    """Return the class name of an error and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
 
 
 def is_out_of_memory(what: BaseException | str) -> bool:
-    """Return whether an error, or what was told of one, says that memory has run out."""
+    """Return whether an error, or the description of an error, reports that memory ran out."""
     text = what if isinstance(what, str) else f"{type(what).__name__}: {what}"
     return any(sign in text.lower() for sign in _SIGNS)
 
 
 class Concurrency:
-    """The most concurrent rollouts that memory has been seen to hold, or may hold."""
+    """Limit on concurrent rollouts, halved each time memory runs out."""
 
     def __init__(self) -> None:
         """Start without a limit."""
         self.limit: int | None = None
-        """Concurrent rollouts; None while memory has never run out."""
+        """Concurrent rollouts; None until memory first runs out."""
         self._num_failures = self._num_told = 0
 
     def bounded(self, number: int) -> int:
-        """Return `number`, or the limit where that is lower."""
+        """Return `number`, or the limit if that is lower."""
         return number if self.limit is None else min(number, self.limit)
 
     def halve(self, num_rollouts: int, *, why: str, numbers: str) -> None:
-        """Lower the limit to half of what was too much.
+        """Lower the limit to half of the rollouts with which memory ran out.
 
         Raises:
-            EngineError: if it was one alone.
+            EngineError: if memory ran out with a single rollout.
         """
         self._num_failures += 1
         num_rollouts = self.bounded(num_rollouts)
@@ -383,8 +388,8 @@ class Concurrency:
         )
 
     def take_counts(self) -> dict[str, int]:
-        """Return how often memory ran out since this was last asked."""
-        number = self._num_failures  # which the engine's thread may raise just now
+        """Return how often memory ran out since the last call."""
+        number = self._num_failures  # read once: the engine's thread may increase it meanwhile
         number, self._num_told = number - self._num_told, number
         return {COUNT: number} if number else {}
 
@@ -393,11 +398,11 @@ class Concurrency:
 
 
 class VersionError(EngineError):
-    """A request wants a version that is not installed."""
+    """A request names a version that is not installed."""
 
 
 class InstalledVersion:
-    """The one version that is installed; for use by many threads."""
+    """The installed version of an engine that holds one version; thread-safe."""
 
     def __init__(self) -> None:
         """Start with nothing installed."""
@@ -406,7 +411,7 @@ class InstalledVersion:
 
     @property
     def installed(self) -> PolicyVersion | None:
-        """The version that samples; None before the first one."""
+        """The installed version; None before the first `swap` ends."""
         return self._installed
 
     def close(self) -> None:
@@ -414,7 +419,7 @@ class InstalledVersion:
 
     @contextmanager
     def swap(self, version: PolicyVersion) -> Iterator[None]:
-        """Let the body install `version`, one at a time; it counts unless the body raises."""
+        """Let the body install `version`, one body at a time; record it unless the body raises."""
         with self._swap:
             yield
             self._installed = version
@@ -424,8 +429,8 @@ class InstalledVersion:
         """Check the version that a request names.
 
         Raises:
-            EngineError: if nothing is installed at all.
-            VersionError: if another version is installed than is wanted.
+            EngineError: if no version is installed.
+            VersionError: if the installed version is not `version`.
         """
         _check(self._installed, version)
         yield
@@ -442,8 +447,8 @@ def _check(installed: PolicyVersion | None, wanted: PolicyVersion | None) -> Non
 #
 #     load v4:   [v1] [v2] [v3] [  ]  ->  [v1] [v2] [v3] [v4]    v1 stays until its slot is wanted
 #     load v5:   [v1] [v2] [v3] [v4]  ->  [v5] [v2] [v3] [v4]    v1 is unloaded, if no call has it
-#
-# One slot more than versions that may sample: so a new one is tried while all others are in use.
+# There is one slot more than `num_versions`, so the engine can test a new version while calls
+# sample from all the others.
 
 
 @dataclass(slots=True, eq=False)
@@ -451,27 +456,27 @@ class VersionSlot:
     """A version that is loaded beside others."""
 
     serial: int
-    """Never used again, for the same version may be loaded twice: after a refusal, for instance."""
+    """Unique per load: the same version may be loaded twice, for instance after a failed load."""
     version: PolicyVersion
     num_calls: int = 0
     """Calls that sample from it."""
 
 
 class VersionSlots:
-    """Which versions are loaded side by side, and which are in use; for use by many threads."""
+    """The versions that are loaded side by side, and the calls that use each; thread-safe."""
 
     def __init__(self, num_slots: int) -> None:
-        """Start with nothing loaded, and space for `num_versions`, at least 2."""
+        """Start with nothing loaded, and space for `num_slots` versions, at least 2."""
         self._changed = threading.Condition()
         self._num_slots = num_slots
         self._serials = itertools.count(1)
         self._slots: tuple[VersionSlot, ...] = ()
-        """As they were loaded."""
+        """In the order in which they were loaded."""
         self._is_loading = False
 
     @property
     def installed(self) -> PolicyVersion | None:
-        """The version of calls that begin now; None before the first one."""
+        """The version that new calls sample from; None before the first `load` ends."""
         slots = self._slots
         return slots[-1].version if slots else None
 
@@ -482,9 +487,10 @@ class VersionSlots:
 
     @contextmanager
     def load(self, version: PolicyVersion) -> Iterator[tuple[VersionSlot, VersionSlot | None]]:
-        """Yield a slot for `version`, and the one to unload; the new one counts unless that raises.
+        """Yield a slot for `version`, and the slot that the body unloads.
 
-        The oldest version that no call uses is unloaded, never the newest.
+        The new slot is kept unless the body raises. The slot to unload is the oldest that no call
+        uses, and never the newest; it is None while a slot is free.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_loading)
@@ -511,11 +517,11 @@ class VersionSlots:
 
     @contextmanager
     def request(self, version: PolicyVersion | None) -> Iterator[VersionSlot]:
-        """Yield the slot of a version, or of the newest one, and keep it meanwhile.
+        """Yield the slot of `version`, or the newest slot, and keep it loaded during the body.
 
         Raises:
-            EngineError: if nothing is loaded at all.
-            VersionError: if what is wanted is not loaded.
+            EngineError: if no version is loaded.
+            VersionError: if `version` is not loaded.
         """
         with self._changed:
             slot = self._find(version)

