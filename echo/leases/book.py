@@ -5,9 +5,10 @@ expired lease waits to be granted again, before new groups (`leases/groups.py`: 
 states). The first valid result of a group is accepted, whatever its attempt. A later result is a
 duplicate and does no harm.
 
-The book remembers an expired lease until its group ends: a worker that still lists the lease is not
-granted it again by that. It remembers the worker of each attempt as long, and after a restart the
-ledger supplies both. The learner accepts a result or a failure of a group from these workers only.
+The book remembers an expired lease until its group ends, so that the lease does not start again
+when its worker still lists it. Until then it also remembers which worker was granted each attempt;
+after a restart the ledger supplies these workers. The learner accepts a result or a failure of a
+group from them only.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from echo.leases.groups import (
 )
 
 LOST_WORKER = "(before the restart)"
-"""Holder of a lease from before a restart until a worker claims it."""
+"""Holder of a lease from before a restart, until a worker claims the lease."""
 MAX_WORKERS = 10_000
-"""Workers that are remembered, the newest ones; a worker that is away is remembered as well."""
+"""Number of workers that are remembered, the newest; workers that have left are among them."""
 
 
 @dataclass(slots=True)
@@ -43,13 +44,13 @@ class LeasedWorker:
     node_id: str
     installed: PolicyVersion | None = None
     capacity: int = 0
-    """Leases that it takes; 0 if it takes none at present."""
+    """Most leases that it holds at once; 0 if it takes none at present."""
     num_places: int = 0
     """Groups that it samples at a time; 0 if unknown."""
     num_unknown: int = 0
     """Leases that it still holds although they have expired or are unwanted."""
     is_stuck: bool = False
-    """Whether it holds such leases and shows no progress."""
+    """Whether it holds expired or unwanted leases and shows no progress."""
     is_set_aside: bool = False
     """Whether it is granted no groups because its groups teach nothing (`leases/usefulness.py`)."""
     num_waiting: int = 0
@@ -62,7 +63,7 @@ class LeasedWorker:
 
 
 class LeaseBook:
-    """The leases that are out, by group and by worker."""
+    """The leases that workers hold, by group and by worker."""
 
     def __init__(self, *, timeout_s: float) -> None:
         """Start with nothing granted; leases expire after `timeout_s` without progress."""
@@ -98,12 +99,12 @@ class LeaseBook:
 
     @property
     def oldest_open(self) -> int | None:
-        """The first group that is open; None if there is none."""
+        """The lowest id of an open group; None if no group is open."""
         return min(self._groups, default=None)
 
     @property
     def deadline(self) -> float | None:
-        """When the next lease expires."""
+        """When the next lease expires; None if there is no lease."""
         return self._deadlines.first
 
     def deadline_of(self, record: LeaseRecord) -> float | None:
@@ -118,7 +119,7 @@ class LeaseBook:
     # --- what is known of a worker ---
 
     def num_changes(self, worker_id: str) -> int:
-        """Return how often a worker was given a lease, or one of its leases ended."""
+        """Return how often a worker's leases have changed: a lease was added or has ended."""
         return self._changes.get(worker_id, 0)
 
     def num_leases(self, worker_id: str) -> int:
@@ -130,14 +131,14 @@ class LeaseBook:
         return sorted(self._by_worker.get(worker_id, ()), key=lambda record: record.group_id)
 
     def note_load(self, worker_id: str, *, now: float) -> None:
-        """Note how many leases a worker holds, in the leases that it was granted just now."""
+        """Set `num_beside` of the leases granted at `now` to the number that the worker holds."""
         records = self._by_worker[worker_id]
         for record in records:
             if record.granted_at == now:
                 record.num_beside = len(records)
 
     def load(self, worker_id: str, group_id: int, attempt: int) -> float:
-        """Return how many leases a worker held while it made a group: the mean of start and end."""
+        """Return a worker's mean number of leases while it made a group: at the grant and now."""
         now = max(1, self.num_leases(worker_id))
         record = self.group(group_id).find(attempt, worker_id)
         return now if record is None else (record.num_beside + now) / 2
@@ -145,7 +146,7 @@ class LeaseBook:
     # --- what happens to a group ---
 
     def _handle(self, group: OpenGroup, event: Event) -> None:
-        """Have a group handle an event, then bring the indexes by state and by worker up to date.
+        """Apply an event to a group, then update the indexes by state and by worker.
 
         Raises:
             LocalProtocolError: if the event cannot happen in the state of the group.
@@ -171,15 +172,15 @@ class LeaseBook:
         return self.adopt(group_id, self.group(group_id).num_attempts, worker_id, now=now)
 
     def adopt(self, group_id: int, attempt: int, worker_id: str, *, now: float) -> LeaseRecord:
-        """Enter a lease that is already out, such as after a restart of the learner."""
+        """Enter an attempt that a worker holds, such as one from before a restart."""
         group = self._groups.setdefault(group_id, OpenGroup(group_id))
         self._handle(group, Leased(attempt, worker_id, now))
         return group.leases[-1]
 
     def restore(self, group_id: int, holders: Mapping[int, str], *, now: float) -> None:
-        """Enter the attempts of a group, by number, from before a restart of the learner.
+        """Enter the attempts (number -> worker) of a group from before a restart of the learner.
 
-        LOST_WORKER holds the newest one until the attempt's worker claims it or it expires.
+        LOST_WORKER holds the newest attempt until its worker claims it or the lease expires.
         """
         self.adopt(group_id, max(holders), LOST_WORKER, now=now)
         self._groups[group_id].holders = dict(holders)

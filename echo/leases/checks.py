@@ -1,7 +1,7 @@
-"""Checks of what a worker has sampled: whether it can have been sampled for its lease.
+"""Checks of a worker's rollouts: whether they can have been sampled for their lease.
 
-Each check returns the reason for which the rollouts are refused, or None. Whether they are too old
-is checked by `core.rollout.find_fault`.
+Each check returns the reason for which the rollouts are refused, or None. `core.rollout.find_fault`
+checks whether they are too old.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def find_partial_fault(
 def _find_token_fault(
     ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], vocab_size: int
 ) -> str | None:
-    """Return what is wrong with sampled tokens, at least one, or None."""
+    """Return the fault of sampled tokens (one or more), or None."""
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > MAX_LOGPROB:
         return BAD_LOGPROBS
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:

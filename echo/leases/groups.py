@@ -52,7 +52,7 @@ class OpenState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class LeaseRecord:
-    """One lease that is out."""
+    """One lease that a worker holds."""
 
     group_id: int
     attempt: int
@@ -79,7 +79,7 @@ class LeaseRecord:
     rate: float = 0.0
     """Estimated tokens per second of the longest completion."""
     num_beside: int = 1
-    """Leases that the worker held when it was granted this one, this one included."""
+    """Leases that the worker held right after it was granted this one."""
     min_version: PolicyVersion | None = None
     """The oldest version that may sample the group."""
     copy_of: int | None = None
@@ -216,7 +216,7 @@ class OpenGroup:
     state: OpenState = OpenState.WAITING
     """`handle` alone changes it."""
     leases: list[LeaseRecord] = field(default_factory=list)
-    """The leases that are out."""
+    """The leases that workers hold."""
     num_attempts: int = 0
     """Grants of the group so far: the number of its next attempt."""
     holders: dict[int, str] = field(default_factory=dict)
@@ -240,7 +240,7 @@ class OpenGroup:
 
     @property
     def newest_attempt(self) -> int:
-        """The newest attempt that is out; -1 if none is."""
+        """The newest attempt that a worker holds; -1 if no worker does."""
         return max((record.attempt for record in self.leases), default=-1)
 
     def find(self, attempt: int, worker_id: str) -> LeaseRecord | None:
@@ -255,16 +255,16 @@ class OpenGroup:
     def was_granted(self, attempt: int, worker_id: str) -> bool:
         """Return whether this worker was granted this attempt.
 
-        The lease may have expired, or its worker been gone, since: the learner accepts its result
-        all the same.
+        The learner accepts a result of this worker even if the lease has expired or the worker was
+        dropped since.
         """
         return self.holders.get(attempt) == worker_id
 
     def handle(self, event: Event) -> list[Change]:
-        """Apply an event: the one place where the state of a group changes.
+        """Apply an event; no other method changes the state of a group.
 
         Returns:
-            The leases that begin or end by it.
+            The leases that the event begins or ends.
 
         Raises:
             LocalProtocolError: if the event cannot happen in this state.

@@ -120,12 +120,12 @@ class PartialGroup:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the engine is to continue sampling it."""
+        """Whether it is in the engine and still wanted."""
         return self.state in (GroupState.RUNNING, GroupState.RECLAIMED)
 
     @property
     def oldest_step(self) -> int | None:
-        """Step of the oldest version that sampled any of its tokens; None without a token."""
+        """Step of the oldest version that sampled any of its tokens; None if it has no tokens."""
         steps = [int(m.policy_versions[:, 1].min()) for m in self.members if m.num_tokens]
         return min(steps, default=None)
 
@@ -170,7 +170,7 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The group has this result, or this reason for having none, for the learner."""
+    """The group has a result for the learner, or a reason for having none."""
 
     message: Message
     payload: tuple[Frame, ...] = ()
@@ -218,7 +218,7 @@ class HeldLeases:
         return self._groups.get(key)
 
     def of(self, *states: GroupState) -> list[PartialGroup]:
-        """Return the groups in these states, state by state, in the order in which they came."""
+        """Return the groups in these states, state by state, each in the order of entry."""
         return [group for state in states for group in self._by_state[state].values()]
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
@@ -240,7 +240,7 @@ class HeldLeases:
         """Apply an event to a group, as the table says; no other method changes a state.
 
         Raises:
-            LocalProtocolError: if it cannot happen in the state of the group.
+            LocalProtocolError: if the event cannot happen in the state of the group.
         """
         step = TABLE[group.state][type(event)]
         if step is IMPOSSIBLE:
@@ -280,11 +280,12 @@ class HeldLeases:
         now: float | None = None,
         installed: PolicyVersion | None = None,
     ) -> list[PartialGroup]:
-        """Move groups into the engine: interrupted ones first, oldest first, without skipping any.
+        """Move waiting groups into the engine: interrupted ones first, then queued ones.
 
-        Groups that require a newer version than `installed` stay where they are. A group with
-        another number of members than `group_size`, such as one from before a change of the
-        configuration, begins again.
+        In each state older groups come first. Groups that require a newer version than `installed`
+        stay where they are. No group overtakes one that is too large for the rest of
+        `max_rollouts`. A group with another number of members than `group_size`, such as one from
+        before a change of the configuration, begins again.
 
         Args:
             max_groups: the most groups to move.
@@ -336,7 +337,7 @@ class HeldLeases:
         return sorted((group for group in held if group.num_tokens), key=lambda group: group.key)
 
     def take_due(self, *, interval_s: float, now: float) -> list[PartialGroup]:
-        """Return the interrupted groups with tokens that were not shipped; mark them as shipped."""
+        """Return the interrupted groups whose new tokens are due; mark them as shipped."""
         due = [
             group
             for group in sorted(self.of(GroupState.INTERRUPTED), key=lambda group: group.key)

@@ -2,7 +2,7 @@
 
 The learner leases a shipped group to another worker if this one does not come back. A worker that
 does come back reads its file, lists the groups in it, and the learner acknowledges the unwanted
-ones. Both copies are made `ship_s` after the one before, and when a worker pauses or leaves.
+ones. Both copies are renewed every `ship_s` seconds, and when a worker pauses or leaves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PartialsFound:
 
 @dataclass(frozen=True, slots=True)
 class PartialsSaved:
-    """Event: a Save has been carried out, or could not be, for this reason."""
+    """Event: a Save has ended; `fault` says why it failed, "" if it succeeded."""
 
     fault: str
 
@@ -45,7 +45,7 @@ class PartialKeeper:
     """Decides which unfinished groups are shipped to the learner and saved here, and when."""
 
     def __init__(self, held: HeldLeases, counts: Counter[str]) -> None:
-        """Start without copies; `counts` are those of unfinished rollouts."""
+        """Start without copies; `counts` receives the number of shipped groups."""
         self.num_saving = 0
         """Writes of the file that have not ended."""
         self._held = held
@@ -54,7 +54,7 @@ class PartialKeeper:
         self._saved_at = -math.inf
 
     def ship(self, *, interval_s: float, now: float) -> list[tuple[Partial, bytes]]:
-        """Return messages, each with its payload, for groups that have grown since their last.
+        """Return (message, payload) for each group that has grown since it was last shipped.
 
         Args:
             interval_s: seconds between two shipments of one group; 0 where this worker is about to
@@ -66,13 +66,13 @@ class PartialKeeper:
             message = Partial(group_id=partial.lease.group_id, attempt=partial.lease.attempt)
             frame = encode_members(partial.members)
             if payload_bytes([frame]) > MAX_PAYLOAD_BYTES:
-                continue  # if this worker is lost, it is sampled again
+                continue  # too large; if this worker is lost, the group is sampled again
             shipments.append((message, frame))
         self._counts["shipped"] += len(shipments)
         return shipments
 
     def save(self, run_id: str, *, interval_s: float = 0.0, now: float) -> list[Action]:
-        """Write the file, unless it is as new as `interval_s` or would not change."""
+        """Write the file, unless it was written within `interval_s` or would not change."""
         if now < self._saved_at + interval_s:
             return []
         self._saved_at = now
@@ -85,7 +85,7 @@ class PartialKeeper:
         return [Save(data)]
 
     def on_saved(self, event: PartialsSaved) -> list[Action]:
-        """Note that the file is written; if it could not be written, this worker goes on."""
+        """Record that a write of the file has ended; if it failed, warn and go on."""
         self.num_saving -= 1
         if not event.fault:
             return []
@@ -93,7 +93,7 @@ class PartialKeeper:
         return [Note("warning", text)]
 
     def on_found(self, saved: Frame, run_id: str) -> list[Action]:
-        """Hold the groups that a former process of this worker has saved in this run."""
+        """Add the groups that a former process of this worker has saved in this run."""
         try:
             partials = decode_groups(saved, run_id=run_id)
         except RemoteProtocolError as error:

@@ -3,7 +3,7 @@
 The learner computes the log-probability of every token that it trains on. So for each group it
 knows how far the worker's log-probabilities are from its own: `mismatch_kl`, nats per token. An
 honest worker has a mismatch above 0, because engines and data types round differently, and older
-weights differ more. So a worker is compared only with its equals, the workers of the same engine
+weights increase it. So a worker is compared only with its equals, the workers of the same engine
 and data type, and each of its groups only with their groups of the same staleness.
 
 A worker is reported by name and set aside, as a useless one is (`leases/usefulness.py`), if all of
@@ -30,14 +30,15 @@ from echo.core.timers import RecentMap
 from echo.leases.book import MAX_WORKERS
 
 WINDOW = 50
-"""Newest trained groups of a worker, by which it is judged."""
+"""Trained groups by which a worker is judged, its newest."""
 MIN_EQUAL = 5
-"""Groups of one staleness that an equal must have to be compared with."""
+"""Groups of one level of staleness that an equal needs to serve as a comparison."""
 TIMES = 5.0
 """Least ratio of a worker's mismatch to that of its equals at which it stands out."""
 FLOOR = 0.005
-"""Nats per token; a worker below does not stand out. Honest workers have 0.001 with float32, and a
-few times that with old weights or bfloat16."""
+"""Nats per token; a worker with a lower mismatch does not stand out. Honest workers have 0.001 with
+float32, and a few times as much with old weights or bfloat16.
+"""
 
 _Place = tuple[str, int]
 """(engine, level of staleness): groups with the same pair are compared."""
@@ -60,7 +61,7 @@ class _Window:
     """The newest groups of a worker."""
 
     groups: deque[tuple[_Place, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Place and mismatch of each."""
+    """(place, mismatch) of each group."""
 
 
 def level(staleness: float) -> int:
@@ -108,7 +109,7 @@ class Mismatches:
         return found
 
     def _medians(self) -> dict[_Place, dict[str, float]]:
-        """Return the median mismatch of each worker with MIN_EQUAL groups in a place, by place."""
+        """Return place -> worker -> its median mismatch, if it has MIN_EQUAL groups there."""
         values: dict[_Place, dict[str, list[float]]] = {}
         for name, window in self._windows.as_dict().items():
             for place, kl in window.groups:

@@ -32,7 +32,8 @@ class AppendRecord(Action):
 class FinishedGroups:
     """Ids of the groups that were accepted or ended, in little memory.
 
-    Nearly all ids below some number are in it, so that number and the ids above are kept.
+    Groups finish nearly in order. So the set keeps a number below which all ids are finished, and
+    the finished ids above it.
     """
 
     def __init__(self, group_ids: Iterable[int]) -> None:
@@ -75,7 +76,7 @@ class OpenGroups:
         self.next_group_id = max(self.next_group_id, group_id + 1)
 
     def settle(self, group_id: int) -> None:
-        """End all leases of a group: its result is stored, or is unwanted."""
+        """End all leases of a group, whose result is stored or no longer wanted."""
         self.finished.add(group_id)
         self.leases.finish(group_id)
         self.shipped.discard(group_id)
@@ -97,7 +98,7 @@ class OpenGroups:
         return [AppendRecord(record, worker_id, cause)]
 
     def leave_out(self, group_id: int, fault: DataError) -> list[Action]:
-        """End a group whose prompt cannot be used, and tell the operator why."""
+        """End a group whose prompt cannot be used, and report why to the operator."""
         note = Note("warning", f"group {group_id} is left out: {fault}")
         return [note, *self.end(group_id, "prompt_error")]
 

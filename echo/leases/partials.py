@@ -98,7 +98,7 @@ def apply_staleness_policy(
     lineages: Sequence[Lineage],
     only_version: PolicyVersion | None = None,
 ) -> FreshPartials:
-    """Return members in the form in which they may be continued now, by the rules above.
+    """Return the members as they may be continued: old tokens kept, masked or dropped.
 
     Args:
         members: of one group.
@@ -153,7 +153,7 @@ def _refresh_one(
 
 
 MAX_HELD_BYTES = 1 << 30
-"""Bound on the shipped rollouts: at nine bytes per token, 100 million tokens."""
+"""Most bytes of shipped rollouts that are kept: at nine bytes per token, 100 million tokens."""
 _LIST_BYTES = 16
 """Most bytes that the encoding of a list with a single frame adds to the frame."""
 PARTIAL_COUNTS = (
@@ -166,7 +166,7 @@ PARTIAL_COUNTS = (
 def _split(
     leases: Sequence[Lease], begun: Sequence[bytes]
 ) -> Iterator[tuple[tuple[Lease, ...], list[bytes]]]:
-    """Yield parts of the leases, in order, with the members of each; a part fits into a message."""
+    """Yield the leases in parts that fit into one message, with the members of each lease."""
     start = num_bytes = 0
     for index, (lease, frame) in enumerate(zip(leases, begun, strict=True)):
         size = len(msgspec.msgpack.encode(lease)) + len(frame)
@@ -186,7 +186,7 @@ class _Kept:
 
 
 class ShippedPartials:
-    """Shipped rollouts by group, within a bound."""
+    """Shipped rollouts by group, at most `max_bytes` in all."""
 
     def __init__(self, counters: Counters, *, max_bytes: int = MAX_HELD_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -194,8 +194,8 @@ class ShippedPartials:
         self._counters = counters
         self._kept: dict[int, _Kept] = {}
         self._counted: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_WORKERS)
-        """The counts of each worker that were added already; a worker's counts continue after a
-        lost link.
+        """Worker -> its counts that were added already; they are kept after a lost link, because
+        the worker continues its counts.
         """
 
     def __contains__(self, group_id: int) -> bool:
@@ -205,7 +205,7 @@ class ShippedPartials:
         return len(self._kept)
 
     def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
-        """Keep the members of a group, unless a newer attempt has more tokens."""
+        """Keep the members of a group, unless a newer attempt has shipped as many tokens."""
         kept = self._kept.get(group_id)
         if kept is not None and kept.attempt > attempt and kept.num_tokens >= num_tokens:
             return
@@ -234,7 +234,7 @@ class ShippedPartials:
         ]
 
     def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
-        """Add the growth of a worker's counts of unfinished rollouts since its last heartbeat."""
+        """Add the increase of a worker's counts since its last heartbeat to the counters."""
         counts = message.stats.partials
         counted = self._counted.get(worker.node_id) or {}
         for name in PARTIAL_COUNTS:
@@ -290,7 +290,7 @@ _file_decoder = msgspec.msgpack.Decoder(SavedPartialGroups)
 
 
 def encode_members(members: Sequence[PartialRollout]) -> bytes:
-    """Return members as one frame: header, then ids, log-probs and mask of each."""
+    """Encode members as one frame: header, then ids, log-probs and mask of each member."""
     header = _encoder.encode([_header_of(member) for member in members])
     parts = [len(header).to_bytes(_HEADER_LENGTH_BYTES, "little"), header]
     for member in members:
@@ -306,10 +306,10 @@ def encode_continuations(frames: Sequence[bytes]) -> bytes:
 
 
 def decode_continuations(frame: Frame) -> list[list[PartialRollout]]:
-    """Return the members that a Grant carries for each lease; an empty list for none.
+    """Return the members that a Grant carries, for each lease; [] if it carries none.
 
     Raises:
-        RemoteProtocolError: if it is malformed.
+        RemoteProtocolError: if the frame is malformed.
     """
     try:
         frames = _list_decoder.decode(frame)
@@ -330,7 +330,7 @@ def _header_of(member: PartialRollout) -> MemberHeader:
 
 
 def decode_members(frame: Frame) -> list[PartialRollout]:
-    """Read the members of a partial group back; the arrays are copies.
+    """Decode the members of a partial group; their arrays are copies.
 
     Raises:
         RemoteProtocolError: if sizes disagree or a field is out of range.
@@ -384,7 +384,7 @@ def _build_member(header: MemberHeader, size: int, view: memoryview, offset: int
 
 
 def encode_groups(run_id: str, partials: Sequence[PartialGroup]) -> bytes:
-    """Return a worker's file of partial groups."""
+    """Return the content of a worker's file of partial groups."""
     saved = tuple(
         SavedPartialGroup(partial.lease, encode_members(partial.members)) for partial in partials
     )
@@ -395,7 +395,7 @@ def decode_groups(data: Frame, *, run_id: str) -> list[PartialGroup]:
     """Return the partial groups in a worker's file; none if the file is of another run.
 
     Raises:
-        RemoteProtocolError: if it is damaged.
+        RemoteProtocolError: if the file is damaged.
     """
     try:
         saved = _file_decoder.decode(data)

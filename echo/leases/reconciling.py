@@ -2,11 +2,11 @@
 
 * A lease that the worker does not list, though it should have it by now, is sent again.
 * A lease that the worker was asked to give up and no longer lists is given up: its group is
-  reserved for the worker for which it was asked.
+  reserved for the worker that the request names.
 * A lease that the worker lists and the book does not have is entered, such as after a restart of
   the learner. If the group has ended, if another worker has gone on with it, or if the worker was
   not granted that attempt, the worker is told that the lease is unwanted.
-* A listed lease that has expired is not entered again, but its worker is still occupied by it.
+* A listed lease that has expired is not entered again, but still takes up a place of its worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from echo.wire.messages import Heartbeat, Lease, LeaseState
 
 @dataclass(slots=True)
 class Differences:
-    """The differences between the book and a worker's list; the worker is told of them."""
+    """The differences between the book and a worker's list, to be sent to the worker."""
 
     lost: list[Lease] = field(default_factory=list)
     """Leases that the worker lacks; they are sent again."""
@@ -62,12 +62,12 @@ class Reconciling:
     def reconcile(
         self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
     ) -> Differences:
-        """Enter what a heartbeat says of the worker's leases; return what to send the worker.
+        """Update the book from a worker's heartbeat; return the differences to send to it.
 
         Args:
             worker: the worker; `num_unknown` and `is_stuck` are set.
             message: its heartbeat.
-            has_progress: whether it has sampled anything since the last one.
+            has_progress: whether the worker has sampled anything since its previous heartbeat.
             now: the present instant.
         """
         leases = self._groups.leases
@@ -135,7 +135,7 @@ class Reconciling:
     def _enter(
         self, worker: LeasedWorker, listed: Mapping[tuple[int, int], LeaseState], now: float
     ) -> list[tuple[int, int]]:
-        """Enter what a worker lists and the book lacks; return the unwanted leases."""
+        """Enter the leases that a worker lists and the book lacks; return the unwanted ones."""
         unwanted: list[tuple[int, int]] = []
         worker.num_unknown = 0
         for (group_id, attempt), state in listed.items():

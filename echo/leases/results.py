@@ -4,7 +4,7 @@ The states of a group: `leases/groups.py`.
 
 * Only a worker that was granted the named attempt, now or before, may end a group. From any other
   worker the message is refused, and the lease stays as it is.
-* A group is acknowledged only after `stored`: the ledger has it.
+* A group is acknowledged only in `stored`, when the ledger has it.
 * The content of a group is checked against its lease: prompt, group size, finite numbers
   (`leases/checks.py`).
 * A group whose samples are too old or from an abandoned lineage is refused with that reason and
@@ -42,18 +42,19 @@ from echo.wire.messages import (
 )
 
 MAX_FATAL = 3
-"""Engines that may end while they sample a group, after which it is given up."""
+"""A group is given up once this many engines have ended while they sampled it."""
 MAX_CAUSE_LENGTH = 2600
-"""Characters that are kept of the cause that a worker reports, the last ones: a sentence and a
-traceback."""
+"""Number of characters kept of the cause that a worker reports, its last: a sentence and a
+traceback.
+"""
 
 NO_FAULT = frozenset({"stale", "abandoned_version"})
-"""Reasons for refusing a result that was right when it was sampled."""
+"""Reasons for a refusal that are not the worker's fault: the result was valid when sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreGroup(Action):
-    """Put this group on the disk, then call the role's `stored`."""
+    """Write this group to the disk, then call the role's `stored`."""
 
     group: Group
     header: Frame
@@ -95,8 +96,8 @@ class Results:
         """Handle a worker's message about a group.
 
         Raises:
-            RemoteProtocolError: if the message has no payload that it needs, or a partial rollout
-                that cannot have been sampled.
+            RemoteProtocolError: if the message lacks its payload, or has a partial rollout that
+                cannot have been sampled.
         """
         match message:
             case Deliver():
@@ -111,10 +112,10 @@ class Results:
     def on_deliver(
         self, node_id: str, message: Deliver, payload: list[Frame], *, now: float
     ) -> list[Action]:
-        """Judge a finished group.
+        """Accept or refuse a finished group.
 
         Raises:
-            RemoteProtocolError: if the message has no group.
+            RemoteProtocolError: if the message does not have the two frames of a group.
         """
         if len(payload) != 2:
             raise RemoteProtocolError(f"a Deliver from {node_id} without its two frames")
@@ -155,7 +156,7 @@ class Results:
         return [StoreGroup(group, header, arrays)]
 
     def _trim(self, group: Group) -> Group | None:
-        """Return a group with the tokens beyond the bound masked; None if there are none."""
+        """Return a group with its stale tokens masked; None if nothing is to be masked."""
         if not self._settings.trims_stale:
             return None
         trimmed = trim_stale(
@@ -169,9 +170,9 @@ class Results:
     def _without_prompt(
         self, node_id: str, message: Deliver, fault: DataError | PromptPendingError
     ) -> list[Action]:
-        """End a group whose prompt is not available to compare with; wait if it is being made.
+        """End a delivered group whose prompt cannot be used; do nothing if it is being made.
 
-        Until it is acknowledged, the worker delivers the group again.
+        In the second case the worker gets no acknowledgement, so it delivers the group again.
         """
         if isinstance(fault, PromptPendingError):
             return []
@@ -198,13 +199,13 @@ class Results:
         )
 
     def _may_end(self, node_id: str, message: Deliver | Failed) -> bool:
-        """Return whether a worker was granted an attempt, or the group is not open at all."""
+        """Return whether a worker was granted the attempt; True, too, if the group is not open."""
         group = self._groups.leases.group(message.group_id)
         is_theirs = group.was_granted(message.attempt, node_id)
         return is_theirs or not self._groups.is_open(message.group_id)
 
     def _disown(self, node_id: str, message: Deliver | Failed, now: float) -> list[Action]:
-        """Refuse the result or the failure of another worker's lease, which stays as it is."""
+        """Refuse a message about an attempt that its sender was not granted; end no lease."""
         self._counters.add("refused/not_leased")
         text = f"{node_id} was not granted attempt {message.attempt} of group {message.group_id}"
         notes = self._complaints.note(node_id, "not_leased", text, now=now)
@@ -241,10 +242,9 @@ class Results:
     # --- partial rollouts ------------------------------------------------------------------------
 
     def on_partial(self, node_id: str, message: Partial, payload: list[Frame]) -> list[Action]:
-        """Keep the rollouts that a worker has sampled for a group, for the next worker of it.
+        """Keep a worker's unfinished rollouts of a group, for the next worker that gets it.
 
-        They are dropped unless the worker holds a lease of the group: they may be late, or
-        invented.
+        They are dropped if the worker holds no lease of the group: they may be late, or invented.
 
         Raises:
             RemoteProtocolError: if the message is malformed or cannot have been sampled.
@@ -332,7 +332,7 @@ class Results:
 
 
 def _printable(text: str) -> str:
-    """Return the end of a peer's text without the characters that control a terminal."""
+    """Return the end of a peer's text, with "?" for each character that controls a terminal."""
     return "".join(
         char if char.isprintable() or char == "\n" else "?" for char in text[-MAX_CAUSE_LENGTH:]
     )

@@ -20,7 +20,7 @@ class LeaseSettings:
     groups_per_step: int
     group_size: int
     max_completion_tokens: int
-    """Tokens of a rollout, masked ones included."""
+    """Most tokens that a rollout may have, masked ones included."""
     vocab_size: int
     heartbeat_s: float
     max_zero_signal_groups: int
@@ -41,7 +41,7 @@ class RunState:
     """Where a run stands when its learner starts."""
 
     leases: LeaseBook
-    """Leases that are out, as far as is known after a restart."""
+    """Leases that workers hold, as far as is known after a restart."""
     lineages: tuple[Lineage, ...]
     """Histories so far, the present one last."""
     step: int = 0
@@ -59,17 +59,17 @@ class AcceptedGroups(Protocol):
     """Tokens that the buffer masked because they had grown too old."""
 
     admission_staleness: int
-    """The bound that new leases are granted for; at most the hard one."""
+    """Bound on staleness that new leases are granted for; at most the bound on trained groups."""
 
     def __len__(self) -> int:
         """Return how many groups wait to be trained."""
 
     def num_unspent(self, *, step: int) -> int:
-        """Return how many accepted groups are not yet part of a step that was made."""
+        """Return how many accepted groups no finished step has used."""
 
 
 class PromptPendingError(EchoError):
-    """A prompt is being made; its maker has grants made again once it is ready."""
+    """The prompt is still being made; its maker starts a round of grants once it is ready."""
 
 
 class Prompts(Protocol):
@@ -79,7 +79,7 @@ class Prompts(Protocol):
         """Return the lease of a group; the same id always has the same prompt.
 
         Raises:
-            DataError: if there is no prompt of this group.
+            DataError: if there is no prompt for this group.
             PromptPendingError: if the prompt is still being made. Once a prompt was made, it is
                 never pending again.
         """

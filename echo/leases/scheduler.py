@@ -38,8 +38,9 @@ from echo.wire.actions import Action, Complaints, Routes
 from echo.wire.messages import Ack, Heartbeat, Lease, Reclaim
 
 GRANT_S = 3e-4
-"""Seconds per node between two rounds of grants: 0.3 s with 1000 nodes; each holds more groups than
-it samples at a time."""
+"""Seconds between two rounds of grants, per node in a large fleet: 0.3 s with 1000 nodes. Meanwhile
+the workers sample the groups in their queues.
+"""
 
 WaitReason = Literal["", "outdated", "no_worker", "no_weights", "no_agent", "busy"]
 """Why no worker can be granted a group for the next batch; "" if one can, or if enough groups are
@@ -47,7 +48,7 @@ granted or accepted."""
 
 
 class Scheduler:
-    """Leases for workers, as far as admission and their capacities allow."""
+    """Grants leases as far as admission and the workers' capacities allow, and tracks them."""
 
     def __init__(
         self,
@@ -215,7 +216,7 @@ class Scheduler:
         Args:
             worker: the worker; its state is brought up to date.
             message: its heartbeat.
-            has_progress: whether it has sampled anything since the last one.
+            has_progress: whether the worker has sampled anything since its previous heartbeat.
             now: the present instant.
         """
         found = self._reconciling.reconcile(worker, message, has_progress=has_progress, now=now)

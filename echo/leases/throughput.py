@@ -5,9 +5,9 @@ samples below its capacity. Each second therefore counts only in proportion to t
 its leases, divided by the groups that it can run at once. The estimate is tokens over loaded
 seconds. A worker may report tokens by whole groups, so the seconds since its last report count only
 beyond the longest time between two of its reports. The estimate is exact at full load. Below full
-load it is too low for an engine that gains by batching. So `fleet/activation.py` looks again after
-each worker that it puts on standby: the load of the other workers rises, and their estimates become
-exact.
+load it is too low for an engine that gains by batching. So `fleet/activation.py` decides again
+after each worker that it puts on standby: the load of the other workers rises, and their estimates
+become exact.
 """
 
 from __future__ import annotations

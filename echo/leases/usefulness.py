@@ -29,9 +29,9 @@ from echo.core.units import format_duration
 from echo.leases.book import MAX_WORKERS
 
 EXPECTED = 20.0
-"""Credited useful groups from which on a worker is judged."""
+"""Credited useful groups that a worker needs before it is judged."""
 LEAST_SHARE = 0.1
-"""Share of the credited groups; a worker that delivered no more useful groups is set aside."""
+"""A worker is set aside if its useful groups are at most this share of its credited groups."""
 AWAY_S = 600.0
 """Seconds for which a worker is set aside."""
 ALONE_S = 60.0
@@ -162,7 +162,7 @@ class Usefulness:
         return texts
 
     def _find_dominant(self, others: Collection[str]) -> str | None:
-        """Set the worker aside that delivered nearly all zero-signal groups; return a line."""
+        """Set aside the worker of nearly all zero-signal groups, if there is one; return a line."""
         counts = self._since_useful
         num_groups = sum(counts.values())
         if num_groups < self._max_zero_signal_groups or self._has_asked:

@@ -21,7 +21,7 @@ from echo.core.units import format_duration
 from echo.wire.actions import Action, Note
 
 DRAIN_S = 30.0
-"""Seconds that a worker that leaves waits for its engine, then for its last rewards and acks."""
+"""Seconds that a leaving worker waits for its engine, and again for its last rewards and acks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class MachineReleased:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseTerms:
-    """For how long a machine is kept; None is forever."""
+    """For how long a machine is kept on standby, and without the learner; None is forever."""
 
     standby_s: float | None = None
     learner_gone_s: float | None = None
@@ -70,10 +70,10 @@ class DepartureState(StrEnum):
 
 
 class Departure:
-    """Decides when a worker leaves, and when everything of it is handed over."""
+    """Decides when a worker leaves, and when it has handed everything over."""
 
     def __init__(self, terms: ReleaseTerms) -> None:
-        """Stay, for as long as the terms say."""
+        """Start in the state `staying`; `terms` limit how long the machine is kept."""
         self.terms = terms
         self.state = DepartureState.STAYING
         self.standby_since: float | None = None
@@ -89,7 +89,7 @@ class Departure:
         return bool(self.reason) and self.state is DepartureState.DRAINED
 
     def stand_by(self, *, is_standby: bool, now: float) -> list[Action]:
-        """Follow a plan that says whether this worker is needed."""
+        """Record whether the newest plan puts this worker on standby; report a change."""
         if is_standby == (self.standby_since is not None):
             return []
         self.standby_since = now if is_standby else None
@@ -100,7 +100,7 @@ class Departure:
         """Return whether the terms say that this worker leaves now, and note the reason.
 
         Args:
-            lost_at: when the learner was last heard.
+            lost_at: when the last message of the learner arrived.
             now: the present.
         """
         standby_at, gone_at = self._release_times(lost_at)
@@ -114,7 +114,7 @@ class Departure:
         return True
 
     def begin(self, *, now: float) -> None:
-        """Leave: from now on the calls of the engine are awaited."""
+        """Begin to leave: wait for the calls of the engine."""
         self.state, self._until = DepartureState.STOPPING, now + DRAIN_S
 
     def is_stopped(self, *, is_sampling: bool, now: float) -> bool:
@@ -130,14 +130,14 @@ class Departure:
         return True
 
     def finish(self, *, is_busy: bool, now: float) -> list[Action]:
-        """Report once that nothing is left to wait for, or that the wait has been long enough."""
+        """Report, once, that nothing is left to wait for or that the wait has timed out."""
         if self.state is not DepartureState.DELIVERING or (is_busy and now < self._until):
             return []
         self.state = DepartureState.DRAINED
         return [Drained(), Release(self.reason)] if self.reason else [Drained()]
 
     def deadline(self, *, lost_at: float) -> float:
-        """Return when something becomes due."""
+        """Return when a limit of the terms or the present wait runs out."""
         match self.state:
             case DepartureState.STAYING:
                 return min(self._release_times(lost_at))
@@ -146,7 +146,7 @@ class Departure:
         return self._until
 
     def _release_times(self, lost_at: float) -> tuple[float, float]:
-        """Return when this worker will have been on standby, and without the learner, too long."""
+        """Return when the limits on standby and on absence of the learner run out."""
         since, terms = self.standby_since, self.terms
         return (
             math.inf if since is None or terms.standby_s is None else since + terms.standby_s,

@@ -28,7 +28,7 @@ class EngineFacts:
     """The source of rollouts. "engine": the engine alone, which can be stopped and continued.
     "episodes": episodes of several turns, which are played to their end because no other worker has
     their environment. "agents": outside agents, which are offered every lease at once and which
-    demand the number of leases.
+    request a number of leases.
     """
     max_prompt_tokens: int = 1 << 30
     """Tokens of the longest prompt that leaves space for a completion."""
@@ -51,7 +51,7 @@ class EngineFacts:
 
     @property
     def max_groups(self) -> int:
-        """Groups that this worker holds at once; 0 with agents, which demand a number."""
+        """Groups that this worker holds at once; 0 with agents, which request a number later."""
         if self.sampler == "agents":
             return 0
         return max(1, round(self._num_over + self.queue_share * self.groups_per_batch))

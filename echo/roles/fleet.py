@@ -10,27 +10,27 @@ from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
 
 MAX_NAMES_TOLD = 3
-"""Silent nodes that one line names; the rest of them it counts."""
+"""Silent nodes that a line names; it gives the number of the others."""
 MAX_WORKERS_TOLD = 8
-"""Workers whose state the line says of what the learner waits for."""
+"""Workers whose state is in the line that describes a wait of the learner."""
 
 
 class FleetView:
     """Describes the nodes and their leases; changes nothing."""
 
     def __init__(self, roster: Roster, leases: LeaseBook, broadcast: Broadcast) -> None:
-        """Take what is described."""
+        """Describe these nodes, leases and broadcast."""
         self._roster, self._leases, self._broadcast = roster, leases, broadcast
 
     def nodes(self, *, step: int, now: float) -> tuple[NodeView, ...]:
-        """Return every node as the live view shows it; `step` is that of the learner."""
+        """Return the rows of the live view, one per node; `step` is the learner's step."""
         return tuple(
             member.view(step=step, num_leases=self._leases.num_leases(member.node_id), now=now)
             for member in self._roster.nodes.values()
         )
 
     def broadcast_progress(self) -> tuple[int, int]:
-        """Return (chunks of the newest version that nodes hold, chunks that they want), summed."""
+        """Return (chunks held, chunks wanted) of the newest version, summed over the nodes."""
         newest = self._broadcast.newest_complete
         if newest is None:
             return 0, 0
@@ -48,7 +48,7 @@ class FleetView:
         """Describe the missing groups and the workers that have them; "" if none is missing.
 
         Args:
-            num_buffered: groups that have come.
+            num_buffered: groups that were accepted.
             num_groups: groups of a step.
         """
         missing = num_groups - num_buffered
@@ -67,7 +67,7 @@ class FleetView:
         return f"{missing} of {num_groups} groups; {'; '.join(fleet)}"
 
     def describe_silent(self, silent: Sequence[Member], *, now: float) -> str:
-        """Return one line about the nodes that are dropped as silent, at least one."""
+        """Return one line about the nodes (one or more) that are dropped as silent."""
         names = [member.node_id for member in silent]
         if len(names) > MAX_NAMES_TOLD:
             names[MAX_NAMES_TOLD:] = [f"{len(names) - MAX_NAMES_TOLD} others"]

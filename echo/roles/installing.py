@@ -108,7 +108,7 @@ class EngineVersions:
         """The versions that the engine holds, in the order in which they were installed."""
 
     def choose(self, newest: PolicyVersion | None, *, is_sampling: bool) -> PolicyVersion | None:
-        """Return the version to install now; None if there is none, or the engine is not empty.
+        """Return the version to install now; None if there is none, or until the engine is empty.
 
         Args:
             newest: the newest version that has arrived completely.
@@ -148,7 +148,7 @@ class EngineVersions:
         self._kept = tuple(kept for kept in self._kept if kept != version)
 
     def expire(self, *, now: float) -> None:
-        """Allow another try of a refused version once its time has come."""
+        """Allow another try of a refused version once `again_at` has passed."""
         if now >= self.again_at:
             self.again_at = math.inf
 
@@ -166,7 +166,7 @@ class EngineVersions:
         )
 
     def sampler_of(self, group: PartialGroup, learner: LearnerProgress) -> PolicyVersion | None:
-        """Return the only version that may sample a group; None for any that is installed."""
+        """Return the only version that may sample a group; None if any installed one may."""
         if not self.has_several:
             return self.installed if self.waits_for_whole else None
         begun = {version for member in group.members for version in member.versions}

@@ -83,16 +83,16 @@ from echo.wire.messages import (
 from echo.wire.seals import Channel, SealKeys, Seals, channel_of
 
 WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Reclaim, Ack)
-"""Messages of the learner other than joining; the role itself handles it."""
+"""Messages of the learner that are not about joining; the role itself handles them."""
 WORK_OF_NODE = (Heartbeat, Deliver, Partial, Failed)
-"""Messages of nodes to the learner other than joining."""
+"""Messages of nodes to the learner that are not about joining."""
 
 State = TypeVar("State", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[State]):
-    """The effect of an event in one state: a move to `then`; None stays. Then its handler."""
+    """The effect of an event in one state: a move to `then` (None: stay), then `handle`."""
 
     handle: Callable[..., list[Action]]
     then: State | None = None
@@ -116,7 +116,7 @@ def _each(events: Iterable[type], step: Step[Any]) -> dict[type, Step[Any]]:
 # --- Trust: what the learner of the run has signed ---
 
 FINGERPRINT_BYTES = 16
-"""128 bits: another key with the same fingerprint takes 2^128 tries."""
+"""128 bits: finding another key with the same fingerprint takes 2^128 tries."""
 
 # Neither hash can be taken for a manifest's root, which the same key signs.
 _FINGERPRINT = "echo-rl 2026-11 fingerprint of a learner's signing key"
@@ -133,14 +133,14 @@ def fingerprint(public_key: bytes) -> bytes:
 
 
 def show_fingerprint(value: bytes) -> str:
-    """Return a fingerprint in the form of a join string."""
+    """Return a fingerprint as text, as a join string has it."""
     return base64.urlsafe_b64encode(value).decode().rstrip("=")
 
 
 def sign_answer(answer: Answer, key: Ed25519PrivateKey) -> Answer:
-    """Return the message with the signature of everything else in it.
+    """Return an answer with a signature of all its other fields.
 
-    It names the Hello that it answers, so it is of no use to another process or at another time.
+    The answer names its Hello, so it is invalid for another process and for a later Hello.
     """
     arriving: Answer = _arriving(answer)
     return msgspec.structs.replace(arriving, signature=key.sign(_hash(arriving)))
@@ -153,7 +153,7 @@ def hash_hello(hello: Hello) -> bytes:
 
 
 def _arriving(message: Any) -> Any:
-    """Return a message as it arrives: whole numbers in fields for fractions become fractions."""
+    """Return a message as its receiver decodes it: an int in a float field becomes a float."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
@@ -164,7 +164,7 @@ def answer_fault(
 
     Args:
         answer: as it arrived.
-        known: the fingerprint of the learner's key; None where it is not known.
+        known: the fingerprint of the learner's key; None if it is unknown.
     """
     found = fingerprint(answer.public_key)
     if known is not None and found != known:
@@ -211,7 +211,7 @@ INHERITED_FILES = frozenset({
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a resume may not change.
 
-    It may be on another machine, where paths are other ones, and expect other prompts.
+    A resumed learner may run on a machine with other paths, and may expect other prompts.
     """
     settings = {name: value for name, value in settings.items() if name != EXPECTED}
     if CODE not in settings:
@@ -380,13 +380,13 @@ class JoiningRole(Protocol):
         """Return the Send of a message to the learner."""
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Handle a Welcome: it names the run, and the bytes of a version on the wire."""
+        """Handle a Welcome; `version_bytes` is the size of a version on the wire."""
 
     def on_admitted(self, *, now: float) -> list[Action]:
         """Handle an admission, the first or a later one."""
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle a message of the learner other than joining."""
+        """Handle a message of the learner that is not about joining."""
 
 
 class Joining:
@@ -418,8 +418,8 @@ class Joining:
         """Handle a message of the learner.
 
         Raises:
-            RemoteProtocolError: if learners do not send it, or if a file has an unsafe name or is
-                not the one announced.
+            RemoteProtocolError: if learners send no such message, or if a file has an unsafe name
+                or is not the file that was announced.
         """
         if type(message) not in self.TABLE[self.state]:
             raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
@@ -428,7 +428,7 @@ class Joining:
     def forgery(self, message: Message) -> tuple[str, str] | None:
         """Return (reason, detail) if the learner has not signed a Welcome, or None if it has.
 
-        Nothing in it may be believed before.
+        No field of a Welcome may be used before this check.
         """
         fault = None
         if isinstance(message, Welcome):
@@ -436,7 +436,7 @@ class Joining:
         return fault and (fault[0], f"the Welcome that came over {self.via}: {fault[1]}")
 
     def is_genuine(self, envelope: Envelope, message: Message, payload: list[Frame]) -> bool:
-        """Return whether a message is the learner's, to this node, and now: else it is late.
+        """Return whether a message belongs to the present exchange with the learner.
 
         Raises:
             ForgedError: if it was forged, changed or replayed on the way.
@@ -449,8 +449,8 @@ class Joining:
             case Refuse() | Finish() if message.signature or isinstance(message, Refuse):
                 return self._is_own_answer(message)
             case Finish():
-                # A learner that has just welcomed this node has not ended: a relay may have held
-                # back the end of the process before.
+                # A learner that has just welcomed this node has not ended. This may be the Finish
+                # of its former process, held back by a relay.
                 offered, seal = self.seals.offered, envelope.seal
                 if offered is not None and seal is not None and seal.channel != offered.name:
                     return False
@@ -463,11 +463,11 @@ class Joining:
         if fault is not None:
             raise ForgedError(fault[1])
         is_joined = self.state in (NodeState.READYING, NodeState.ADMITTED)
-        is_late = isinstance(message, Finish) and is_joined  # then it is sealed
+        is_late = isinstance(message, Finish) and is_joined  # a sealed Finish
         return message.answers == self._hello_hash and not is_late
 
     def linked(self, *, now: float) -> list[Action]:
-        """Send Hello over the control link, which is established."""
+        """Send Hello over the control link that has just been established."""
         return self._take(Linked(), [], now)
 
     def lost(self, *, retry_at: float, now: float) -> list[Action]:
@@ -483,7 +483,7 @@ class Joining:
         return self._take(GaveUp(reason, error), [], now)
 
     def _classify(self, message: Message) -> object:
-        """Return what a message turns out to be: itself, as a rule."""
+        """Return the event of a message: in most cases the message itself."""
         match message:
             case Welcome() | Admitted() if message.incarnation != self.settings.incarnation:
                 return AnswerToAnother()
@@ -496,7 +496,7 @@ class Joining:
             return AnswerToAnother()
         mismatch = self._find_mismatch(message)
         if mismatch is not None:
-            self._agree(message)  # so that the learner believes the goodbye
+            self._agree(message)  # so that the learner accepts the Goodbye
             return UnfitWelcome(mismatch[0], RefusedError(mismatch[1]))
         newest = self.seals.newest
         is_welcomed = self.state in (NodeState.CONFIGURING, NodeState.READYING)
@@ -520,7 +520,7 @@ class Joining:
             case NodeState.JOINING:
                 return self._role.to_learner(self._hello)
             case NodeState.CONFIGURING if self._assets.missing:
-                # One at a time, and not again soon: over a thin link a file takes a while.
+                # One file at a time, with a late repeat: over a slow link a file takes a while.
                 self.retry_at = now + self.dead_after_s / 2
                 return self._role.to_learner(AssetRequest(name=self._assets.missing[0]))
             case NodeState.CONFIGURING:
@@ -593,7 +593,7 @@ class Joining:
         ]
 
     def _prepare(self, message: Welcome, now: float) -> list[Action]:
-        """Fetch missing files, then have task and engine built unless they are."""
+        """Fetch missing files, then build task and engine unless they are already built."""
         if self._digests is not None:
             return self.configured(self._digests, now=now)
         if not self._is_building:
@@ -642,7 +642,7 @@ class Joining:
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _configure(self, now: float) -> list[Action]:
-        """Have task and engine built, once."""
+        """Build task and engine, once."""
         self.retry_at = now + self.heartbeat_s
         if self._is_building:
             return []
@@ -665,7 +665,7 @@ class Joining:
         return [Stop(reason, RefusedError(detail))]
 
     def _on_finish(self, message: Finish, payload: list[Frame], now: float) -> list[Action]:
-        # The goodbye spares the learner from waiting for this node to fall silent.
+        # With a Goodbye the learner need not wait until this node counts as silent.
         return [
             *self._role.to_learner(Goodbye(reason=message.reason)),
             Stop(one_line(message.reason)),
@@ -683,7 +683,7 @@ class Joining:
     # --- the table ------------------------------------------------------------------------------
 
     _ALWAYS: ClassVar[dict[type, Step[NodeState]]] = {
-        # A link that stands may bring work from the time before it was lost.
+        # Work that was sent before the control link was lost may arrive in any state.
         **_each(WORK_OF_LEARNER, Step(_on_work)),
         Refuse: Step(_on_refuse, NodeState.STOPPED),
         Finish: Step(_on_finish, NodeState.STOPPED),
@@ -695,7 +695,7 @@ class Joining:
         NodeState.DIALLING: {
             **_ALWAYS,
             Linked: Step(_begin, NodeState.JOINING),
-            # An engine that was begun before the link was lost.
+            # The engine whose building began before the link was lost.
             Built: Step(_on_built),
             **_each((Welcome, AnotherChannel, UnfitWelcome, Asset, Admitted, Rehello), IGNORED),
         },
@@ -710,7 +710,7 @@ class Joining:
             **_ALWAYS,
             Asset: Step(_on_asset),
             Built: Step(_on_built, NodeState.READYING),
-            # Hello goes on being said here, so that both sides know of each other.
+            # Hello is repeated in this state, so that each side knows that the other is alive.
             AnotherChannel: Step(_begin, NodeState.JOINING),
             UnfitWelcome: Step(_on_unfit_welcome, NodeState.STOPPED),
             **_each((Linked, Welcome, Admitted, Rehello), IGNORED),
@@ -719,7 +719,7 @@ class Joining:
             **_ALWAYS,
             Admitted: Step(_on_admitted, NodeState.ADMITTED),
             Rehello: Step(_begin, NodeState.JOINING),
-            # The answer to a Hello that was said before.
+            # The answer to an earlier Hello.
             AnotherChannel: Step(_begin, NodeState.JOINING),
             UnfitWelcome: Step(_on_unfit_welcome, NodeState.STOPPED),
             **_each((Linked, Welcome, Built, Asset), IGNORED),
@@ -748,7 +748,7 @@ class AdmissionSettings:
 
     run_id: str
     key: Ed25519PrivateKey = field(repr=False)
-    """Signs what nodes inherit."""
+    """Signs the files and settings that nodes inherit."""
     seal_keys: SealKeys = field(repr=False)
     settings: dict[str, Any]
     """The settings that workers inherit."""
@@ -767,11 +767,11 @@ class Restarted:
 
 
 class NameHeld:
-    """A Hello under the name of another process with a recent message."""
+    """A Hello under the name of another process, which has sent a message recently."""
 
 
 class RosterFull:
-    """A Hello under a new name while as many nodes are known as a learner keeps."""
+    """A Hello under a new name while MAX_NODES nodes are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -797,7 +797,7 @@ class ReadyOfAnother:
 
 
 class Silent:
-    """Nothing was heard from a node for `dead_after_s`."""
+    """A node has sent no message for `dead_after_s`."""
 
 
 class Expelled:
@@ -813,7 +813,7 @@ class AdmittingRole(Protocol):
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle a node's messages other than joining, including Goodbye."""
+        """Handle a message of a node that is not about joining, or is a Goodbye."""
 
 
 class Admission:
@@ -849,7 +849,7 @@ class Admission:
         """Handle a routed message.
 
         Raises:
-            RemoteProtocolError: if nodes do not send it, or not like that.
+            RemoteProtocolError: if nodes send no such message, or if its content is not valid.
         """
         if type(message) not in self.TABLE[self._presence_of(source)]:
             raise RemoteProtocolError(
@@ -858,14 +858,15 @@ class Admission:
         return self._take(source, self._classify(source, message, now), payload, now)
 
     def is_missing_hello(self, source: str, message: Message) -> bool:
-        """Return whether a known node sends work: over a new link it must send Hello first."""
+        """Return whether a known node sends work, which over a new link needs a Hello first."""
         is_joining = isinstance(message, Hello | Ready | AssetRequest)
         return source in self.roster.nodes and not is_joining
 
     def proves_name(self, source: str, message: Message) -> bool:
-        """Return whether a message shows that it is of the process that has its name, if any.
+        """Return whether a message comes from the process that holds its name, if one does.
 
-        It is sealed in a channel of that process, or there is none yet.
+        A Ready of that process proves it by its seal. A Hello names the incarnation, which is
+        enough until a sealed message of that process has arrived.
         """
         member = self.roster.nodes.get(source)
         match message:
@@ -877,10 +878,10 @@ class Admission:
         return member is None
 
     def is_genuine(self, envelope: Envelope, message: Message, payload: Sequence[Frame]) -> bool:
-        """Return whether a message is of the process that has its name, and counts.
+        """Return whether a message comes from the process that holds its name, and is not late.
 
-        A message of another channel is late, as a rule; a node that has not shown the present one
-        is told to say hello again by its caller.
+        A message of another channel is usually late. If the node has not used its present channel
+        yet, the caller answers with Rehello.
 
         Raises:
             ForgedError: if it was forged, changed or replayed on the way.
@@ -891,7 +892,7 @@ class Admission:
         return open_seal(member.seals, envelope, payload)
 
     def has_joined(self, source: str) -> bool:
-        """Return whether a message of a node's present channel was opened."""
+        """Return whether a message that is sealed in a node's present channel has been opened."""
         member = self.roster.nodes.get(source)
         return member is not None and member.seals.confirmed is not None
 
@@ -913,7 +914,7 @@ class Admission:
         return Presence.UNKNOWN if member is None else member.presence
 
     def _classify(self, source: str, message: Message, now: float) -> object:
-        """Return what a message turns out to be: itself, as a rule."""
+        """Return the event of a message: in most cases the message itself."""
         match message:
             case Hello():
                 return self._classify_hello(source, message, now)

@@ -1,13 +1,13 @@
 """The learner's role: admission, leases out, groups in, weights out.
 
 Theory of operation. The learner binds; all other nodes dial. Each routed message of a node is
-answered
-over the link on which it came, so a node may change its way (another relay, or none) at any time.
+answered over the link on which it came, so a node may change its route (another relay, or none) at
+any time.
 
 Nothing here waits: what cannot be done now is done when the next heartbeat, result or step makes it
-possible. A message makes a round of grants due, and `expire` makes it: so a fault in granting loses
-nothing of what was decided about the message. The role reads the size of `buffer`; its caller puts
-groups in and takes them out.
+possible. A message only marks a round of grants as due, and `expire` makes the round. So an error
+in the round loses no decision about the message. The role reads the size of `buffer`; its caller
+puts groups in and takes them out.
 
 Its parts:
 
@@ -82,12 +82,14 @@ class LearnerSettings:
     admission: AdmissionSettings
     leases: LeaseSettings
     site: Site
-    """Its address may be empty for "as you reached it"; its uplink counts until transfers have
-    shown it."""
+    """Its address may be empty: each node then uses the address at which it reached the learner.
+    Its uplink is used until transfers have measured it.
+    """
     chunk_bytes: int = 1 << 20
     uplinks: dict[str, float] = field(default_factory=dict)
-    """Node id -> bytes per second that it could send before the run was resumed, the learner's own
-    among them."""
+    """Node id -> bytes per second that the node, or the learner, could send before the run was
+    resumed.
+    """
 
 
 class Learner(Role):
@@ -156,7 +158,7 @@ class Learner(Role):
 
     @property
     def leases(self) -> LeaseBook:
-        """Leases that are out."""
+        """The leases that workers hold."""
         return self._scheduler.groups.leases
 
     # --- links and messages ----------------------------------------------------------------------
@@ -180,8 +182,8 @@ class Learner(Role):
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Drop the node that sent a message, or the link if the message concerned the link alone.
 
-        A relay's link stays for the others behind it; the node has to say hello again. Plans and
-        grants follow when the next deadline is due.
+        A relay's link stays open for the other nodes behind it; the dropped node must send Hello
+        again. Plans and grants follow when the next deadline is due.
         """
         self.counters.add("internal_errors")
         source, target, _ = describe(frames)
@@ -200,7 +202,7 @@ class Learner(Role):
             raise RemoteProtocolError(f"a message for {envelope.target!r} sent to the learner")
         fault = other_protocol(envelope)
         if fault is not None:
-            # Answered in our version: the envelope alone tells the other what is wrong.
+            # Answer in our version: the envelope alone shows the peer the fault.
             self.counters.add("refused/protocol_version")
             refuse = Refuse(reason="protocol_version", detail=fault)
             frames = encode(refuse, source=LEARNER_ID, target=envelope.source)
@@ -230,9 +232,9 @@ class Learner(Role):
     ) -> list[Action]:
         """Handle a message that names a node as its source.
 
-        A node is heard over the link on which its process has joined, and answered there. A message
-        under its name over another link is answered there, and is ignored unless that process has
-        sealed it.
+        A node's messages are accepted and answered over the link on which its process has joined. A
+        message under its name over another link is answered over that link, and changes nothing
+        unless that process has sealed it.
         """
         source = envelope.source
         try:
@@ -279,7 +281,7 @@ class Learner(Role):
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle a node's messages other than joining, including Goodbye."""
+        """Handle a message of a node that is not about joining, or is a Goodbye."""
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
@@ -336,7 +338,7 @@ class Learner(Role):
 
     @property
     def prompt_fault(self) -> DataError | None:
-        """The error because of which no prompts, and so no groups, can be granted; None if none."""
+        """Why there are no more prompts, so that no group can be granted; None while there are."""
         return self._scheduler.prompt_fault
 
     def validate(self) -> None:
@@ -363,12 +365,11 @@ class Learner(Role):
         A worker on standby keeps its control link and its heartbeats, so that it can be activated
         within one message. It is granted nothing; what it has in hand it finishes and delivers. It
         gets no weights either (`weights/topology/plan.py`): they would cost traffic, and the
-        broadcast would take as long as for all workers and not as long as for those that generate.
-        Activated again it fetches, like a late joiner, the cheapest of image, keyframe and deltas,
-        and is granted leases once it has them.
+        broadcast would take as long as for all workers. Activated again it fetches, like a late
+        joiner, the cheapest of image, keyframe and deltas, and is granted leases once it has them.
 
         A worker knows that it stands by from its plan, which then names no parents; the plan is
-        repeated with each heartbeat until it is obeyed, so a lost one does no harm.
+        repeated with each heartbeat until it is followed, so a lost plan does no harm.
         """
         changed = False
         for member in self.roster.members("worker"):
@@ -381,7 +382,7 @@ class Learner(Role):
         """Acknowledge a group that the ledger now holds.
 
         Args:
-            group_id: the group; a useful one the caller has put into the buffer.
+            group_id: the group; if it is useful, the caller has put it into the buffer.
             is_useful: whether something can be learned from it, which counts for its worker.
             now: the present instant.
         """
@@ -396,7 +397,7 @@ class Learner(Role):
         return self.grant(now=now)
 
     def describe_wait(self) -> str:
-        """Say what the learner waits for, and which workers have it; "" for nothing."""
+        """Describe the missing groups and the workers that have them; "" if none is missing."""
         num_groups = self.settings.leases.groups_per_step
         return self.fleet.describe_wait(num_buffered=len(self.buffer), num_groups=num_groups)
 
@@ -429,7 +430,7 @@ class Learner(Role):
         for record in late:
             self.counters.add("leases_expired")
             if record.worker_id in self.roster.nodes:
-                # It gets no other group before its next heartbeat shows how it fares.
+                # It gets no other group before its next heartbeat.
                 self.roster.nodes[record.worker_id].worker.is_stuck = True
         if late:
             numbers = Counter(record.worker_id for record in late)

@@ -2,9 +2,9 @@
 
 A node is **known** after Hello, a **member** after Ready with the right hashes, and gone when it
 says Goodbye or is silent for `dead_after_s`. Its name belongs to one incarnation (one start of one
-process) at a time: a new incarnation of a name that still speaks waits until the old one is silent
-for two heartbeats, as after a quick restart; if both keep speaking, two processes share a name, and
-the newcomer is refused.
+process) at a time: after a quick restart the new incarnation waits until the old one has been
+silent for two heartbeats. If both keep sending, two processes share a name, and the newcomer is
+refused.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Member:
     hello_hash: bytes = b""
     """Hash of the Hello that was last answered with Welcome."""
     nonce: bytes = b""
-    """The learner's nonce in that Welcome."""
+    """The learner's nonce in the last Welcome."""
     tokens_sampled: int | None = None
-    """Tokens sampled by this process, at its last heartbeat; a growth renews waiting leases. None
-    before a heartbeat.
+    """Tokens sampled by this process, at its last heartbeat; an increase renews waiting leases.
+    None before the first heartbeat.
     """
     contested: tuple[float, float] | None = None
     """(first, last) instant at which other processes claimed its name."""
@@ -122,7 +122,7 @@ class Member:
 
     @property
     def installed(self) -> PolicyVersion | None:
-        """The version that it samples from, or a relay holds."""
+        """The version that a worker samples from, or that a relay holds."""
         return self.node.installed
 
     @property
@@ -157,7 +157,7 @@ class Member:
         return f"{self.node_id} has {num_leases} and fetches {stats.fetching} ({progress})"
 
     def view(self, *, step: int, num_leases: int, now: float) -> NodeView:
-        """Return this node as the live view shows it."""
+        """Return the row of this node in the live view."""
         tokens_per_s, bytes_per_s = self.rates()
         stats, state = self.stats, self._state(num_leases)
         if not self.is_admitted:
@@ -196,7 +196,7 @@ class Roster:
         self.uplinks: RecentMap[str, float] = RecentMap(max_entries=MAX_NAMES_KEPT)
         """Node id -> bytes per second that it could send, by its last heartbeat."""
         self._left: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Node id -> the last counts of a worker that has left."""
+        """Node id -> the last counters of a worker that has left."""
         self._deadlines: Deadlines[Member] = Deadlines(self)
 
     @property
@@ -205,7 +205,7 @@ class Roster:
         return self._deadlines.first
 
     def deadline_of(self, member: Member) -> float | None:
-        """Return when a node counts as gone; None if it is."""
+        """Return when a node counts as gone; None if it is gone already."""
         is_here = self.nodes.get(member.node_id) is member
         return member.last_seen_at + self.dead_after_s if is_here else None
 
@@ -223,7 +223,7 @@ class Roster:
         return [member for member in self.members(role) if not member.is_standby]
 
     def move(self, member: Member, to: Presence) -> None:
-        """Change the presence of a node; it replaces a former process of its name."""
+        """Change the presence of a node, and add it to the roster or remove it."""
         if to is Presence.UNKNOWN:
             del self.nodes[member.node_id]
             if member.role == "worker":
@@ -234,7 +234,7 @@ class Roster:
         member.presence = to
 
     def take_counts_left(self) -> dict[str, Mapping[str, int]]:
-        """Return node id -> last counts, of the workers that have left since the last call."""
+        """Return node id -> its last counters, for workers that have left since the last call."""
         left, self._left = self._left.as_dict(), RecentMap(max_entries=MAX_NAMES_KEPT)
         return left
 
@@ -279,12 +279,12 @@ class Shutdown:
         self._routes = routes
 
     def finish(self, reason: str) -> list[Action]:
-        """Send Finish to every node; to relays once all nodes behind them have gone."""
+        """Send Finish to all nodes; to relays only once all other nodes have gone."""
         self.reason = reason
         return self.tell()
 
     def dismiss_all(self) -> list[Action]:
-        """Send Finish to the nodes that are still here, and to every node that sends later."""
+        """Send Finish to all remaining nodes, also to relays and to nodes that send later."""
         self.is_last_call = True
         return self.tell()
 

@@ -19,7 +19,7 @@ the links:
   also stops once every address has been useless three times in a row, because waiting cannot help:
   the address refuses the node's keys, speaks another protocol version, or sends a Welcome that the
   learner has not signed (`roles/joining.py`). A single such address does not stop the node, because
-  it may be a relay that lies.
+  it may be a dishonest relay.
 * A Welcome of another run, with other settings, or with other hashes ends the node, because
   retrying cannot help.
 * Any other message that the learner has not sealed (`wire/seals.py`) is refused and counted, under
@@ -120,7 +120,7 @@ class DialingRole:
         self.learner_step = 0
         self._complaints = Complaints()
         self._faults: dict[str, str] = {}
-        """The fault of the last attempt at each address."""
+        """Address -> why the last attempt to dial it failed."""
         self._num_refusals: Counter[str] = Counter()
         self._told_at: dict[str, float] = {}
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
@@ -200,7 +200,7 @@ class DialingRole:
         return self._dial_control(now)
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
-        """Note which peer a Dial has become."""
+        """Record the peer id of the link that a Dial has opened."""
         if purpose != "control":
             self._weights.dialled(address, peer)
         elif self._control is not None and self._control.address == address:
@@ -217,8 +217,8 @@ class DialingRole:
         """Handle that an attempt to dial failed; stop if all addresses refuse this node.
 
         Args:
-            peer: the dialled peer; a failed attempt at a parent is ignored, because its silence
-                counts.
+            peer: the dialled peer; a parent is ignored here, because its silence is noticed
+                elsewhere.
             reason: for the operator.
             is_refused: whether another attempt cannot help.
             now: the present.
@@ -297,7 +297,7 @@ class DialingRole:
             return actions
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Close the link of a message, unless the message was for another node: it is dropped."""
+        """Close the link that a message came over; if it was for another node, only drop it."""
         self.counters.add("internal_errors")
         _, target, _ = describe(frames)
         if target not in ("", self.settings.node_id):
@@ -405,7 +405,7 @@ class DialingRole:
         return self._joining.receive(message, payload, now=now)
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle the learner's messages other than joining."""
+        """Handle a message of the learner that is not about joining."""
         match message:
             case TopologyPlan():
                 return self._weights.on_plan(message, now=now)
@@ -448,7 +448,7 @@ class DialingRole:
         return [Note("info", text, ends=LOST_LINK)]
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Handle the result of work in a thread: its fault, or an empty text."""
+        """Handle the end of work in a thread; `fault` is empty if the work succeeded."""
         return self._perform(self.broadcast.worked(work, fault, now=now), now)
 
     # --- time ------------------------------------------------------------------------------------
@@ -576,12 +576,12 @@ class Role(Protocol):
         """Handle that a link is lost, inbound or outbound."""
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Handle the result of work in a thread: its fault, or an empty text."""
+        """Handle the end of work in a thread; `fault` is empty if the work succeeded."""
 
     # Methods that a shell calls only for roles that dial:
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
-        """Note which peer a Dial has become."""
+        """Record the peer id of the link that a Dial has opened."""
         return
 
     def connected(self, peer: str, *, now: float) -> list[Action]:

@@ -1,7 +1,8 @@
-"""The learner's part in the plan of the broadcast: each node is told its parents.
+"""The learner's part in the plan of the broadcast: when to plan, and which nodes get new parents.
 
-`weights/topology/plan.py` computes the plan. Here it is computed at most once per PLAN_S, sent to
-the nodes whose parents have changed, and fed with what is known of the uplinks.
+`weights/topology/plan.py` computes the plan. This module has it computed from the measured uplinks,
+in a large fleet at most every PLAN_S for each node, and sends it to the nodes whose parents have
+changed.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class Plans:
         broadcast: Broadcast,
         routes: Routes,
     ) -> None:
-        """Begin without a plan.
+        """Start without a plan.
 
         Args:
             site: of the learner.
-            chunk_bytes: of a version, before the first one is known.
+            chunk_bytes: size of a chunk, until the first version is known.
             uplinks: bytes per second that each node could send before the run was resumed.
             roster: the nodes.
             broadcast: sends the versions.
-            routes: lead to the nodes.
+            routes: send messages to the nodes.
         """
         self.planner = Planner(learner=site, chunk_bytes=chunk_bytes)
         self._roster, self._broadcast, self._routes = roster, broadcast, routes
@@ -72,7 +73,7 @@ class Plans:
         return self._paced.deadline
 
     def want(self, *, now: float) -> None:
-        """Plan at the next deadline."""
+        """Request a plan at the next deadline."""
         self._paced.want(now=now)
 
     def is_due(self, *, now: float) -> bool:
@@ -107,7 +108,7 @@ class Plans:
         return self._probe(member, now)
 
     def repeat(self, member: Member) -> list[Action]:
-        """Send a node its plan again if it has another parent than the planned one.
+        """Send a node its plan again if it reports another parent than the planned one.
 
         The plan may have been lost; repeating it is harmless.
         """
@@ -118,9 +119,9 @@ class Plans:
         return self._routes.to(member.node_id, plan)
 
     def _probe(self, member: Member, now: float) -> list[Action]:
-        """Measure the learner's uplink to a node that measured its own a heartbeat ago.
+        """Measure the learner's uplink to a node whose last heartbeat reports its own uplink.
 
-        Not while weights are sent: the probe would measure only what they leave free.
+        Send no probe while weights are sent: it would measure only the bandwidth left free.
         """
         peer = self._routes.peer_of(member.node_id)
         is_shown = member.stats.uplink_bytes_per_s is not None
@@ -129,7 +130,7 @@ class Plans:
         return self._probing.begin(peer, payload_bytes=self.version_bytes, now=now)
 
     def on_probe_ack(self, peer: str, *, now: float) -> list[Action]:
-        """Handle that a probe has arrived."""
+        """Handle the acknowledgement of a probe."""
         was_known = self._broadcast.uplink.bytes_per_s is not None
         actions = self._probing.acknowledged(peer, now=now)
         if not was_known and self._broadcast.uplink.bytes_per_s is not None:

@@ -30,7 +30,7 @@ class Relay(DialingRole):
         self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_RELAYED_ROUTES)
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
-        """Pass a routed message on."""
+        """Forward a routed message towards its target; drop it if there is no route."""
         onward = forwarded(envelope, frames[1:])
         if envelope.target == LEARNER_ID:
             self._routes[envelope.source] = peer

@@ -1,4 +1,4 @@
-"""Workers whose groups teach nothing, or whose statements about them are wrong, are set aside."""
+"""Review of workers: which are set aside for useless groups or wrong log-probabilities."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WorkerReview:
         *,
         counters: Counters,
     ) -> None:
-        """Begin without a worker that is set aside.
+        """Start with no worker set aside.
 
         Args:
             roster: the workers.
@@ -34,11 +34,11 @@ class WorkerReview:
 
     @property
     def num_discounted(self) -> int:
-        """Groups since the last useful one that do not say whether the run is zero-signal."""
+        """Groups since the last useful one that do not count towards a zero-signal run."""
         return self._usefulness.num_discounted
 
     def update(self, *, now: float) -> list[Action]:
-        """Set workers aside or take them back; call it now and then."""
+        """Set workers aside or admit them again; to be called regularly."""
         usefulness = self._usefulness
         if usefulness.is_idle and not self._has_set_aside:
             return []

@@ -1,15 +1,15 @@
 """The calls of a worker's engine: which groups are sampled together, and when a call is stopped.
 
 An engine that takes requests at any time gets one call per group, as soon as it has a free place.
-Any other gets one batch of groups after another. A batch lasts as long as its longest rollout,
-while fewer and fewer of its rows are busy. So with `over_submission` = f > 1 (active partial
-rollouts, APRIL) a batch of N groups is recalled once N / f of them are whole and other groups wait.
-Unfinished groups keep their tokens, log-probabilities and versions. They go on in the next batch
-under the newest weights, before new groups, oldest first. A continued group takes only the rows of
-its unfinished rollouts; new groups take the remaining rows. A whole group is scored and delivered
-at once, without waiting for its batch. An engine that takes requests at any time has no batch: it
-is given f times the groups that its memory holds, so that its queue never runs dry while stragglers
-keep their places.
+Any other engine gets one batch of groups after another. A batch lasts as long as its longest
+rollout, while fewer and fewer of its rows are busy. So with `over_submission` = f > 1 (active
+partial rollouts, APRIL) a batch of N groups is recalled once N / f of them are whole and other
+groups wait. Unfinished groups keep their tokens, log-probabilities and versions. They go on in the
+next batch under the newest weights, before new groups, oldest first. A continued group takes only
+the rows of its unfinished rollouts; new groups take the remaining rows. A whole group is scored and
+delivered at once, without waiting for its batch. An engine that takes requests at any time has no
+batch: it is given f times the groups that its memory holds, so that its queue never runs dry while
+stragglers keep their places.
 
 A call lasts `ship_s` at most. Then its tokens are saved in this worker's own file and shipped to
 the learner, and its groups are continued in a new call. So a killed worker loses `ship_s` of
@@ -51,10 +51,10 @@ from echo.wire.messages import BAD_LOGPROBS, ENGINE_ERROR, Lease
 
 @dataclass(slots=True, eq=False)
 class EngineCall:
-    """Groups that are sampled together, and how far they are.
+    """Groups that are sampled in one call of the engine, and the progress of that call.
 
     The sampler's thread alone writes `seen_tokens` and `seen_signs`, at any time. The loop's thread
-    writes everything else; `credit` takes over what the sampler's thread has counted.
+    writes everything else; `credit` takes over the counts of the sampler's thread.
     """
 
     groups: list[PartialGroup]
@@ -63,7 +63,7 @@ class EngineCall:
     """Whole groups after which the call is recalled if other groups wait for its places."""
     ends_at: float
     version: PolicyVersion | None
-    """The only version that samples them; None for whichever is installed."""
+    """The only version that may sample them; None if any installed version may."""
     num_whole: int = 0
     num_tokens: int = 0
     """Tokens sampled so far."""
@@ -84,7 +84,7 @@ class EngineCall:
         self.seen_signs += number
 
     def credit(self) -> None:
-        """Add the signs of life since the last time to every group, before a heartbeat."""
+        """Add the signs of life since the last call to every group; called before a heartbeat."""
         num_signs, self.num_tokens = self.seen_signs, self.seen_tokens
         for group in self.groups:
             group.num_progress += num_signs - self.num_signs
@@ -103,7 +103,7 @@ class Sample(Action):
 
 @dataclass(frozen=True, slots=True)
 class Recall(Action):
-    """Stop this call of the engine; it returns all the same."""
+    """Stop this call of the engine; CallReturned follows, with its tokens so far."""
 
     call: EngineCall
 
@@ -129,7 +129,7 @@ class Score(Action):
 
 @dataclass(frozen=True, slots=True)
 class MembersGrown:
-    """Event: the engine has sampled more of a group, whose members are these now."""
+    """Event: the engine has sampled more tokens of a group; it now has these members."""
 
     call: EngineCall
     group: PartialGroup
@@ -264,7 +264,7 @@ class EngineCalls:
         is_leaving: bool,
         now: float,
     ) -> list[Decision]:
-        """Install, begin and recall what can be installed, begun and recalled now.
+        """Return the installation, the new calls and the recalls that are possible now.
 
         Args:
             newest: the newest version that has arrived completely.
@@ -340,7 +340,7 @@ class EngineCalls:
         )
 
     def _free_places(self) -> int:
-        """Return how many groups may go into the engine now."""
+        """Return how many groups the engine may be given now."""
         engine, versions = self.engine, self.versions
         if versions.is_held or versions.installed is None or self._held.outbox.is_full:
             return 0
@@ -405,7 +405,7 @@ class EngineCalls:
         return self._score(event.group)
 
     def _on_nonfinite(self, event: NonfiniteFound) -> list[Decision]:
-        """End a group for one of whose members the model gives no probabilities.
+        """End a group if the model gives no probabilities for one of its members.
 
         Another worker has the same weights, so a retry would most likely fail, too. The remaining
         rollouts of the group are not awaited.
@@ -429,9 +429,9 @@ class EngineCalls:
         return self._stop(call.groups)
 
     def _on_refused(self, event: CallRefused) -> list[Decision]:
-        """Have another version begin groups whose version the engine no longer holds.
+        """End a call whose version the engine has dropped; another version begins its groups again.
 
-        If that version is the newest there is no other, and the groups are given back.
+        If the dropped version is the newest, there is no other, and the groups are given back.
         """
         call = event.call
         self._calls.remove(call)
@@ -445,7 +445,11 @@ class EngineCalls:
         return [not_installed(group.lease, event.why) for group in wanted]
 
     def _on_raised(self, event: CallRaised) -> list[Decision]:
-        """End a group whose sampling raised; of several groups, sample half at once to find it."""
+        """End a group that raised alone; of several, find the one that raised by halving.
+
+        Several groups are sampled again in calls of half the size. If the engine is no longer
+        usable, the groups of all its calls end here, and other workers may sample them.
+        """
         self._counters.add("engine/calls_failed")
         calls = [event.call] if event.is_usable else list(self._calls)
         kept = GroupState.RUNNING, GroupState.RECLAIMED, GroupState.UNWANTED
@@ -492,7 +496,7 @@ class EngineCalls:
         return self._recall(self._calls) if self.engine.sampler == "engine" else []
 
     def _has_enough(self, call: EngineCall, learner: LearnerProgress, now: float) -> bool:
-        """Return whether a call is to stop, and its unfinished groups to go on later."""
+        """Return whether a call is to be recalled; its unfinished groups go on later."""
         if call.num_whole == len(call.groups):
             return False  # it returns by itself
         if not any(group.is_sampled for group in call.groups):
@@ -500,14 +504,14 @@ class EngineCalls:
         if self.versions.has_several and call.version not in self.versions.usable(learner):
             return True  # its tokens are too old to be trained on, and its slot is wanted
         if now >= call.ends_at:
-            # Only with some tokens: a slow start would be repeated forever.
+            # Recall it only once it has tokens; otherwise a slow start would be repeated forever.
             if call.num_tokens or call.num_whole:
                 return True
             call.ends_at = now + (self.engine.rules.ship_s or 0.0)
         return call.num_whole >= call.num_awaited and bool(self._held.of(*WAITING))
 
     def _recall(self, calls: Iterable[EngineCall]) -> list[Decision]:
-        """Have calls end soon that were not recalled before."""
+        """Recall those of the calls that were not recalled before."""
         decisions: list[Decision] = []
         for call in calls:
             if not call.is_recalled:

@@ -266,7 +266,7 @@ class Worker(DialingRole):
         return "waiting for acks" if len(self.outbox) else IDLE
 
     def lease_states(self) -> tuple[LeaseState, ...]:
-        """Return the state of every lease that this worker holds or has not had acknowledged."""
+        """Return the state of each lease that is held here or whose result is unacknowledged."""
         return tuple(self.held.states(now=self._beat_at)[:MAX_LEASES])
 
     def stats(self) -> NodeStats:
@@ -293,8 +293,8 @@ class Worker(DialingRole):
         """Report this node's state to the learner, now.
 
         A group that is being rewarded counts as alive: every call of a task's code has a time
-        limit, also one that hangs or waits for a free thread. So such a group ends with the task's
-        error, and not because its lease expires.
+        limit, which also covers a call that hangs or waits for a free thread. So such a group ends
+        with the task's error, and not because its lease expires.
         """
         for group in self.held.of(GroupState.SCORING):
             group.num_progress += 1
@@ -307,7 +307,7 @@ class Worker(DialingRole):
     # --- from the learner ------------------------------------------------------------------------
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle the learner's messages other than joining: leases and acknowledgements first."""
+        """Handle a message of the learner that is not about joining: leases, acks, plans."""
         match message:
             case Grant():
                 self._on_grant(message, payload)
@@ -377,7 +377,7 @@ class Worker(DialingRole):
         return actions
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Report this worker's state and send again everything that was not acknowledged.
+        """Report this worker's state, and send every unacknowledged result again.
 
         Unfinished groups are shipped again when their time comes: a restarted learner has lost all
         of them, and a shipment may have been lost with the link.
@@ -403,12 +403,12 @@ class Worker(DialingRole):
             decisions = calls.advance(newest, learner, is_leaving=self.is_leaving, now=now)
             actions += self._decided(decisions, now)
             if calls.engine.sampler == "engine" and not calls.is_sampling:
-                # Interrupted groups are not continued soon.
+                # No call continues the interrupted groups soon: ship them now.
                 actions += self.ship(interval_s=0.0, now=now)
         return [*actions, *self._send_due(now), *self._settle(now)]
 
     def _decided(self, decisions: Iterable[Decision], now: float) -> list[Action]:
-        """Carry out the decisions of the engine's part; pass on the actions among them."""
+        """Carry out decisions of `EngineCalls`; return the actions among them unchanged."""
         actions: list[Action] = []
         for decision in decisions:
             match decision:
@@ -472,7 +472,7 @@ class Worker(DialingRole):
         return [*actions, *self.ship(interval_s=interval_s, now=now), *saved]
 
     def _on_install(self, event: InstallEvent, now: float) -> list[Action]:
-        """Report which version samples now; without any version this worker ends."""
+        """Report how an installation ended; if it failed and no version is installed, stop."""
         if self._calls is None:
             return []  # a stored version was found damaged before the engine was built
         self._calls.versions.handle(event, now=now)
@@ -492,7 +492,7 @@ class Worker(DialingRole):
         """Give back the leases whose version has not arrived in time."""
         installed, wait_s = self.installed_version, self._version_wait_s
         late = self.held.overdue(installed, wait_s=wait_s, now=now)
-        # First their tokens, for the workers that continue them.
+        # First ship their tokens, for the workers that continue them.
         actions = self.ship(interval_s=0.0, now=now) if late else []
         for group in late:
             self.counters.add("engine/version_refused")

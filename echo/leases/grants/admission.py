@@ -4,12 +4,12 @@ A lease is granted to a worker with installed step w while
 
     (S + w + 1) * B - (consumed + buffered + running) > 0        in groups
 
-S is the bound of staleness and B the number of groups per step. Consumed are B groups for each step
-that was made. Buffered are the accepted groups that no such step has used, those of the step that
-is being made included. A running group counts once, even if two workers run it.
+S is the bound on staleness and B the number of groups per step. `consumed` is B times the number of
+finished steps. `buffered` counts the accepted groups that no finished step has used; the groups of
+a step under way are among them. `running` counts a group once, even if two workers run it.
 
-So a group is granted only if all groups that are already promised fit into the batches that may
-still train on samples of version w. A group that falls beyond these batches would be stale.
+So a group is granted only if the groups promised before leave a place in the batches that may train
+on samples of version w. A group beyond these batches would be stale.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from echo.core.rollout import Lineage, PolicyVersion, is_surviving
 from echo.leases.book import LeasedWorker
 
 Bounds = Mapping[PolicyVersion | None, int]
-"""Installed version -> the number of promised groups from which on it is granted no more."""
+"""Installed version -> the number of promised groups at which its workers are granted no more."""
 
 
 def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: int) -> int:
-    """Return how many groups the batches hold that may train on samples of a version.
+    """Return the number of groups in all batches that may train on samples of a version.
 
     A worker that has installed the version may be granted a group while fewer groups are consumed,
     buffered or running.
@@ -51,7 +51,7 @@ def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) 
 def oldest_version(
     lineages: Sequence[Lineage], *, max_staleness: int, groups_per_step: int, num_promised: int
 ) -> PolicyVersion | None:
-    """Return the oldest version of that step in any lineage; None if no lineage has one."""
+    """Return the oldest surviving version of the step `oldest_step`; None if there is none."""
     step = oldest_step(
         max_staleness=max_staleness, groups_per_step=groups_per_step, num_promised=num_promised
     )
@@ -61,14 +61,14 @@ def oldest_version(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """The groups that are promised at one instant, and the rule for further ones."""
+    """The numbers of promised groups at one instant, and the limits on further grants."""
 
     lineages: Sequence[Lineage]
     step: int
     """Optimizer steps made."""
     groups_per_step: int
     max_staleness: int
-    """The bound that new leases are granted for."""
+    """Bound on the staleness of groups that are granted now, in steps."""
     num_unspent: int
     """Accepted groups that no step has used."""
     num_running: int
@@ -92,14 +92,14 @@ class Quota:
     def is_closed(self, newest: PolicyVersion | None) -> bool:
         """Return whether a round of grants would change nothing, whatever the workers hold.
 
-        Nearly all calls return True in a fleet that is fast enough: it has been granted all groups
-        that admission allows to a worker with the newest version.
+        In a fleet that is fast enough nearly all calls return True, because all groups that
+        admission allows for the newest version are granted already.
         """
         step = self.step if newest is None else newest.step
         return self.num_promised >= self.limit(step) and not self.is_batch_waiting
 
     def limit(self, installed_step: int) -> int:
-        """Return the number of promised groups at which a version is granted no more."""
+        """Return the number of promised groups at which workers with a version get no more."""
         return most_promised(
             max_staleness=self.max_staleness,
             installed_step=installed_step,
@@ -107,12 +107,12 @@ class Quota:
         )
 
     def bounds(self, workers: Iterable[LeasedWorker]) -> Bounds:
-        """Return the limit of each version that a worker has and that a resume has not undone."""
+        """Return the limit of each installed version, except those that a resume has abandoned."""
         versions = {worker.installed for worker in workers if worker.installed is not None}
         return {v: self.limit(v.step) for v in versions if is_surviving(v, self.lineages)}
 
     def oldest_version(self, num_promised: int) -> PolicyVersion | None:
-        """Return the oldest version that may sample the group after `num_promised` others."""
+        """Return the oldest version that may sample the next group after `num_promised`."""
         return oldest_version(
             self.lineages,
             max_staleness=self.max_staleness,

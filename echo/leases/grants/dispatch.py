@@ -1,4 +1,4 @@
-"""Dispatch of groups to workers: which worker gets a group, a running one included.
+"""Dispatch of groups to workers: which worker gets a new group, and which helps with a running one.
 
 Three decisions, all from the estimates of `leases/grants/finish_times.py`:
 
@@ -46,28 +46,28 @@ how much later a worker with fewer groups may be ready and still be preferred.
 
 
 def slowdown(num_groups: float, num_places: int) -> float:
-    """Return how many times longer a group takes among `num_groups` than in an empty engine."""
+    """Return how many times longer a group takes beside others than in an empty engine."""
     return 1 + (FULL_SLOWDOWN - 1) * min(1.0, num_groups / num_places)
 
 
 @dataclass(slots=True)
 class Load:
-    """One worker and its groups, while a round places more on it."""
+    """The load of one worker in a round, with the groups that the round has placed on it."""
 
     node_id: str
     capacity: int
     """Groups that it can hold."""
     num_held: int
     most_promised: int
-    """The number of promised groups from which on its version is granted no more."""
+    """The number of promised groups at which workers with its version are granted no more."""
     most_soon: int
-    """The same bound for the version that it should have soon."""
+    """The same limit for the version that it is expected to install soon."""
     group_s: float = 1.0
     """Seconds that one group takes in its engine if the engine is empty."""
     trial_s: float = 1.0
-    """The same for the first group of an idle worker that is being retried; at most `group_s`."""
+    """`group_s` for its first group if it is idle: the longer it is idle, the shorter."""
     free_at: list[float] = field(default_factory=lambda: [0.0])
-    """When each of its places is free for another group, now or later; a heap."""
+    """For each of its places, the instant at which the place is free; a heap."""
 
     @property
     def has_space(self) -> bool:
@@ -86,7 +86,7 @@ class Load:
 
     @property
     def finish_at(self) -> float:
-        """When it should finish one more group."""
+        """When it is expected to finish one more group."""
         group_s = self.group_s if self.num_held else self.trial_s
         return self.free_at[0] + group_s * slowdown(self.num_held + 1, len(self.free_at))
 
@@ -132,7 +132,7 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
 #
 # A lease moves if the idle worker should finish the group sooner than the holder by more than a
 # group's time and a heartbeat; a smaller gain does not justify the transfer. The holder must have
-# made a group, because the estimate of its speed is too rough before.
+# made a group, because before that the estimate of its speed is too rough.
 #
 # Until the first group of a run is made, lengths and speeds are unknown and all workers count as
 # equal. A newcomer then gets an equal number of groups, so that the first batch does not wait for
@@ -145,7 +145,7 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
 
 
 RELEASE_BEATS = 4
-"""Heartbeats within which a worker gives a lease up that it is asked for, if it ever does."""
+"""Heartbeats after which a request to give a lease up counts as ignored."""
 
 
 def moves(
@@ -188,7 +188,7 @@ def even_out(
     """Return the leases to move so that all workers hold equal numbers, and where each moves to.
 
     Args:
-        held: the leases of each worker that may move; the last one of a worker moves first.
+        held: worker -> its leases that may move; the last of them moves first.
         newcomers: the workers that leases move to; modified by the moves.
     """
     left = {name: list(records) for name, records in held.items()}
@@ -223,7 +223,7 @@ def even_out(
 AGE_FACTOR = 4.0
 """A group is copied for its age at AGE_FACTOR x `factor` times the usual duration."""
 USUAL_FACTOR = 2.0
-"""The `factor` of the rule of age if hedging is switched off."""
+"""The `factor` in the rule for age if hedging is switched off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class RunningGroup:
 
 @dataclass(slots=True)
 class Helper:
-    """A worker that has no other group to begin."""
+    """An idle worker: it has a free place, and admission has no further group for it."""
 
     node_id: str
     speed: float | None
@@ -247,7 +247,7 @@ class Helper:
     num_places: int
     """Groups that it can begin now."""
     group_s: float = math.inf
-    """Seconds that a group usually takes this worker, or any worker if this one has made none."""
+    """Usual seconds of a group on this worker; of all groups if it has made none."""
 
 
 def hedges(

@@ -2,8 +2,7 @@
 
 The length of a group is the number of tokens of its longest completion, because that completion
 ends last. The speed of a worker is in such tokens per second, from the start of a group to its
-delivery. So it includes rewards, tools and prefill, and it hardly depends on the number of groups
-that run beside.
+delivery. So it includes rewards, tools and prefill.
 
 For a group that already has n tokens, the expected rest is read from the lengths of recently
 accepted groups: the mean of the lengths above n, less n. With a heavy tail the rest grows with n. A
@@ -11,13 +10,12 @@ group longer than all of them is expected to double.
 
 A heartbeat reports one number for a running group, the progress of all its completions together.
 The longest completion is credited with that progress, but at most with the worker's speed. So a
-stalled group is seen to be stalled, and a group with one running completion is not mistaken for
-one.
+stalled group is recognized, and a group with one running completion does not count as stalled.
 
-A worker of unknown speed counts as twice as fast as the fastest, so that it is tried; the groups
-that it then holds are expected to advance at the median speed of the others. An idle worker's speed
-estimate doubles every `RETRY_GROUPS` group times, up to the fastest worker's. So a slow worker is
-retried with one group, and less often the slower it was.
+A worker of unknown speed counts as twice as fast as the fastest, so that it is tried. The groups
+that it then holds are expected to advance at the median speed of all workers. An idle worker's
+speed estimate doubles every `RETRY_GROUPS` group times, up to the fastest worker's. So a slow
+worker is retried with one group, and less often the slower it was.
 """
 
 from __future__ import annotations
@@ -46,17 +44,18 @@ MAX_VERSIONS = 16
 """Versions whose first installation is remembered, the newest."""
 
 MEMORY = 0.8
-"""Weight of the speed so far when another group is measured."""
+"""Factor on the sums over earlier groups when another group is measured."""
 
 MAX_SPEED = 1e6
 """Tokens per second of one completion that no engine exceeds; faster reports are cut to it."""
 
 EQUAL_SPEED = 0.8
-"""Share of the fastest worker's speed from which on a worker counts as its equal before any group
-is made. Heartbeats show speeds to no better accuracy by then."""
+"""Share of the fastest worker's speed above which a worker counts as equally fast, until a group is
+made: heartbeats show speeds no more accurately than that.
+"""
 
 SLOWEST = 1 / 64
-"""Least rate of a running group, as a share of its worker's speed."""
+"""Least estimated rate of a running group, as a share of its worker's speed."""
 
 RETRY_GROUPS = 4.0
 """Group times of idleness after which a worker's speed estimate doubles."""
@@ -106,7 +105,7 @@ class Speed:
 
     tokens: float = 0.0
     seconds: float = 0.0
-    """Sums over the groups that it has made, with lower weights for older groups."""
+    """`tokens` and `seconds` are sums over its groups; older groups have lower weights."""
     load_s: float = 0.0
     """Weighted sum of each group's seconds times the worker's leases in that time."""
     provisional: float | None = None
@@ -115,7 +114,7 @@ class Speed:
     """When it last held a lease."""
     version: PolicyVersion | None = None
     lag_s: float = 0.0
-    """Seconds after the first worker at which it installs a version, averaged."""
+    """Mean seconds from the first worker's installation of a version to its own."""
     freed_at: float = 0.0
     """When it last delivered a group; another group may have begun then."""
 
@@ -126,7 +125,7 @@ class Speed:
 
     @property
     def load(self) -> float:
-        """Leases that it held while its speed was measured; 1 while unknown."""
+        """Mean number of leases that it held while its speed was measured; 1 while unknown."""
         return self.load_s / self.seconds if self.seconds else 1.0
 
 
@@ -150,7 +149,7 @@ class FinishTimes:
         return self.lengths.num_known > 0
 
     def group_s(self, worker_id: str) -> float:
-        """Return the seconds that a group usually takes a worker, or any worker if it made none."""
+        """Return the usual seconds of a group on a worker (on any if it made none), or inf."""
         speed = self.of(worker_id)
         if not speed.seconds and self._seconds:
             return statistics.median(self._seconds)
@@ -159,7 +158,7 @@ class FinishTimes:
         return self.lengths.mean / self.known_speed(speed) if is_known else math.inf
 
     def of(self, worker_id: str) -> Speed:
-        """Return what is known of a worker."""
+        """Return the speed record of a worker; a new one if the worker is unknown."""
         speed = self._speeds.get(worker_id)
         if speed is None:
             speed = self._speeds[worker_id] = Speed()
@@ -198,14 +197,14 @@ class FinishTimes:
             speed.lag_s = (speed.lag_s + now - first_at) / 2
 
     def installs_at(self, worker_id: str, version: PolicyVersion, *, now: float) -> float | None:
-        """Return when a worker should have a version that another worker has; None if unknown."""
+        """Return when a worker should install a version; None if that is unknown or overdue."""
         first_at, lag_s = self._first_at.get(version), self.of(worker_id).lag_s
         if first_at is None or now > first_at + 2 * lag_s + self._heartbeat_s:
             return None
         return max(now, first_at + lag_s)
 
     def seen(self, worker_id: str, leases: list[LeaseRecord], *, now: float) -> None:
-        """Update a worker's speed from its leases as its heartbeat has updated them."""
+        """Update a worker's provisional speed from its leases; called after a heartbeat."""
         speed = self.of(worker_id)
         if leases:
             speed.busy_at = now
@@ -227,14 +226,15 @@ class FinishTimes:
         return {name for name, speed in speeds.items() if speed is None or speed >= least}
 
     def has_made_a_group(self, worker_id: str) -> bool:
-        """Return whether a worker's speed is that of whole groups, rewards and tools included.
+        """Return whether a worker has made a group whose duration is known.
 
-        Until then, only its heartbeats show its speed, and that without the time of rewards.
+        From then on its speed is that of whole groups, with rewards and tools. Before, the speed is
+        estimated from heartbeats, which do not show the time of rewards.
         """
         return self.of(worker_id).seconds > 0
 
     def known_speed(self, speed: Speed) -> float:
-        """Return the measured speed, or twice the fastest worker's if there is none."""
+        """Return the measured speed; if it is unknown, twice the fastest worker's."""
         measured = speed.measured
         return 2 * self._fastest if measured is None else measured
 
@@ -248,7 +248,7 @@ class FinishTimes:
         return max(1.0, min(retry_factor, self._fastest / known))
 
     def speed(self, worker_id: str, *, now: float) -> float:
-        """Return the tokens per second that a worker should sample of one group."""
+        """Return the expected speed of a worker: tokens per second of one group."""
         speed = self.of(worker_id)
         return self.known_speed(speed) * self.retry_factor(speed, now=now)
 

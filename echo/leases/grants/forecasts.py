@@ -1,7 +1,7 @@
 """Forecasts: when each worker will be done with the groups that it has.
 
-A forecast is kept for a heartbeat, as long as the worker's leases do not change: a round of grants
-asks for the forecasts of all workers, and most of them have not changed since the round before.
+A forecast is reused for one heartbeat period unless the worker's leases change. A round of grants
+needs the forecasts of all workers, and most of them have not changed since the previous round.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from echo.leases.grants.dispatch import RunningGroup
 from echo.leases.grants.finish_times import FinishTimes
 
 _Key = tuple[int, int, int]
-"""Number of changes of the worker's leases, of its unknown leases, and of its places: a forecast
-is valid while they are the same."""
+"""(changes of the worker's leases so far, its unknown leases, its places), as numbers: a forecast
+is valid while they are the same.
+"""
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class WorkerForecast:
     free_at: list[float]
     """When each of its places is free for another group; a heap."""
     running: list[RunningGroup] = field(default_factory=list)
-    """Its groups, with the instants at which they should be finished."""
+    """Its groups, each with its predicted finish."""
 
     def take_place(self, seconds: float) -> float:
         """Put a group into the place that is free first; return when the group is finished."""
@@ -46,7 +47,7 @@ class Forecasts:
         self._kept: RecentMap[str, tuple[_Key, WorkerForecast]] = RecentMap(max_entries=MAX_WORKERS)
 
     def of(self, worker: LeasedWorker, *, now: float) -> WorkerForecast:
-        """Return when a worker will be done, at most `max_age_s` old."""
+        """Return the forecast of a worker, which is at most `max_age_s` old."""
         key = (
             self._leases.num_changes(worker.node_id),
             worker.num_unknown,
@@ -60,7 +61,7 @@ class Forecasts:
         return forecast
 
     def discard(self, worker_id: str) -> None:
-        """Forget the forecast of a worker: a heartbeat has shown how far its groups are."""
+        """Drop the forecast of a worker, after a heartbeat with newer progress."""
         self._kept.discard(worker_id)
 
     def _make(self, worker: LeasedWorker, key: _Key, now: float) -> WorkerForecast:

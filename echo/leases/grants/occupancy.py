@@ -50,32 +50,32 @@ class Occupancy:
         self.num_promised += not is_copy
 
     def num_held(self, worker: LeasedWorker) -> int:
-        """Return how many leases a worker has, the unknown and the new ones included."""
+        """Return how many leases a worker has, with its unknown leases and those of this round."""
         num_held = self._leases.num_leases(worker.node_id) + worker.num_unknown
         return num_held + self._num_given[worker.node_id]
 
     def may_take(self, worker: LeasedWorker) -> bool:
-        """Return whether an able worker has space for a group and admission has one for it."""
+        """Return whether an able worker has space for a group that admission allows it."""
         has_quota = self.bounds[worker.installed] > self.num_promised
         return has_quota and self.num_held(worker) < worker.capacity
 
     def running(self) -> list[RunningGroup]:
-        """Return the leased groups of all workers, with the instants at which they should end."""
+        """Return the leased groups of all workers, each with its predicted finish."""
         forecasts = [self._forecasts.of(worker, now=self._now) for worker in self._workers]
         return [group for forecast in forecasts for group in forecast.running]
 
     def idle(self) -> dict[str, int]:
-        """Return the workers that admission has no group for, and how many each could begin."""
+        """Return worker -> free places, for the workers that could help with running groups."""
         free = {
             node_id: (worker.num_places or worker.capacity) - self.num_held(worker)
             for node_id, worker in self.able.items()
-            # Its groups must be as fresh as the promised ones.
+            # The batches that may train on its version must hold all promised groups.
             if self.bounds[worker.installed] >= self.num_promised
         }
         return {node_id: number for node_id, number in free.items() if number > 0}
 
     def loads(self, names: Iterable[str]) -> list[Load]:
-        """Return what each of these able workers has to do."""
+        """Return the load of each of these able workers."""
         workers = [self.able[name] for name in names]
         newest = max((w.installed for w in workers if w.installed is not None), default=None)
         return [self._load(worker, newest) for worker in workers]
@@ -109,14 +109,14 @@ class Occupancy:
     def _soon(
         self, worker_id: str, installed: PolicyVersion, newest: PolicyVersion, own: int
     ) -> tuple[int, float]:
-        """Return the bound of the version that a worker should have soon, and from when on."""
+        """Return the limit of the version that a worker should install soon, and when it should."""
         at = self._finish_times.installs_at(worker_id, newest, now=self._now)
         if at is None:
             return own, self._now
         return own + (newest.step - installed.step) * self._groups_per_step, at
 
     def _alone_s(self, speed: Speed, num_places: int) -> float:
-        """Return how long a group would take in the empty engine of a worker.
+        """Return the seconds of a group in a worker's engine if the engine were empty.
 
         The speed was measured under load, so the time is divided by the slowdown of that load.
         """

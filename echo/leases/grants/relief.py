@@ -26,9 +26,9 @@ from echo.leases.groups import MAX_ATTEMPTS, LeaseRecord, MoveRequest
 from echo.leases.run import LeaseSettings
 
 Requests = Mapping[LeaseRecord, MoveRequest]
-"""Lease -> the request to its holder to give it up."""
+"""Lease -> the request that its holder give the lease up."""
 Copy = tuple[LeaseRecord, str]
-"""A lease to be copied, and the worker that is to have the copy."""
+"""A lease to be moved or copied, and the worker that receives the group."""
 
 
 def is_pending(request: MoveRequest | None, *, heartbeat_s: float, now: float) -> bool:
@@ -97,7 +97,7 @@ class Relief:
         return moves(waiting, loads, least_gain_s=self._settings.heartbeat_s)
 
     def _movable(self, running: Sequence[RunningGroup]) -> dict[str, list[LeaseRecord]]:
-        """Return, for each worker that lists all of its leases, these leases, begun ones first."""
+        """Return worker -> its unrequested leases, begun ones first, if all of these may move."""
         held: dict[str, list[LeaseRecord]] = {}
         for record in (group.record for group in running):
             if record.request is None:
@@ -109,7 +109,7 @@ class Relief:
         }
 
     def _may_move(self, record: LeaseRecord) -> bool:
-        """Return whether a holder may be asked for a lease: it lists it, and was not asked yet."""
+        """Return whether a lease may be requested: it is listed, not copied, not requested."""
         is_known = record.is_confirmed and not record.is_delivered and record.request is None
         is_alone = len(self._leases.group(record.group_id).leases) == 1
         return is_known and is_alone and record.attempt < MAX_ATTEMPTS // 2
@@ -167,7 +167,7 @@ class Relief:
         return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
 
     def _withheld_from(self, record: LeaseRecord) -> str | None:
-        """Return the worker for which a holder was asked to give up a lease that it has kept."""
+        """Return the worker for which a holder has kept a lease despite a request, or None."""
         request = record.request
         if request is None or record.copy_of is not None:
             return None

@@ -53,11 +53,11 @@ class Decisions:
 
     grants: list[NewLease] = field(default_factory=list)
     ends: list[tuple[int, DataError | None]] = field(default_factory=list)
-    """A group that ends, and what is wrong with its prompt; None if it was granted too often."""
+    """(group id, fault of its prompt) of groups that end; None: it was granted too often."""
     requests: Mapping[LeaseRecord, MoveRequest] = field(default_factory=dict)
     """Leases that their holders are asked to give up."""
     released: list[int] = field(default_factory=list)
-    """Groups given up for a worker that the round has considered, granted or not."""
+    """Groups of `OpenGroups.released` that the round has considered, granted or not."""
     fault: DataError | None = None
     """Why there are no more prompts."""
 
@@ -141,7 +141,8 @@ class Round:
     def _next_group(self, candidates: Iterator[int]) -> int | None:
         """Return the group to grant next, passing over groups whose prompt cannot be used.
 
-        None if its prompt is still being made, or if too many in a row cannot be used.
+        Return None if its prompt is still being made, or if MAX_UNUSABLE prompts in a row cannot be
+        used.
         """
         fault: DataError | PromptPendingError | None = None
         for group_id in itertools.islice(candidates, MAX_UNUSABLE):
