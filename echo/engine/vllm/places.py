@@ -1,11 +1,11 @@
-"""Places of a checkpoint's elements in a model of vLLM, and the changes on their way there.
+"""Places of a checkpoint's elements in a model of vLLM, and files of changes to them.
 
-The model's own loader runs once over tensors without memory, and what it would have copied where is
-noted: a tensor that is copied once, whole, into one contiguous piece of a parameter can be changed
-element by element from then on. Changes that a note cannot show are looked at as well: the bits
-that lie there must be those of the tensor that was just loaded, and no layer may keep a second form
-of its weights. Where any of it does not hold (packed, quantised or sharded layers, experts), the
-model takes whole versions.
+`trace_places` runs the model's own loader once over tensors without memory (meta tensors) and
+records each copy that the loader would make. A tensor that is copied once, whole, into one
+contiguous piece of a parameter can later be changed element by element. Two further checks find
+changes that the recorded copies do not show: the bits in the model must equal those of the tensor
+that was just loaded, and no layer may keep a second form of its weights. If any check fails
+(packed, quantised or sharded layers, experts), the model takes whole versions only.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CHANGES_FILE = "changes.safetensors"
 
 
 class UnplacedError(Exception):
-    """An element of the checkpoint has no place of its own; the message says why."""
+    """A tensor of the checkpoint has no contiguous place in the model; the message says why."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes copies from tensors without memory; meanwhile nothing that has memory is written."""
+    """Records copies from meta tensors; while active, no tensor is written."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,21 +44,21 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and args[1].is_meta:
             self.copies.append((args[0], args[1]))
             return args[0]
-        if func._schema.is_mutable:  # noqa: SLF001 -- such as the zeros behind a vocabulary
+        if func._schema.is_mutable:  # noqa: SLF001 -- such as padding a vocabulary with zeros
             return args[0]
         return func(*args, **(kwargs or {}))
 
 
 def trace_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return where each tensor lies in a model: a contiguous piece of one of its parameters.
+    """Return each tensor's place in a model: a contiguous piece of one of its parameters.
 
     Args:
-        model: of vLLM.
-        tensors: the checkpoint that it has just loaded, by name.
+        model: a model of vLLM.
+        tensors: the checkpoint that the model has just loaded, by name.
 
     Raises:
-        UnplacedError: if one of them has no such place, or what lies there is not all that the
-            model computes from.
+        UnplacedError: if a tensor has no such place, or the model also computes from another form
+            of its weights.
     """
     _check_layers(model)
     found: dict[str, Tensor] = {}
@@ -76,7 +76,7 @@ def trace_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _check_layers(model: nn.Module) -> None:
-    """Refuse a model that may keep weights in a second form, where changes would not arrive."""
+    """Refuse a model that may keep a second form of its weights, which changes would not reach."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -103,10 +103,10 @@ def _trace(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[st
     try:
         with recorder, torch.no_grad():
             model.load_weights(shadows.items())  # type: ignore[operator]
-    except Exception as error:  # vLLM's loaders raise anything; nothing has changed
+    except Exception as error:  # vLLM's loaders may raise anything; no weight has changed
         raise UnplacedError(f"its loader cannot be followed: {describe_error(error)}") from error
     finally:
-        for module, name, parameter in before:  # which a loader may replace
+        for module, name, parameter in before:  # a loader may replace parameters
             if getattr(module, name, None) is not parameter:
                 setattr(module, name, parameter)
     for destination, source in recorder.copies:
@@ -121,7 +121,7 @@ def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 -- the identity of no memory
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 -- a meta tensor has no address
 
 
 def _have_equal_bits(place: Tensor, tensor: Tensor) -> bool:
@@ -135,10 +135,10 @@ def _have_equal_bits(place: Tensor, tensor: Tensor) -> bool:
 
 
 def save_changes(directory: Path, changes: Sequence[TensorChange]) -> Path:
-    """Write changes to a file, 4 bytes and a value for each element; return its path.
+    """Write changes to a file and return its path; an index takes 4 bytes, or 8 above 2^31.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     for number, change in enumerate(changes):
@@ -154,7 +154,7 @@ def save_changes(directory: Path, changes: Sequence[TensorChange]) -> Path:
 
 
 def load_changes(path: Path) -> Iterator[TensorChange]:
-    """Yield what `save_changes` wrote, in its order."""
+    """Yield the changes that `save_changes` wrote, in the same order."""
     with safe_open(path, framework="pt") as file:
         for number, (name, first) in enumerate(json.loads(file.metadata()["places"])):
             where = file.get_tensor(f"{number} where") if first is None else int(first)

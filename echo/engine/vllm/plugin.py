@@ -1,6 +1,7 @@
 """Entry point by which vLLM's processes load our plugin.
 
-The group is `vllm.general_plugins` in pyproject.toml. Nothing is imported from vLLM until it asks.
+pyproject.toml registers it in the group `vllm.general_plugins`. The module imports nothing from
+vLLM until vLLM calls `register`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 from echo.engine.engine import describe_error
 
 VARIABLE = "ECHO_VLLM_CRASH_REASON"
-"""Names the file, to vLLM's processes."""
+"""Environment variable with the path of the crash reason's file, for vLLM's processes."""
 
 LOGGER = "vllm.v1.engine.core"
 PREFIX = "EngineCore "
-"""Prefix of the records of a death, at the start or later."""
+"""Prefix of the log records with which vLLM's engine reports a failed start or a later death."""
 
 VMSTAT = Path("/proc/vmstat")
 
@@ -32,14 +33,14 @@ class _Writer(logging.Handler):
 
 
 def listen() -> None:
-    """Leave this process's crash reason where it is told to; may be called more than once."""
+    """Write this process's crash reason to the file named in VARIABLE; may be called repeatedly."""
     logger = logging.getLogger(LOGGER)
     if not any(isinstance(handler, _Writer) for handler in logger.handlers):
         logger.addHandler(_Writer())
 
 
 def count_kills() -> int:
-    """Return how many processes the kernel has killed for their memory since it was started."""
+    """Return how many processes the kernel has killed for lack of memory since it booted."""
     try:
         lines = VMSTAT.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -48,17 +49,17 @@ def count_kills() -> int:
 
 
 BACKEND = "echo"
-"""The name under which vLLM knows our way of handing weights over."""
+"""Name of our weight transfer backend in vLLM's registry."""
 
 WORKER_EXTENSION = "echo.engine.vllm.transfer.WorkerExtension"
-"""Further methods of its workers."""
+"""Class whose methods vLLM adds to its workers."""
 
 
 def register() -> None:
-    """Make the weight transfer backend known, and hear of deaths; may be called more than once."""
+    """Register the weight transfer backend and the log handler; may be called repeatedly."""
     listen()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
-    # vLLM offers no question for it, and refuses a second registration.
+    # vLLM has no public query for a registered backend, and refuses a second registration.
     if BACKEND not in Factory._registry:  # noqa: SLF001
         Factory.register_engine(BACKEND, "echo.engine.vllm.transfer", "TransferEngine")

@@ -1,21 +1,24 @@
-"""Probe after a swap: is what vLLM samples from what it was handed over?
+"""Probe after a swap: check that vLLM samples from the weights that it was handed.
 
-vLLM's log-probabilities of a prompt must be those that transformers computes on the host from the
-very tensors that were handed over, so that no mistake of vLLM can be in them. A tied head that
-keeps its old weights, a layer that was missed or a transposed tensor shows as tenths of nats.
+vLLM's log-probabilities of a prompt must match those that transformers computes on the host from
+the same tensors, independently of vLLM. A tied head with its old weights, a missed layer or a
+transposed tensor shows as a difference of tenths of nats per token.
 
-The prompt is a few texts in a row, fixed beginnings as the model itself continues them. The
-log-probabilities of tokens that it finds unlikely (-15 nats) are moved by rounding to 16 bits as
-much as by wrong weights, tenths of nats; those of likely ones are moved far less.
+The prompt is a concatenation of NUM_TEXTS texts. Each is a fixed beginning that the model itself
+has continued greedily, so its tokens are likely. Rounding to 16 bits moves the log-probabilities of
+unlikely tokens (-15 nats) by tenths of nats, as much as wrong weights do; it moves those of likely
+tokens far less.
 
 The effect of rounding is measured when the prompt is made: the mean difference between the model in
-16 bits and in float32, both by transformers. Neither a version that is judged later nor anything
-that vLLM does raises it, and it has a ceiling. Once the prompt has become unlikely under the
-policy, another one is made from a version that was found right, for those that follow.
+16 bits and in float32, both computed by transformers. The allowed difference follows from this
+measurement and has an upper bound (ALLOWED); neither later versions nor vLLM can raise it. When the
+prompt has become unlikely under the policy, a version that passed the probe generates a new prompt
+for later versions.
 
-float32 here is the same 16-bit weights, each made wider for one operation: the whole model never
-lies in float32. The pass is what versions are compared with where it is not much slower than that
-in 16 bits; else only what deviates is looked at in float32 again before it is refused.
+A pass in float32 uses the same 16-bit weights and widens each for one operation, so the whole model
+is never held in float32. If this pass takes at most SPARED_S longer than a pass in 16 bits, every
+version is compared with it. Otherwise versions are compared with the pass in 16 bits, and a version
+that deviates is compared with a pass in float32 before it is refused.
 """
 
 from __future__ import annotations
@@ -48,101 +51,102 @@ log = logging.getLogger(__name__)
 NUM_TEXTS = 4
 TEXT_TOKENS = 24
 START_TOKENS = 2
-"""With which a text begins: ids spread over the vocabulary, whose probabilities do not count."""
+"""Tokens at the start of each text: ids spread over the vocabulary, excluded from the mean."""
 
 NUM_ROUNDINGS = 2.0
-"""Times the measured difference that is allowed. vLLM rounds in another order than transformers and
-comes to 1.5 times of it; bench/bench_probe.py has both sides."""
+"""Allowed difference, as a multiple of the measured effect of rounding. vLLM rounds in an order of
+its own: its difference is 1.5 times that effect (bench/bench_probe.py measures both).
+"""
 
 ALLOWED = {"float32": (2e-4, 2e-4), "float16": (0.01, 0.03), "bfloat16": (0.05, 0.15)}
-"""The least and the most mean difference in nats per token that is allowed, by vLLM's dtype."""
+"""Lower and upper bound of the allowed mean difference, nats per token, by vLLM's dtype."""
 
 MAX_DRIFT = 1.0
-"""Nats per token by which the texts may become less likely before others are made."""
+"""Nats per token by which the prompt may become less likely before a new one is made."""
 
 SPARED_S = 1.0
-"""Seconds that a pass in float32 may take longer than one in 16 bits to be made at each swap."""
+"""Seconds that a float32 pass may take beyond a 16-bit pass and still be run at each swap."""
 
 MAX_WIDENED = 1 << 24
-"""Elements of a linear layer that are widened at once: 64 MiB."""
+"""Elements of a linear layer that are widened to float32 at once: 64 MiB."""
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expectation:
-    """Log-probabilities that some weights give."""
+    """Log-probabilities of the prompt that one version's weights must give."""
 
     prompt_ids: list[int]
     logprobs: npt.NDArray[np.float32]
-    """[P - 1] of the prompt's tokens after the first."""
+    """[P - 1], one for each prompt token after the first."""
     allowed: float
-    """Mean difference, nats per token."""
+    """Largest mean difference that passes the probe, nats per token."""
 
 
 class SwapProbe:
-    """A prompt, and what it must give under given weights; for use by many threads."""
+    """The prompt, and the log-probabilities expected under given weights; thread-safe."""
 
     def __init__(self, model_dir: Path, dtype: str, lora: Lora | None = None) -> None:
-        """Read the shape of the model.
+        """Build the model without weights.
 
         Args:
             model_dir: directory with config.json.
-            dtype: that the engine computes in.
-            lora: the adapter that is swapped, and its base; None where all weights are.
+            dtype: the dtype that the engine computes in.
+            lora: shape of the swapped adapter, and its base model; None if all weights are swapped.
 
         Raises:
-            EngineError: if there is no causal language model.
+            EngineError: if the directory has no causal language model.
         """
         self._dtype = torch_dtype(dtype)
         self._least, self._most = ALLOWED[dtype]
-        # Built once: it shares the memory of the weights it was last given, which the engine keeps
-        # anyway. Its own, untouched, costs nothing before.
+        # Built once. The model shares the memory of the weights that it was last given, which the
+        # engine keeps anyway. Before the first weights it takes no memory (meta tensors).
         self.model: Any
-        """transformers' own; its weights are those that were last expected to give something."""
+        """transformers' model; it holds the weights that were last passed to `_take`."""
         self._adapter: dict[str, Tensor] | None = None
         if lora is None:
             self.model = build_meta_model(model_dir, self._dtype, "eager")
         else:
             self.model, self._adapter = build_adapted(lora, self._dtype, "eager")
-        # An architecture that is not vLLM's own runs in the classes of transformers, which vLLM
-        # changes for this process: models of theirs that it has not built itself lack this.
+        # vLLM runs architectures without an implementation of its own in classes of transformers,
+        # which it patches in this process. The patched classes read this attribute, which only
+        # models that vLLM has built have.
         type(self.model.base_model).do_not_compile = True
         self.lora_targets = target_names(self._adapter or ())
-        """Last parts of the names of the modules that have an adapter."""
+        """Last parts of the names of the adapted modules."""
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.num_tokens, self._text_tokens = NUM_TEXTS * TEXT_TOKENS, TEXT_TOKENS
-        """Length of the prompt, and of a text in it."""
+        """Tokens of the prompt, and of each text in it."""
         self.bound(int(getattr(config, "max_position_embeddings", None) or 1 << 20))
         self.weight_bytes = weight_bytes(self.model.state_dict())
-        """Memory of the weights in the engine's dtype."""
+        """Bytes of the weights in the engine's dtype."""
         self.adapter_bytes = weight_bytes(self._adapter or {})
-        """Of these, those of the adapter."""
+        """Bytes of the adapter in the engine's dtype."""
         self._prompt_ids: list[int] = []
-        """Empty while no version has continued the beginnings."""
+        """Token ids of the prompt; empty until a version has generated it."""
         self._likelihood = 0.0
-        """Nats per token of the prompt when it was made."""
+        """Mean log-probability of the prompt's tokens when it was made, nats per token."""
         self._allowed = self._least
         self._is_wide = False
-        """Whether versions are compared in float32 at once."""
+        """Whether every version is compared in float32, not only a version that deviates."""
         self._lock = threading.RLock()
-        """Held while the model has weights of its own."""
+        """Held while the model's weights are replaced or used."""
 
     def bound(self, window: int) -> None:
-        """Keep the prompt, which has yet to be made, shorter than a window."""
+        """Keep the prompt shorter than a window, tokens; called before the prompt is made."""
         most = max(START_TOKENS + 1, (window - 1) // NUM_TEXTS)
         self._text_tokens = min(self._text_tokens, most)
         self.num_tokens = NUM_TEXTS * self._text_tokens
 
     def expected(self, tensors: Mapping[str, Tensor]) -> Expectation:
-        """Return what the prompt gives under some weights.
+        """Return the log-probabilities of the prompt under the given weights.
 
-        The tensors themselves become the model's for the moment: beyond a change of dtype nothing
-        is copied.
+        The tensors become the model's weights without a copy, unless their dtype must change.
 
         Raises:
-            EngineError: if they are not exactly the weights of this model.
+            EngineError: if the tensors are not exactly the weights of this model.
         """
         with self._lock:
             self._take(tensors)
@@ -151,7 +155,7 @@ class SwapProbe:
             prompt_ids = self._prompt_ids
             logprobs = self._logprobs(prompt_ids, is_wide=self._is_wide)
             if not np.isfinite(logprobs).all():
-                self._prompt_ids = []  # such a version has continued nothing
+                self._prompt_ids = []  # the text of a version with NaN is useless
             return Expectation(prompt_ids, logprobs, self._allowed)
 
     def complaint(
@@ -160,11 +164,11 @@ class SwapProbe:
         expectation: Expectation,
         tensors: Mapping[str, Tensor],
     ) -> str | None:
-        """Return what is wrong with the engine's answer, or None if it is right.
+        """Return how the engine's log-probabilities deviate, or None if they match.
 
         Args:
-            measured: what the engine gives in place of the expected log-probabilities.
-            expectation: under the weights.
+            measured: the engine's log-probabilities of the prompt, [P - 1].
+            expectation: the expected log-probabilities under the weights.
             tensors: the weights.
         """
         expected, allowed = expectation.logprobs, expectation.allowed
@@ -181,7 +185,7 @@ class SwapProbe:
                 self._take(tensors)
                 wide = self._logprobs(expectation.prompt_ids, is_wide=True)
             error = self._difference(measured, wide)
-        if error <= allowed:  # not so if it is NaN
+        if error <= allowed:  # false for NaN
             return None
         return (
             f"its log-probabilities differ from those of transformers by {error:.3g} nats per "
@@ -189,9 +193,9 @@ class SwapProbe:
         )
 
     def accepted(self, expectation: Expectation, tensors: Mapping[str, Tensor]) -> None:
-        """Note that vLLM samples from some weights, for which so much was expected.
+        """Record that weights passed the probe.
 
-        If they find the prompt unlikely by now, they make the one for later versions.
+        If the prompt has become unlikely under these weights, generate a new one with them.
         """
         likelihood = self._mean(expectation.logprobs)
         if expectation.prompt_ids is self._prompt_ids and likelihood < self._likelihood - MAX_DRIFT:
@@ -200,16 +204,16 @@ class SwapProbe:
                 self._make_prompt()
 
     def _difference(self, one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
-        """Return the mean difference in nats per token."""
+        """Return the mean absolute difference, nats per token."""
         return self._mean(np.abs(one - other))
 
     def _mean(self, values: npt.NDArray[np.float32]) -> float:
-        """Return the mean over the tokens that count."""
+        """Return the mean over the prompt's tokens without the beginnings of its texts."""
         places = np.arange(1, len(values) + 1) % self._text_tokens
         return float(values[places >= START_TOKENS].mean())
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make tensors the model's."""
+        """Set the model's weights to these tensors."""
         if self._adapter is None:
             check_weights(self.model.state_dict(), tensors)
             cast = {name: tensor.to(self._dtype) for name, tensor in tensors.items()}
@@ -221,7 +225,7 @@ class SwapProbe:
                 self._adapter[name].copy_(tensor)
 
     def _make_prompt(self) -> None:
-        """Have the model continue the beginnings, and measure what rounding makes of it."""
+        """Generate the prompt with the model, and measure the effect of rounding on it."""
         started = time.perf_counter()
         starts = torch.arange(NUM_TEXTS * START_TOKENS).view(NUM_TEXTS, START_TOKENS)
         starts = (1 + starts * 2654435761) % self.vocab_size
@@ -230,7 +234,7 @@ class SwapProbe:
             attention_mask=torch.ones_like(starts),
             max_new_tokens=self._text_tokens - START_TOKENS,
             do_sample=False,
-            no_repeat_ngram_size=3,  # what goes round in circles shows little
+            no_repeat_ngram_size=3,  # a repeated phrase tests little
             eos_token_id=None,
         )
         self._prompt_ids = texts.flatten().tolist()
@@ -242,7 +246,7 @@ class SwapProbe:
         rounded = time.perf_counter()
         rounding = self._difference(plain, self._logprobs(self._prompt_ids, is_wide=True))
         ended = time.perf_counter()
-        # NaN stays out of it: what holds it is refused, whatever is allowed.
+        # With NaN use the lower bound: weights with NaN are refused in any case.
         wanted = NUM_ROUNDINGS * rounding if math.isfinite(rounding) else 0.0
         self._allowed = min(self._most, max(self._least, wanted))
         self._is_wide = (ended - rounded) - (rounded - made) <= SPARED_S
@@ -263,11 +267,11 @@ class SwapProbe:
 
     @torch.inference_mode()
     def _logprobs(self, prompt_ids: list[int], *, is_wide: bool) -> npt.NDArray[np.float32]:
-        """Return the log-probabilities of a prompt's tokens after the first.
+        """Return the log-probabilities of a prompt's tokens after the first, [P - 1].
 
         Args:
-            prompt_ids: of the prompt.
-            is_wide: whether in float32.
+            prompt_ids: token ids of the prompt.
+            is_wide: whether to compute in float32.
         """
         ids = torch.tensor(prompt_ids)
         with _Float32() if is_wide else contextlib.nullcontext():
@@ -278,13 +282,13 @@ class SwapProbe:
 
 
 class _Float32(TorchFunctionMode):
-    """Computes in float32 with weights of 16 bits, made wider one operation at a time."""
+    """Computes in float32 with 16-bit weights, which are widened for one operation at a time."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is embedding:  # only a few rows are wanted
+        if func is embedding:  # widen only the rows that were looked up
             return _widened(func(*args, **kwargs))
         if func is linear and args[1].numel() > MAX_WIDENED:
             values, weight, *bias = tree_map(_widened, args[:1]) + args[1:]
@@ -297,7 +301,7 @@ class _Float32(TorchFunctionMode):
 
 
 def _widened(value: Any) -> Any:
-    """Return a tensor or a dtype of 16 bits as one of float32, and all else as it is."""
+    """Return a 16-bit tensor or dtype as float32, and any other value unchanged."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALF else value
     return torch.float32 if value in _HALF else value

@@ -1,12 +1,12 @@
 """Weight transfer backend in vLLM's own update lifecycle.
 
 vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update` in each of its worker
-processes while generation is paused. The weights are taken from a dictionary where vLLM runs in our
-own process, and from a safetensors file (in shared memory) where it does not; from there each
-tensor goes to the device directly, and vLLM fuses and shards what has to be.
+processes while generation is paused. If vLLM runs in our own process, the weights come from a
+dictionary, otherwise from a safetensors file (in shared memory). Each tensor goes from there
+directly to the device; vLLM fuses and shards tensors as its model requires.
 
-The changes of a patch come in the same two ways, and are scattered into the places that were found
-when the first version was loaded.
+The changes of a patch arrive in the same two ways. They are scattered into the places that were
+found when the first version was loaded.
 """
 
 from __future__ import annotations
@@ -33,63 +33,63 @@ from echo.engine.vllm.places import UnplacedError, load_changes, trace_places
 from echo.engine.weights import TensorChange
 
 HANDED_OVER: dict[str, Any] = {}
-"""Weights or changes that are handed to an engine in this process, by a key that it is told.
+"""Weights or changes for an engine in this process, by the key in its `TransferUpdate`.
 """
 
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing has to be agreed beforehand."""
+    """Empty: the transfer needs no set-up."""
 
 
 @dataclass
 class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The place of one version's weights: one of the two."""
+    """Location of one version's weights or changes; exactly one of the fields is set."""
 
     key: str = ""
-    """In HANDED_OVER."""
+    """Key in HANDED_OVER."""
     path: str = ""
-    """A safetensors file."""
+    """Path of a safetensors file."""
 
 
 class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # type: ignore[misc]
-    """Reloads the model layer by layer from weights that lie on this machine."""
+    """Reloads the model layer by layer from weights on this machine."""
 
     init_info_cls = TransferInit
     update_info_cls = TransferUpdate
     model: nn.Module
     _loaded = TransferUpdate()
-    """The version that is being loaded."""
+    """Location of the version that is being loaded."""
     _places: Mapping[str, Tensor] = {}
-    """Of the checkpoint's elements."""
+    """Pieces of the model's parameters by name of the checkpoint's tensor."""
     _pointers: Sequence[int] = ()
-    """To the model's parameters when that was."""
+    """Data pointers of the model's parameters when `_places` was computed."""
     unplaced = "no version is loaded"
-    """Why the model takes whole versions only; nothing if it takes patches."""
+    """Why the model takes whole versions only; "" if it takes patches."""
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Do nothing: there is no connection to open."""
 
     def start_weight_update(self) -> None:
-        """Put placeholders where the weights were."""
+        """Replace the weights by placeholders."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one version; the base class would wait for an accelerator, which may not exist."""
+        """Load one version, without the base class's wait for an accelerator (may not exist)."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: TransferUpdate) -> None:
-        """Load all tensors under their Hugging Face names."""
+        """Load all tensors by their Hugging Face names."""
         self._loaded = update_info
         self.model.load_weights(_read(update_info))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
-        """Put the layers into the form that the kernels want."""
+        """Convert the layers to the layout that the kernels expect."""
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_heads(self.model)
         _repack_experts(self.model)
         pointers = [parameter.data_ptr() for parameter in self.model.parameters()]
-        if pointers != self._pointers:  # vLLM keeps them, for its graphs
+        if pointers != self._pointers:  # vLLM keeps the addresses, for its CUDA graphs
             self._pointers = pointers
             self._find_places()
 
@@ -102,14 +102,14 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
 
     @torch.no_grad()
     def patch_weights(self, update_info: TransferUpdate) -> None:
-        """Scatter what has changed since the last version into its places."""
+        """Scatter the elements that changed since the last version into their places."""
         key, path = update_info.key, update_info.path
         changes: Iterable[TensorChange] = HANDED_OVER[key] if key else load_changes(Path(path))
         for change in changes:
             change.store(self._places[change.name])
 
     def shutdown(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing: there is no connection to close."""
 
 
 class WorkerExtension:
@@ -118,11 +118,11 @@ class WorkerExtension:
     weight_transfer_engine: TransferEngine
 
     def why_unplaced(self) -> str:
-        """Return why this worker takes whole versions only; nothing if it takes patches."""
+        """Return why this worker takes whole versions only; "" if it takes patches."""
         return self.weight_transfer_engine.unplaced
 
     def patch_weights(self, update_info: dict[str, Any]) -> None:
-        """Scatter changes into the model; what is paused is the caller's business."""
+        """Scatter changes into the model; the caller pauses generation."""
         self.weight_transfer_engine.patch_weights(TransferUpdate(**update_info))
 
 
@@ -136,10 +136,11 @@ def _read(update_info: TransferUpdate) -> Iterator[tuple[str, Tensor]]:
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """Pack the head again that vLLM 0.32 leaves behind on a CPU.
+    """Repack a tied head, which vLLM 0.32 does not do on a CPU.
 
-    There it keeps a packed copy of each linear layer's weights, made again when a layer receives
-    weights. A head tied to the embedding receives none of its own: its copy would stay the old one.
+    On a CPU, vLLM keeps a packed copy of each linear layer's weights and repacks it when the layer
+    receives weights. A head tied to the embedding receives no weights itself, so its packed copy
+    would keep the old weights.
     """
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
@@ -148,13 +149,13 @@ def _repack_tied_heads(model: nn.Module) -> None:
 
 
 def _repack_experts(model: nn.Module) -> None:
-    """Pack the experts again that vLLM 0.32 leaves as they came on a CPU.
+    """Repack the experts, which vLLM 0.32 does not do on a CPU when weights are reloaded.
 
-    Its kernel for experts there reads them in an order of its own, into which vLLM brings them when
-    it starts and never again.
+    vLLM's CPU kernel for experts reads their weights in its own order. vLLM brings them into this
+    order only at its start.
     """
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts: Any = getattr(kernel, "fused_experts", None)
-        if hasattr(experts, "isa"):  # those for CPUs
+        if hasattr(experts, "isa"):  # only CPU kernels have it
             experts.process_weights_after_loading(module)

@@ -430,7 +430,7 @@ class VersionEncoder:
             pool: the thread that calls the coder.
             perform: carries out actions.
             spawn: runs a coroutine beside the loop.
-            clock: returns the present instant of the loop.
+            clock: returns the loop's time, seconds.
             ledger: where sealed versions are recorded, if anywhere.
         """
         self._broadcast = broadcast
@@ -576,7 +576,7 @@ class PublishedVersions:
             progress: counts the time in which nothing is trained.
             trainer_pool: the trainer's thread.
             perform: carries out actions.
-            clock: returns the present instant of the loop.
+            clock: returns the loop's time, seconds.
         """
         self.newest: Publication | None = None
         """The version that is out; None before the first."""
