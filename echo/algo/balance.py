@@ -69,7 +69,7 @@ def _fewest(
 ) -> list[tuple[float, Bin]]:
     """Return the bins of the fewest rounds that `_fill` succeeds with, found by bisection."""
     total = sum(min(tokens, max_tokens) for _, tokens, _ in units)
-    num_alone = sum(2 * tokens > max_tokens for _, tokens, _ in units)  # no two of them fit
+    num_alone = sum(2 * tokens > max_tokens for _, tokens, _ in units)  # a bin holds one at most
     num_rounds = -(-max(-(-total // max_tokens), num_alone) // num_ranks)
     too_few, more = num_rounds - 1, 1
     while (bins := _fill(units, num_rounds * num_ranks, max_tokens)) is None:
@@ -100,7 +100,7 @@ def _fill(
         too_full = []
         while lightest and lightest[0][2] and lightest[0][2] + tokens > max_tokens:
             popped = heapq.heappop(lightest)
-            if popped[2] + fewest[-1] <= max_tokens:  # else it can hold no later unit
+            if popped[2] + fewest[-1] <= max_tokens:  # else the bin can hold no later unit
                 too_full.append(popped)
         if not lightest:
             return None

@@ -2,8 +2,8 @@
 
 A loss gets one micro-batch of whole rollouts, and divides by counts of the whole batch. So the
 gradient does not depend on how the batch is divided. Rollouts without an advantage may be left out
-exactly: they count in the normaliser alone. A loss declares further inputs in `needs`, and the
-caller provides them.
+without changing the gradient: they count in the normaliser alone. A loss declares further inputs in
+`needs`, and the caller provides them.
 
 Every loss here corrects by the ratio of learner to sampler, and applies it once.
 `losses.DecoupledPpoLoss` alone has a weight as well, because its ratio is against a proximal policy
@@ -30,28 +30,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossNeeds:
-    """Inputs that a loss asks of the caller, beside those that every loss gets."""
+    """Inputs that a loss needs from the caller, beside the inputs that every loss gets."""
 
     every_rollout: bool = False
-    """Rollouts without an advantage as well, because the loss has a gradient for them."""
+    """Whether rollouts without an advantage are needed as well: the loss has a gradient for
+    them.
+    """
     whole_groups: bool = False
-    """All rollouts of a group in one micro-batch, also those without an advantage. A large group
-    may exceed the limit of tokens and take more memory.
+    """Whether all rollouts of a group must be in one micro-batch, also rollouts without an
+    advantage. A large group may exceed the limit of tokens and take more memory.
     """
     group_expectation: bool = False
-    """`log_expectation`; a group that has lost a member has none, and is left out."""
+    """Whether `log_expectation` is needed; a group that has lost a member is left out."""
     batch_scores: bool = False
-    """`batch_scores`: a first pass over the batch without gradient, which takes a third more
-    time.
+    """Whether `batch_scores` is needed, from a first pass over the batch without gradient, which
+    takes a third more time.
     """
     proximal_logprobs: bool = False
-    """`proximal_logprobs`: if a step makes several updates, a pass over the rows of all but the
-    first.
+    """Whether `proximal_logprobs` is needed; if a step makes several updates, a pass scores the
+    rows of all but the first.
     """
     entropies: bool = False
-    """`entropies`, with gradient."""
+    """Whether `entropies` is needed, with gradient."""
     reference_logprobs: bool = False
-    """`reference_logprobs`: a frozen model in memory, and a pass through it."""
+    """Whether `reference_logprobs` is needed, from a pass through a frozen model in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -90,7 +90,8 @@ def clipped_surrogate(
 
     l = -min(r A, clip(r, 1 - low, 1 + high) A);  for A < 0 with dual clip c also l <= -c A.
     `clip_ratio/low` marks A < 0 and r < 1 - low, `clip_ratio/high` A > 0 and r > 1 + high,
-    `clip_ratio/dual` A < 0 and r > c; these have no gradient, `clip_ratio/mean` marks them all.
+    `clip_ratio/dual` A < 0 and r > c; the marked elements have no gradient, and `clip_ratio/mean`
+    marks all of them.
 
     Args:
         ratio: any shape; carries the gradient.
@@ -327,7 +328,7 @@ class DecoupledPpoLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """The proximal policy, unless it is interpolated."""
+        """Needs of the loss: the proximal policy, unless it is interpolated."""
         return LossNeeds(proximal_logprobs=self.proximal == "recompute")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -430,7 +431,7 @@ class DppoTvLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """Every rollout, if there is a penalty."""
+        """Needs of the loss: every rollout, if there is a penalty."""
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -464,8 +465,8 @@ class SapoLoss:
     tau_positive: float = 1.0
     """How fast the gate closes where A > 0, > 0."""
     tau_negative: float = 1.05
-    """How fast the gate closes where A < 0; above the other in the paper, since such tokens are
-    less stable.
+    """How fast the gate closes where A < 0; larger than `tau_positive` in the paper, since tokens
+    with A < 0 are less stable.
     """
     aggregation: Aggregation = "sequence_mean"
     """How token losses become one number."""
@@ -503,10 +504,11 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
         return moments.new_full((), torch.inf)
     ordered = moments.double().sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=moments.device)
-    # Values are sorted, so the means grow, and the number below the bound is where they cross it.
+    # Values are sorted, so the means grow, and the number of means below the bound is the place
+    # where they cross it.
     num_kept = (means <= max_second_moment).sum()
     padded = torch.cat([ordered, ordered.new_full((1,), torch.inf)])
-    # `take`: an index that is a tensor of one number would be read, and the host would wait.
+    # `take` is used because the host would wait to read an index that is a tensor of one number.
     largest_kept = padded.take((num_kept - 1).clamp(min=0))
     limit = (largest_kept + padded.take(num_kept)) / 2
     return torch.where((num_kept == 0) & padded[0].isfinite(), 0.0, limit)
@@ -686,7 +688,7 @@ class GepoLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """The expectation of complete groups, and every rollout if there is a KL term."""
+        """Needs of the loss: the group expectation, and with a KL term every rollout."""
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:

@@ -1,7 +1,7 @@
 """Adaptive bound on staleness, from the signals of each step.
 
 Each step reports three signals of the distance between sampler and learner, which are smoothed
-here. The bound is too high if any of them says so, and may rise only if all of them allow it:
+here. The bound is too high if any signal shows it, and may rise only if all signals allow it:
 
   too high        ess < ess_low, or mismatch_kl > kl_high, or clip_ratio > clip_high
   room for more   ess > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Numbers that share a scale. The widths of models are multiples of 64, and often not of 256."""
+"""Numbers that share a scale. The widths of models are multiples of 64, but often not of 256."""
 DECADES = 7
 MIN_SCALE = 1e-12
 """Smallest scale, so that a block of zeros can be divided by its scale."""

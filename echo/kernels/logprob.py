@@ -8,7 +8,7 @@ same signature: torch_kernels.py for any device, triton_kernels.py for GPUs.
 Numerics, against the defects found elsewhere:
 - Products are summed in float32 and statistics are float32, whatever the input. The rounding of
   bfloat16 logits alone is as large as the clip range of GSPO.
-- No phantom column counts as a logit of 0 where the vocabulary is not a multiple of a tile.
+- If the vocabulary is not a multiple of a tile, the columns beyond it do not count as logits of 0.
 - Each row of the weight's gradient is written once, from one float32 sum.
 - Rows whose gradient is zero (clipped tokens) are dropped before the backward, which is exact. On a
   GPU they are kept, since the host would have to wait for their number.

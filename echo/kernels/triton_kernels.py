@@ -339,7 +339,7 @@ def forward(
     columns_per_split = triton.cdiv(num_tiles, MAX_SPLITS) * config.columns
     num_splits = triton.cdiv(num_columns, columns_per_split)
     peaks, totals, weighted = scale.new_empty(3, num_splits, num_rows)
-    # Each has its own memory: as views of one tensor, outputs could not be changed in place.
+    # Each output has its own memory: views of one tensor could not be changed in place.
     logprobs, peak, total, target, entropies = (torch.empty_like(scale) for _ in range(5))
     losses, coefficients, ratios = (scale.new_empty(num_rows if policy else 0) for _ in range(3))
     if num_rows:

@@ -81,7 +81,7 @@ class Adapters:
         optimizer: OptimizerSettings,
         tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Add an adapter of the same shape on the same base; the one in use stays in use.
+        """Add an adapter of the same shape on the same base; the adapter in use stays in use.
 
         Args:
             name: letters, digits, "_", "-" and "."; the adapter's state is saved in a directory of
@@ -128,7 +128,7 @@ class Adapters:
         )
 
     def use(self, name: str) -> None:
-        """Put an adapter into the model; the one in use is set aside.
+        """Put an adapter into the model, and set aside the adapter that was in it.
 
         A gradient that has not been applied yet is kept until its adapter is in use again.
 

@@ -5,7 +5,7 @@ before it accepts a group, so that a step trains on every group that it gets:
 
     one_member      nothing to compare a rollout with
     bad_reward      a reward that is not finite
-    reward_too_large  one beyond the bound, which might overflow in the step
+    reward_too_large  a reward beyond the bound, which might overflow in the step
     bad_logprobs    a sampler's log-probability of a trained token that is not finite or above 0
     bad_token_ids   an id outside the vocabulary
     all_masked      no trained token, for example because every completion was cut off

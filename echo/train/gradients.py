@@ -54,7 +54,7 @@ class _Scored:
     entropies: Tensor
     """[N] nats."""
     tokens: TokenLosses | None = None
-    """With gradient, where the loss is computed in one operation with the log-probabilities."""
+    """Clipped token losses with gradient; None if they were not computed with the scores."""
 
     @property
     def no_loss(self) -> Tensor:

@@ -97,7 +97,7 @@ class AdamW:
                 empty if its parameter has fewer rows than there are ranks.
 
         Raises:
-            torch.OutOfMemoryError: if there is no room for them.
+            torch.OutOfMemoryError: if the memory is too small for them.
         """
         self._shards = dict(shards)
         self._moments = {name: self._new(shard.detach()) for name, shard in shards.items()}
@@ -205,7 +205,7 @@ class OffloadedAdamW(AdamW):
         """Allocate moments and two buffers, each as large as the largest shard, on the host."""
         super().__init__(shards)
         largest = max((shard.numel() for shard in shards.values()), default=0)
-        is_pinned = any(shard.is_cuda for shard in shards.values())  # copies are faster
+        is_pinned = any(shard.is_cuda for shard in shards.values())  # this memory copies faster
         self._staging = torch.empty(2, largest, device="cpu", pin_memory=is_pinned)
 
     def _new(self, shard: Tensor) -> dict[str, Tensor]:
@@ -240,7 +240,7 @@ class EightBitAdamW(AdamW):
         """Allocate the moments, at 0.
 
         Raises:
-            torch.OutOfMemoryError: if there is no room for them.
+            torch.OutOfMemoryError: if the memory is too small for them.
         """
         super().__init__(shards)
         self._num_updates = dict.fromkeys(self._shards, 0)

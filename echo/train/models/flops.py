@@ -152,7 +152,7 @@ def _attention(config: Any) -> Iterator[AttentionShape]:
 
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bfloat16 operations per second of a GPU, by a part of its name; the first match counts."""
+"""Dense bfloat16 operations per second, by a part of the GPU's name; the first match counts."""
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -16,8 +16,8 @@ window. Other settings of a model's attention (caps, sinks, biases, windows in t
 refused. Layers that mix tokens without attention cannot see segments, and some architectures would
 mix rollouts silently. So `find_obstacle` tries each model: two short segments in one row must give
 the states that each gives alone. The probe is too short to show a window or a chunk, so it passes
-only layers of full and sliding attention; sliding ones are tested by family. `can_share_prompts`
-tries two completions of one prompt in the same way.
+only layers of full and sliding attention; sliding attention is tested for each family of models.
+`can_share_prompts` tries two completions of one prompt in the same way.
 
 Shapes: L tokens of a row, H heads of width D, n segments.
 """
@@ -192,7 +192,7 @@ def _attend(
         mask = (age >= 0) & (age < (num_keys if window is None else window))
     dtype = query.dtype
     if query.device.type == "cpu" and dtype.itemsize < 4:
-        # In 16 bits a CPU compiles code for each new length and keeps it, and is slower.
+        # In 16 bits a CPU would compile and keep code for each new length, and would be slower.
         query, key, value = query.float(), key.float(), value.float()
     attended = scaled_dot_product_attention(
         query,

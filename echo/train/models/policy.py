@@ -606,7 +606,7 @@ class Policy:
         if not gradient_checkpointing:
             self.model.eval()  # switches dropout off; gradients are computed nevertheless
             return
-        # transformers 5 renamed it between releases.
+        # transformers 5 renamed this method between releases.
         enable = getattr(self.model, "activation_checkpointing_enable", None)
         (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self.model.train()

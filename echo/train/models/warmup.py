@@ -3,7 +3,7 @@
 The model is trained for a few hundred steps on a task's own demonstrations and then measured on
 held-out prompts. The result depends on the machine's arithmetic, so it is accepted only if its pass
 rate is in the recipe's range; otherwise another attempt has more or fewer steps and the next seed.
-An accepted model is kept under the hash of all that it was made from.
+An accepted model is stored under the hash of everything that it was made from.
 
 The caller passes the task, since this layer may not import tasks. `Demonstrator` is the part of a
 task that is used; `echo.tasks.task.GeneratedTask` has it.
@@ -267,7 +267,7 @@ def _text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
 
 
 def _recipe_hash(task_name: str, task: Demonstrator, seed: int, head_dim: int) -> str:
-    """Return the hash of all that a model is made from, except packages and source code.
+    """Return the hash of everything that makes a model, except packages and source code.
 
     The hash covers the task's demonstrations and prompts.
     """

@@ -301,12 +301,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendezvous:
-    """The ranks on rank 0's machine, and the process group of all others."""
+    """Connections of the ranks on rank 0's machine, and the process group of all other ranks."""
 
     links: dict[int, Link]
-    """On rank 0, the links to the other ranks of its machine; on those ranks, the link to rank
-    0.
-    """
+    """On rank 0, links to the other ranks of its machine; on those ranks, the link to rank 0."""
     remote: dist.ProcessGroup | None
     """Process group for the rows of ranks on other machines; None without such ranks."""
 
@@ -434,9 +432,7 @@ class LeadImages:
         """
         self._num_made = 0
         self._made: dict[int, tuple[int, int]] = {}
-        """Descriptor and bytes of each memory that was not sent to the other ranks yet, by
-        number.
-        """
+        """Descriptor and size of each memory not yet sent to the other ranks, by number."""
         links = self._rendezvous.links
         self._memory = RecycledMemory(2, self._make_piece if links else image_memory)
         self._last: memoryview | None = None
