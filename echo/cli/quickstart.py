@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -521,8 +521,6 @@ def start_node(
 
     def call() -> int:
         interrupts.install()
-        with suppress(OSError):  # ps and pkill find it by this name on Linux: 15 bytes of it
-            Path("/proc/self/comm").write_text(f"echo-rl {name}", encoding="utf-8")
         if output is not None:
             # A session of its own: Ctrl-C in the terminal reaches the learner, which drains, and
             # not the workers that it drains into; they are told when it has ended.
