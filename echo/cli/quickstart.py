@@ -191,19 +191,14 @@ def resume(arguments: argparse.Namespace, console: Console) -> int:
         return run_nodes(config_path, config, arguments.set, arguments, console)
 
 
-def import_packages() -> None:
-    """Import what the nodes and the summary's plot need, whatever the model is."""
-    import echo.runtime.learner.setup
-    import echo.runtime.relay
-    import echo.runtime.worker.setup  # noqa: F401
-
-
 def import_nodes(model: str) -> None:
     """Import what nodes of a model need, and keep it out of garbage collections.
 
     A collection writes to every object that it visits, so each fork would copy all of them.
     """
-    import_packages()
+    import echo.runtime.learner.setup
+    import echo.runtime.relay
+    import echo.runtime.worker.setup  # noqa: F401
     from echo.engine.model import import_architecture
 
     directory = find_model(model)
@@ -214,7 +209,7 @@ def import_nodes(model: str) -> None:
 
 
 def in_fork(make: Callable[[], object]) -> None:
-    """Make something in a fork, which ends with this process; import packages meanwhile.
+    """Make something in a fork, which ends with this process.
 
     Raises:
         SystemExit: if it fails there, after it has printed why.
@@ -232,7 +227,6 @@ def in_fork(make: Callable[[], object]) -> None:
 
     fork = Fork(call)
     try:
-        import_packages()
         if code := fork.wait():
             raise SystemExit(code)
     finally:

@@ -230,7 +230,7 @@ def _train(
     rate: float | None = None
     for step in range(1, num_steps + 1):
         ids, labels = _demonstrations(task, tokenizer, rng, recipe.batch_size)
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        logits = model(input_ids=ids[:, :-1]).logits
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
