@@ -1,19 +1,13 @@
 """`echo-rl quickstart`: four processes train a small model on this machine.
 
-The learner, the relay and the two workers run what `echo-rl node` runs, joined by nothing but
-sockets on loopback; this command makes the model they start from, starts them, and prints what came
-out.
-
-All packages are imported once, here, and every process is a fork of this one: importing takes
-longer than a short run. So nothing but imports may happen before a fork: torch's first computation
-starts threads that a fork would wait for without having them. The model is made in a fork, too.
+The learner, the relay and the two workers are ordinary `echo-rl node` processes, joined by nothing
+but sockets on loopback; this command makes the model they start from, starts them, and prints what
+came out.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import multiprocessing
 import os
 import shlex
 import signal
@@ -21,17 +15,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from echo.cli import interrupts
-from echo.cli.node import main as run_node
 from echo.cli.node import read_run_file, show_summary, tell_finished
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, MODEL_CONFIG, quickstart_parser
@@ -69,55 +62,12 @@ STOP_S = 10.0
 """Seconds from the second SIGTERM to SIGKILL; a node takes at most interrupts.HURRY_S."""
 
 
-class Fork:
-    """A fork of this process that calls one function; its methods are those of subprocess.Popen."""
-
-    def __init__(self, call: Callable[[], int]) -> None:
-        """Start it; it exits with the code that the function returns."""
-        context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=lambda: sys.exit(call()))
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None, "it was started"
-        return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: if the process still runs after `timeout` seconds.
-        """
-        self._process.join(timeout)
-        if (code := self._process.exitcode) is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
 @dataclass(frozen=True, slots=True)
 class NodeProcess:
     """One node that was started here."""
 
     name: str
-    process: subprocess.Popen[bytes] | Fork
+    process: subprocess.Popen[bytes]
     role: str = "worker"
     output: Path | None = None
     """The file that gets its standard output and standard error."""
@@ -130,108 +80,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.workers < 1:
             raise ConfigError(f"--workers {arguments.workers}: at least one worker must generate")
-        return begin(arguments, console) if arguments.resume is None else resume(arguments, console)
+        if arguments.resume is not None:
+            for option in ("task", "model", "seed"):
+                if getattr(arguments, option) is not None:
+                    raise ConfigError(
+                        f"--{option} has no effect with --resume: the run has its own"
+                    )
+            config_path = arguments.resume / "config.json"
+            if not config_path.exists():
+                raise ConfigError(
+                    f"--resume {arguments.resume}: no run is there ({config_path} does not exist); "
+                    "name the directory of one, such as runs/quickstart"
+                )
+            config = read_run_file(config_path, arguments.set, "learner")
+            check_addresses(config)
+            if tell_finished(config):
+                return 0
+            with ExitStack() as held:
+                free_ports_of(config_path, held)
+                config = read_run_file(config_path, arguments.set, "learner")
+                return run_nodes(config_path, config, arguments.set, arguments, console)
+        if arguments.model is not None and arguments.task is not None:
+            raise ConfigError(
+                f"--task {arguments.task} is what the small model learns, and --model names "
+                "another: leave one of the two out"
+            )
+        task = arguments.task or "addition"
+        name = CONFIGS[task] if arguments.model is None else MODEL_CONFIG
+        config_path = find_config(name)
+        config = load_config(config_path, arguments.set, "learner")
+        check_addresses(config)
+        threads: list[str] = []  # one each for the small model: more would only wait
+        with interrupts.unwinding():
+            if arguments.model is not None:
+                model = find_pretrained(arguments.model, console)
+                threads = thread_settings(os.cpu_count() or 1, arguments.workers)
+            else:
+                model = make_model(task, console, for_vllm=config.engine.kind == "vllm")
+        overrides = [
+            override_of("model.name", model),
+            f"run.seed={arguments.seed or 0}",
+            *threads,
+            *arguments.set,
+        ]
+        config = load_config(config_path, overrides, "learner")
+        with ExitStack() as held:
+            overrides += free_settings(config, held)
+            config = load_config(config_path, overrides, "learner")
+            return run_nodes(config_path, config, overrides, arguments, console)
     except EchoError as error:
         return fail(error)
-
-
-def begin(arguments: argparse.Namespace, console: Console) -> int:
-    """Make the model of a new run, run it, and return the exit code."""
-    if arguments.model is not None and arguments.task is not None:
-        raise ConfigError(
-            f"--task {arguments.task} is what the small model learns, and --model names "
-            "another: leave one of the two out"
-        )
-    task = arguments.task or "addition"
-    name = CONFIGS[task] if arguments.model is None else MODEL_CONFIG
-    config_path = find_config(name)
-    config = load_config(config_path, arguments.set, "learner")
-    check_addresses(config)
-    threads: list[str] = []  # one each for the small model: more would only wait
-    with interrupts.unwinding():
-        if arguments.model is not None:
-            model = find_pretrained(arguments.model, console)
-            threads = thread_settings(os.cpu_count() or 1, arguments.workers)
-        else:
-            model = make_model(task, console, for_vllm=config.engine.kind == "vllm")
-        import_nodes(model)
-    overrides = [
-        override_of("model.name", model),
-        f"run.seed={arguments.seed or 0}",
-        *threads,
-        *arguments.set,
-    ]
-    config = load_config(config_path, overrides, "learner")
-    with ExitStack() as held:
-        overrides += free_settings(config, held)
-        config = load_config(config_path, overrides, "learner")
-        return run_nodes(config_path, config, overrides, arguments, console)
-
-
-def resume(arguments: argparse.Namespace, console: Console) -> int:
-    """Go on with a run, and return the exit code."""
-    for option in ("task", "model", "seed"):
-        if getattr(arguments, option) is not None:
-            raise ConfigError(f"--{option} has no effect with --resume: the run has its own")
-    config_path = arguments.resume / "config.json"
-    if not config_path.exists():
-        raise ConfigError(
-            f"--resume {arguments.resume}: no run is there ({config_path} does not exist); "
-            "name the directory of one, such as runs/quickstart"
-        )
-    config = read_run_file(config_path, arguments.set, "learner")
-    check_addresses(config)
-    if tell_finished(config):
-        return 0
-    with ExitStack() as held:
-        free_ports_of(config_path, held)
-        config = read_run_file(config_path, arguments.set, "learner")
-        with interrupts.unwinding():
-            import_nodes(config.model.name or "")
-        return run_nodes(config_path, config, arguments.set, arguments, console)
-
-
-def import_nodes(model: str) -> None:
-    """Import what nodes of a model need, and keep it out of garbage collections.
-
-    A collection writes to every object that it visits, so each fork would copy all of them.
-    """
-    import echo.runtime.learner.setup
-    import echo.runtime.relay
-    import echo.runtime.worker.setup  # noqa: F401
-    from echo.engine.model import import_architecture
-
-    directory = find_model(model)
-    if directory is not None:
-        import_architecture(directory)
-    gc.collect()
-    gc.freeze()
-
-
-def in_fork(make: Callable[[], object]) -> None:
-    """Make something in a fork, which ends with this process.
-
-    Raises:
-        SystemExit: if it fails there, after it has printed why.
-    """
-
-    def call() -> int:
-        for number in interrupts.SIGNALS:  # a terminal sends Ctrl-C to this process as well
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(1))
-        try:
-            make()
-        except EchoError as error:
-            return fail(error)
-        return 0
-
-    fork = Fork(call)
-    try:
-        if code := fork.wait():
-            raise SystemExit(code)
-    finally:
-        fork.terminate()
-        fork.wait()
 
 
 class WarmupBar:
@@ -254,23 +152,21 @@ def make_model(name: str, console: Console, *, for_vllm: bool) -> str:
     from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
     from echo.train.models.warmup import make_warm_model
 
-    head_dim = VLLM_HEAD_DIM if for_vllm else HEAD_DIM
-    warm_up = partial(
-        make_warm_model, name, models_directory(), task=TASKS[name](), seed=0, head_dim=head_dim
-    )
     columns = (
         TextColumn("[bold]making the small model[/]"),
         BarColumn(),
         TextColumn("{task.completed}/{task.total} steps, {task.description}"),
         TimeRemainingColumn(),
     )
-
-    def make() -> None:
-        with Progress(*columns, console=console, transient=True) as bar:
-            warm_up(view=WarmupBar(bar))
-
-    in_fork(make)
-    model = warm_up()  # reads what was made
+    with Progress(*columns, console=console, transient=True) as bar:
+        model = make_warm_model(
+            name,
+            models_directory(),
+            task=TASKS[name](),
+            seed=0,
+            head_dim=VLLM_HEAD_DIM if for_vllm else HEAD_DIM,
+            view=WarmupBar(bar),
+        )
     console.print(
         f"start: {model.path} answers {model.pass_rate_sampled:.0%} of held-out prompts right "
         f"(sampled), {model.pass_rate_greedy:.0%} greedily"
@@ -293,9 +189,7 @@ def find_pretrained(name: str, console: Console) -> str:
         return name
     from echo.engine.pretrained import make_smollm2
 
-    make = partial(make_smollm2, models_directory(), tell=console.print)
-    in_fork(make)
-    return str(make())
+    return str(make_smollm2(models_directory(), tell=console.print))
 
 
 def thread_settings(num_cores: int, num_workers: int) -> list[str]:
@@ -506,30 +400,27 @@ def start_node(
     environment: Mapping[str, str] | None = None,
     output: Path | None = None,
 ) -> NodeProcess:
-    """Start one node in a fork; with an output, in a session of its own."""
-    from echo.engine.model import has_lost_gpus
-
-    line = ["--role", role, "--config", str(config_path)]
-    line += [part for item in overrides for part in ("--set", item)]
-    line += extra
-
-    def call() -> int:
-        interrupts.install()
-        if output is not None:
-            # A session of its own: Ctrl-C in the terminal reaches the learner, which drains, and
-            # not the workers that it drains into; they are told when it has ended.
-            os.setsid()
-            with output.open("ab") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-        os.environ.update(environment or {})
-        if has_lost_gpus():
-            os.execv(sys.executable, [sys.executable, "-m", "echo.cli.main", "node", *line])
-        return run_node(line)
-
+    """Start one node; with an output, in a session of its own."""
+    command = [sys.executable, "-m", "echo.cli.main", "node", "--role", role]
+    command += ["--config", str(config_path)]
+    command += [part for item in overrides for part in ("--set", item)]
+    command += extra
+    file: IO[bytes] | None = None
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-    return NodeProcess(name, Fork(call), role, output)
+        file = output.open("ab")
+    # A session of its own: Ctrl-C in the terminal reaches the learner, which drains, and not the
+    # workers that it drains into; they are told when it has ended.
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **(environment or {})},
+        stdout=file,
+        stderr=file,
+        start_new_session=file is not None,
+    )
+    if file is not None:
+        file.close()
+    return NodeProcess(name, process, role, output)
 
 
 def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:

@@ -683,11 +683,6 @@ def set_num_threads(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-def has_lost_gpus() -> bool:
-    """Return whether this is a fork of a process that has used CUDA, so that this one cannot."""
-    return bool(torch.cuda._is_in_bad_fork())  # noqa: SLF001 -- there is no public way to ask
-
-
 def free_gpu_bytes(name: str) -> int | None:
     """Return the free memory of a device, bytes; None if it is a CPU.
 

@@ -22,16 +22,13 @@ from echo.cli.parsers import CONFIGS, MODEL_CONFIG, node_parser
 from echo.cli.quickstart import (
     OWN_ADDRESSES,
     TASKS,
-    Fork,
     NodeProcess,
     free_ports_of,
     free_settings,
-    in_fork,
     join_environment,
     main,
     next_commands,
     pass_on,
-    start_node,
     stop,
     thread_settings,
     wait_for,
@@ -43,9 +40,7 @@ from echo.config.load import (
     parse_config,
     save_resolved,
 )
-from echo.core.errors import DataError
 from echo.core.extras import find_config
-from echo.engine import model as engine_model
 from echo.net.listener import bound_socket, listen_on
 from echo.records.ledger import lock_run
 from echo.runtime.identity import Join
@@ -314,82 +309,6 @@ def test_a_node_that_has_saved_and_waits_is_told_to_stop_before_it_is_killed(
     monkeypatch.setattr(quickstart, "STOP_S", 0.1)
     stop([deaf], grace_s=0.01)
     assert deaf.process.poll() == -signal.SIGKILL
-
-
-def test_a_node_in_a_fork_has_what_was_imported_its_own_session_and_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_node(line: list[str]) -> int:
-        leads = os.getsid(0) == os.getpid()
-        os.write(1, " ".join([*line, os.environ["ECHO_JOIN"], str(leads)]).encode())
-        return 7
-
-    monkeypatch.setattr(quickstart, "run_node", run_node)  # a fork alone knows it
-    output = tmp_path / "logs" / "w1.stderr"
-    given = {"ECHO_JOIN": "tcp://a"}
-    path = Path("run.toml")
-    node = start_node("w1", "worker", path, ["a.b=1"], environment=given, output=output)
-    assert node.process.wait(timeout=60) == 7
-    assert output.read_text() == "--role worker --config run.toml --set a.b=1 tcp://a True"
-    assert "ECHO_JOIN" not in os.environ
-
-
-def test_a_fork_that_cannot_use_a_gpu_becomes_another_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_model, "has_lost_gpus", lambda: True)
-    output = tmp_path / "w1.stderr"
-    node = start_node("w1", "worker", tmp_path / "missing.toml", [], output=output)
-    assert node.process.wait(timeout=60) == 2
-    assert "missing.toml: cannot be read" in output.read_text()
-
-
-def test_a_fork_is_waited_for_asked_and_killed() -> None:
-    def sleep() -> int:
-        time.sleep(60)
-        return 0
-
-    fork = Fork(sleep)
-    assert fork.poll() is None
-    with pytest.raises(subprocess.TimeoutExpired):
-        fork.wait(timeout=0.01)
-    fork.kill()
-    assert fork.wait(timeout=60) == -signal.SIGKILL
-    fork.terminate()  # it is gone
-
-
-def test_what_fails_in_a_fork_is_told_there_and_ends_the_command(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def fail() -> None:
-        raise DataError("no such model")
-
-    with pytest.raises(SystemExit) as end:
-        in_fork(fail)
-    assert end.value.code == 3
-    assert capfd.readouterr().err == "error: no such model\n"
-    in_fork((tmp_path / "made").touch)
-    assert (tmp_path / "made").exists()
-
-
-def test_a_command_that_is_interrupted_ends_what_it_makes_in_a_fork(tmp_path: Path) -> None:
-    def make() -> None:
-        try:
-            (tmp_path / "begun").touch()
-            signal.pause()
-        finally:
-            (tmp_path / "undone").touch()
-
-    def interrupt() -> None:
-        while not (tmp_path / "begun").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(SystemExit) as end, interrupts.unwinding():
-        in_fork(make)
-    assert end.value.code == 128 + signal.SIGTERM
-    assert (tmp_path / "undone").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
