@@ -1,7 +1,7 @@
-"""Publication of versions: images, and deltas and keyframes coded beside the training.
+"""Publication of versions: images, and the deltas and keyframes coded during training.
 
-`VersionEncoder` makes a version in the forms that `weights/schedule.py` decides on, and hands them
-to the broadcast:
+`VersionEncoder` codes a version in the forms that `weights/schedule.py` selects, and hands them to
+the broadcast:
 
     image --+--> delta against the version before, where few words have changed: coded in threads,
             |    block by block, each segment signed and sent as soon as it is ready
@@ -9,9 +9,9 @@ to the broadcast:
                    +--> in full
                    +--> keyframe, where due, or delta, where much has changed: coded likewise
 
-So what nodes wait for costs what has changed; the image is hashed for those who come later, and for
-audits. A version without a delta is sealed first. One version is coded after the other, in the
-order of publication.
+So the size of the delta that nodes wait for depends on the number of changed words. The whole image
+is hashed after the delta, for nodes that join later and for audits. A version without a delta
+is sealed first. Versions are coded one at a time, in the order of publication.
 """
 
 from __future__ import annotations
@@ -76,32 +76,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """One version, ready for the broadcast."""
+    """One version: its manifest and its image."""
 
     signed: SignedManifest | None
-    """None until it is sealed."""
+    """The signed manifest; None until the version is sealed."""
     manifest: Manifest
-    """Without any hash until then."""
+    """The manifest; without chunk hashes until the version is sealed."""
     memory: bytearray | memoryview
-    """Its image, once that has arrived; unchanged as long as there is a reference to it."""
+    """The image, valid once `ready` is done; not overwritten while a reference to it exists."""
     ready: Future[CodedDelta | None] | None = None
-    """As in `VersionImage`."""
+    """See `VersionImage`; None if the image is complete at once."""
 
     @property
     def image(self) -> bytearray | memoryview:
-        """Its bytes; the caller waits until they have come from a GPU."""
+        """The image's bytes; blocks until the copy from the GPU is complete."""
         _ = self.coded
         return self.memory
 
     @property
     def coded(self) -> CodedDelta | None:
-        """Its delta against the version before, where making the image has made it too."""
+        """The delta against the previous version if `VersionImages` coded it, else None; blocks."""
         return None if self.ready is None else self.ready.result()
 
     def sealed(
         self, hashes: Sequence[ChunkHashes], key: Ed25519PrivateKey, chunk_key: bytes = b""
     ) -> Publication:
-        """Return it signed, with the hashes of all chunks, and their key if they are encrypted."""
+        """Return the signed publication with all chunk hashes (and the key of encrypted chunks)."""
         manifest = with_hashes(self.manifest, hashes, chunk_key)
         return replace(self, signed=sign(manifest, key, chunk_key), manifest=manifest)
 
@@ -120,11 +120,13 @@ def make_images(
     fits_on_gpu: bool = True,
     copy_stream: CopyStream | None = None,
 ) -> VersionImages:
-    """Return what makes the images of a run; without deltas there is nothing to find on a GPU.
+    """Return the maker of a run's images; it finds changed words on the GPU if that is possible.
 
-    They have one dtype; the tensors named in `unrounded` are published in their own dtype.
+    It keeps the last image on the GPU for that, unless `fits_on_gpu` is false or the run has no
+    deltas. Tensors are published in `dtype`, except those named in `unrounded`, which keep their
+    own dtype.
     """
-    # Only here, as below: a simulated learner has no torch.
+    # Imported here, and in other functions below, because a simulated learner has no torch.
     from echo.engine.weights import VersionImages
 
     return VersionImages(
@@ -145,7 +147,7 @@ def make_publication(
     images: Images,
     chunk_bytes: int,
 ) -> Publication:
-    """Round weights to the published dtype and lay them out; nothing is hashed yet."""
+    """Round weights to the published dtype and lay them out in an image, not hashed yet."""
     made = images.make(tensors, version)
     manifest = Manifest(
         run_id=run_id,
@@ -160,7 +162,7 @@ def make_publication(
 
 
 class ImageHelper(Protocol):
-    """Another process, which sees the memory of images; what it is asked for blocks."""
+    """A process that shares the memory of images; its methods block."""
 
     def code(
         self,
@@ -169,7 +171,7 @@ class ImageHelper(Protocol):
         blocks: Sequence[tuple[int, int, WordBytes]],
         /,
     ) -> list[CodedBlock]:
-        """Return blocks coded, as `code_block` does."""
+        """Return coded blocks, as `code_block` does."""
 
     def hash(
         self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes, /
@@ -178,18 +180,18 @@ class ImageHelper(Protocol):
 
 
 class Images(Protocol):
-    """Makes one image after the other: of one process, or of several together."""
+    """Maker of images, in one process or in several together; makes one image at a time."""
 
     @property
     def helpers(self) -> Sequence[ImageHelper]:
-        """Others who code and hash parts of what it makes."""
+        """Other processes that code and hash parts of the images."""
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
         """Return the image of a version."""
 
 
 class Publisher:
-    """Makes versions of the trainer's weights, signed with the run's key."""
+    """Turns the trainer's weights into publications; its `coder` signs them with the run's key."""
 
     def __init__(
         self,
@@ -201,7 +203,7 @@ class Publisher:
         images: Images,
         attribution: Attribution | None = None,
     ) -> None:
-        """Take whose versions they are; an attribution wants to keep them."""
+        """Store the run's identity and the image maker; `attribution` keeps each image if given."""
         self.coder = Coder(identity.key, encrypts=encrypts, helpers=images.helpers)
         self._identity = identity
         self._images = images
@@ -210,7 +212,7 @@ class Publisher:
         self._attribution = attribution
 
     def make(self, weights: Weights, version: PolicyVersion) -> Publication:
-        """Return the weights as a version; called in the trainer's thread."""
+        """Return the weights as a publication; called in the trainer's thread."""
         publication = make_publication(
             weights,
             version,
@@ -227,9 +229,9 @@ class Publisher:
 _log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 << 20
-"""Image bytes of one segment: coded in some twenty milliseconds by one core."""
+"""Image bytes of one segment; one core codes them in about twenty milliseconds."""
 DELTA_CHUNK_BYTES = 256 << 10
-"""Payload chunk of a delta: small ones fill a chain of nodes sooner."""
+"""Bytes of a delta's payload chunk: small chunks pass sooner through a chain of nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,18 +244,18 @@ class CodedSegment:
 
 
 _UnderWay: TypeAlias = tuple[list[Future[CodedBlock]], list[Future[list[CodedBlock]]]]
-"""Blocks of a segment that this process codes, and those that each helper does."""
+"""Blocks of a segment: those that this process codes, and those that each helper codes."""
 
 
 def _gathered(under_way: _UnderWay) -> tuple[CodedBlock, ...]:
-    """Return the blocks in their order, as soon as all are coded."""
+    """Wait until all blocks of a segment are coded, and return them in order."""
     own, others = under_way
     hands = [[future.result() for future in own], *(future.result() for future in others)]
     return tuple(block for blocks in zip_longest(*hands) for block in blocks if block is not None)
 
 
 class Coder:
-    """Codes images into encoded versions, with a pool of threads."""
+    """Codes images into deltas and keyframes, and seals versions, with a pool of threads."""
 
     def __init__(
         self,
@@ -263,10 +265,10 @@ class Coder:
         helpers: Sequence[ImageHelper] = (),
         num_threads: int | None = None,
     ) -> None:
-        """Sign with the learner's key, and encrypt each form with a key of its own if asked to.
+        """Sign with the learner's key; if `encrypts`, encrypt each form with a key of its own.
 
-        Each helper codes and hashes as much as this process, whose threads are as many as its
-        cores, within reason, unless `num_threads` says otherwise.
+        Each helper codes and hashes the same share as this process. This process uses `num_threads`
+        threads, by default one per core and at most 16.
         """
         self._key = key
         self._encrypts = encrypts
@@ -280,7 +282,7 @@ class Coder:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def seal(self, publication: Publication) -> Publication:
-        """Return a version with the hashes of its image, signed."""
+        """Hash a version's image and return the signed version; blocks."""
         if publication.signed is not None:
             return publication
         key, made, image = self._draw_key(), publication.manifest, memoryview(publication.image)
@@ -296,14 +298,14 @@ class Coder:
         return publication.sealed(hashes, self._key, key)
 
     def _draw_key(self) -> bytes:
-        """Return a key that nothing was encrypted with."""
+        """Return a new random key, or b"" if chunks are not encrypted."""
         return secrets.token_bytes(KEY_BYTES) if self._encrypts else b""
 
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
-        """Code a version against `base`, or on its own; the next segment is coded meanwhile.
+        """Yield a version's segments, coded against `base` or alone; codes one segment ahead.
 
-        A version that is not sealed yet is coded on its base; another with the hashes of what comes
-        out.
+        If the version is not sealed yet, a segment is bound to the hashes of its base's words. If
+        it is sealed, the segment has the hashes of the resulting image chunks.
         """
         block_bytes = block_bytes_of(publication.manifest.chunk_bytes)
         per_segment = max(1, SEGMENT_BYTES // block_bytes)
@@ -311,7 +313,7 @@ class Coder:
         version = None if base is None else base.manifest.version
         batches: Iterator[tuple[CodedBlock, ...]]
         if made is not None and (made.base, made.block_bytes) == (version, block_bytes):
-            # It was needed for the image already.
+            # Making the image has coded this delta already.
             starts = range(0, len(made.blocks), per_segment)
             batches = (made.blocks[start : start + per_segment] for start in starts)
         else:
@@ -330,7 +332,7 @@ class Coder:
     def _code(
         self, publication: Publication, base: Transfer | None, block_bytes: int, per_segment: int
     ) -> Iterator[tuple[CodedBlock, ...]]:
-        """Yield the coded blocks of one segment after the other."""
+        """Yield the coded blocks of each segment, in order."""
         manifest, image = publication.manifest, memoryview(publication.image)
         old = None if base is None else memoryview(base.storage)
         blocks = [
@@ -339,7 +341,7 @@ class Coder:
         ]
 
         def submit(first: int) -> _UnderWay:
-            """Deal the blocks of a segment among this process and its helpers."""
+            """Divide the blocks of a segment among this process and its helpers."""
             segment, every = blocks[first : first + per_segment], 1 + len(self._helpers)
             own = [self._pool.submit(code_block, old, image, block) for block in segment[::every]]
             return own, [
@@ -407,7 +409,7 @@ def _has_changed_little(base: Transfer, publication: Publication) -> bool:
 
 
 class VersionEncoder:
-    """Publishes versions in the forms that are worth it."""
+    """Publishes versions in the forms that the schedule selects."""
 
     def __init__(
         self,
@@ -421,17 +423,17 @@ class VersionEncoder:
         clock: Callable[[], float],
         ledger: LedgerQueue | None = None,
     ) -> None:
-        """Begin without a version.
+        """Create the encoder; nothing is published yet.
 
         Args:
-            broadcast: sends versions out.
-            coder: makes the forms.
-            codec: of network.codec.
+            broadcast: sends versions to the nodes.
+            coder: codes deltas and keyframes, and seals versions.
+            codec: the value of network.codec.
             pool: the thread that calls the coder.
             perform: carries out actions.
-            spawn: runs a coroutine beside the loop.
+            spawn: starts a coroutine as a task of the node.
             clock: returns the loop's time, seconds.
-            ledger: where sealed versions are recorded, if anywhere.
+            ledger: records sealed versions; None for no record.
         """
         self._broadcast = broadcast
         self._coder = coder
@@ -441,7 +443,7 @@ class VersionEncoder:
         self._schedule = FormSchedule(codec)
         self._last: asyncio.Task[None] | None = None
         self.coded_bytes: dict[PolicyVersion, int] = {}
-        """Size of the delta of each version that went out as one; the last few."""
+        """Bytes of the delta of each of the last 16 versions that were sent as a delta."""
 
     async def wait(self) -> None:
         """Wait for the version that is being coded."""
@@ -449,10 +451,10 @@ class VersionEncoder:
             await asyncio.wait([self._last])
 
     async def publish(self, publication: Publication) -> asyncio.Task[None] | None:
-        """Send a version out; return the task that codes it, None if there is nothing to code.
+        """Publish a version; return the task that codes it, None if it is sent in full only.
 
-        The version before is waited for, so the learner is never more than one version ahead of
-        its coder.
+        Waits until the previous version is coded, so the learner is never more than one version
+        ahead of its coder.
         """
         await self.wait()
         manifest = publication.manifest
@@ -466,7 +468,7 @@ class VersionEncoder:
         return self._last
 
     def _base(self, manifest: Manifest) -> Transfer | None:
-        """Return the version before, if a delta against it is possible."""
+        """Return the newest complete version if a delta against it is possible, else None."""
         newest = self._broadcast.newest_complete
         if newest is None:
             return None
@@ -475,7 +477,7 @@ class VersionEncoder:
         return held if is_alike and held.manifest.num_bytes == manifest.num_bytes else None
 
     async def _seal(self, publication: Publication) -> Publication:
-        """Hash and sign a version, and offer it in full."""
+        """Hash and sign a version, record it in the ledger, and offer it in full."""
         publication = await self._pool.run(self._coder.seal, publication)
         manifest, signed = publication.manifest, publication.signed
         if manifest.version in self._broadcast.store:
@@ -514,7 +516,7 @@ class VersionEncoder:
         return offers | {item_id: item.num_bytes for item_id, item in encoded}
 
     async def _send(self, publication: Publication, base: Transfer | None) -> int:
-        """Code one form and hand over its segments; return its bytes, 0 if it was hopeless."""
+        """Code one form and publish its segments; return its bytes, 0 if it was abandoned."""
         manifest = publication.manifest
         item = (manifest.version, form_of(None if base is None else base.manifest.version))
         segments = self._coder.segments(publication, base)
@@ -542,11 +544,11 @@ class VersionEncoder:
         return total
 
 
-# --- Which version is out, and the publication of the next ---
+# --- The published version, and the publication of the next ---
 
 
 class PublishedVersions:
-    """Publishes the present weights after a step, and keeps the version that is out."""
+    """Publishes the trainer's weights after a step, and keeps the newest published version."""
 
     def __init__(
         self,
@@ -563,23 +565,23 @@ class PublishedVersions:
         perform: Callable[[Iterable[Action]], None],
         clock: Callable[[], float],
     ) -> None:
-        """Begin before the first version.
+        """Start before the first version.
 
         Args:
-            role: plans the broadcast, and knows lineage and step.
-            trainer: has the weights.
-            publisher: makes a version of them.
-            encoder: sends the version out.
-            commits: commit its record before that.
-            pace: learns when versions go out.
-            ledger: has the record.
-            progress: counts the time in which nothing is trained.
+            role: plans the broadcast; has the current lineage and step.
+            trainer: holds the weights.
+            publisher: turns the weights into a publication.
+            encoder: codes and sends the version.
+            commits: commits the ledger's record before the version is sent.
+            pace: records when versions are published.
+            ledger: records each published version.
+            progress: counts the time that publishing takes.
             trainer_pool: the trainer's thread.
             perform: carries out actions.
             clock: returns the loop's time, seconds.
         """
         self.newest: Publication | None = None
-        """The version that is out; None before the first."""
+        """The newest published version; None before the first."""
         self.has_published = asyncio.Event()
         """Set with each version; the waiting task clears it."""
         self._role, self._trainer, self._publisher = role, trainer, publisher
@@ -589,12 +591,12 @@ class PublishedVersions:
 
     @property
     def is_current(self) -> bool:
-        """Whether the weights of the present step are out."""
+        """Whether the weights of the current step are published."""
         newest = self.newest
         return newest is not None and newest.manifest.version.step == self._role.step
 
     async def publish(self) -> Publication:
-        """Hand the present weights to the broadcast; return them as a version."""
+        """Publish the trainer's current weights and return the publication."""
         role, began_at = self._role, self._clock()
         self._progress.begin("publishing", now=began_at)
         publication = await self.make_unpublished()
@@ -611,12 +613,13 @@ class PublishedVersions:
         return publication
 
     async def make_unpublished(self) -> Publication:
-        """Return the present weights as a version, without publishing it."""
-        # Once the version before is coded, its image alone is in memory, and gives its memory back.
+        """Return the trainer's current weights as a publication, without publishing it."""
+        # Wait until the previous version is coded: then only its own image is in memory, and the
+        # memory of older images can be reused.
         await self._encoder.wait()
         version = PolicyVersion(self._role.lineages[-1].lineage, self._role.step)
         return await self._pool.run(self.make_version, version)
 
     def make_version(self, version: PolicyVersion) -> Publication:
-        """Return the present weights as a version; called in the trainer's thread."""
+        """Return the trainer's current weights as a publication; called in the trainer's thread."""
         return self._publisher.make(self._trainer.tensors(), version)
