@@ -1,8 +1,9 @@
 """Weights as tensors, as the image of a version, and as deltas.
 
-An image is the tensors one after the other, sorted by name, each at a multiple of
-ALIGNMENT_BYTES so that a worker can use it in place. Tensors that share storage (a language-model
-head tied to the embedding) are in it once, under the name that the model registers first.
+An image contains the tensors one after the other, sorted by name. Each tensor begins at a multiple
+of ALIGNMENT_BYTES, so a worker can use the tensor in place. Tensors that share storage (a
+language-model head tied to the embedding) are in the image once, under the name that the model
+registers first.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ Weights: TypeAlias = Mapping[str, Tensor]
 """Tensors by name, tied ones once."""
 
 CopyStream: TypeAlias = torch.cuda.Stream
-"""On which a GPU copies weights beside the training."""
+"""CUDA stream on which a GPU copies weights while training runs."""
 
 ALIGNMENT_BYTES = 16
-"""A multiple of every element size; usual shapes leave no gap at it."""
+"""A multiple of every element size; tensors of usual shapes have no gaps between them."""
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Size above which Hugging Face itself starts another file by default."""
+"""Maximum bytes per file of weights; Hugging Face's own default."""
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -72,7 +73,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 _PATTERNS: dict[WordBytes, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integers whose differences wrap around, as those of bit patterns must."""
+"""Integer dtypes by word size; differences of bit patterns wrap around in them."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -84,7 +85,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name under which a dtype travels."""
+    """Return a dtype's name in a `TensorSpec`, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -100,7 +101,7 @@ def publish_image(
         unrounded: names of floating-point tensors that keep their dtype, too.
 
     Returns:
-        Where each tensor lies, sorted by name, and the bytes.
+        The place of each tensor in the image, sorted by name, and the image's bytes.
     """
     specs, tensors = lay_out(state, dtype, unrounded)
     image = bytearray(image_bytes(specs))
@@ -111,7 +112,7 @@ def publish_image(
 def lay_out(
     state: Mapping[str, Tensor], dtype: str, unrounded: Set[str] = frozenset()
 ) -> tuple[tuple[TensorSpec, ...], dict[str, Tensor]]:
-    """Return where each tensor of a state dict lies in its image, and the tensors as they are.
+    """Return the place of each tensor in the image of a state dict, and the tensors themselves.
 
     Arguments as for `publish_image`.
     """
@@ -122,9 +123,9 @@ def lay_out(
 def find_places(
     tensors: Mapping[str, Tensor], dtype: str, unrounded: Set[str] = frozenset()
 ) -> tuple[TensorSpec, ...]:
-    """Return where each of the tensors, none of them tied, lies in an image, sorted by name.
+    """Return the place of each tensor in an image, sorted by name; no two tensors may be tied.
 
-    Arguments as for `publish_image`; only shapes and dtypes are looked at.
+    Arguments as for `publish_image`; only shapes and dtypes are read.
     """
     target = torch_dtype(dtype)
     specs = []
@@ -144,7 +145,7 @@ def find_places(
 def round_tensors(
     tensors: Weights, dtype: torch.dtype, unrounded: Set[str] = frozenset()
 ) -> dict[str, Tensor]:
-    """Return weights as a version has them; arguments as for `publish_image`."""
+    """Return weights rounded as in a version; arguments as for `publish_image`."""
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() and name not in unrounded else tensor
         for name, tensor in tensors.items()
@@ -152,25 +153,25 @@ def round_tensors(
 
 
 def image_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Return the length of an image that is laid out like this."""
+    """Return the length of an image with these places, in bytes."""
     return specs[-1].offset + specs[-1].num_bytes if specs else 0
 
 
 PIECE_NUMBERS = 32 << 20
-"""Numbers of a weight that are rounded at a time where they cross to the host."""
+"""Elements that are rounded at a time when a weight is copied between devices."""
 
 
 def write_image(
     specs: Iterable[TensorSpec], tensors: Weights, image: Tensor, *, is_beside: bool = False
 ) -> None:
-    """Write tensors to their places in an image, rounded on the way.
+    """Round tensors and write them to their places in an image.
 
     Args:
-        specs: the places.
+        specs: the places of the tensors.
         tensors: by name, on any device.
         image: uint8 [num_bytes], on any device; the gaps stay as they are.
-        is_beside: whether to return before what crosses to the host has done so; it has when the
-            device's current stream has come so far.
+        is_beside: whether to return before the copies to the host are complete. They are complete
+            once the device's current stream has run them.
     """
     places, sources = list[Tensor](), list[Tensor]()
     for spec in specs:
@@ -186,9 +187,10 @@ def write_image(
 
 
 def round_into(place: Tensor, dtype: str, tensor: Tensor, *, is_beside: bool = False) -> None:
-    """Write a tensor's numbers in a type into their room, uint8 [num_bytes], on any device.
+    """Round a tensor to a dtype and write it to its place, uint8 [num_bytes], on any device.
 
-    Between devices the rounded ones cross: left to itself torch rounds where they arrive.
+    Between devices, this rounds on the source device and copies the rounded elements. `copy_` alone
+    would copy the unrounded elements and round on the target.
     """
     room = place.view(torch_dtype(dtype))
     if tensor.device == room.device:
@@ -201,13 +203,14 @@ def round_into(place: Tensor, dtype: str, tensor: Tensor, *, is_beside: bool = F
 
 
 def host_bytes(image: bytearray | memoryview) -> Tensor:
-    """Return memory as a tensor, uint8 [num_bytes], that shares it."""
+    """Return a tensor, uint8 [num_bytes], that shares the memory of `image`."""
     return _view(memoryview(image), torch.uint8, len(image), 0)
 
 
 def find_nonfinite(tensors: Weights) -> list[str]:
-    """Return the names of the weights that hold NaN or infinity, in their order."""
-    # NaN spoils least and largest, which one pass finds; `isfinite` makes a tensor beside each.
+    """Return the names of the weights that contain NaN or infinity, in the order of `tensors`."""
+    # One pass of `aminmax` finds both bounds, and NaN propagates into them. `isfinite` would
+    # allocate a mask for each tensor.
     return [
         name
         for name, tensor in tensors.items()
@@ -220,11 +223,11 @@ def find_nonfinite(tensors: Weights) -> list[str]:
 def tensors_from_image(specs: Iterable[TensorSpec], image: memoryview) -> dict[str, Tensor]:
     """Return the tensors of an image as views of its memory: nothing is copied.
 
-    The caller keeps the memory alive and unchanged for as long as it uses them. Writing to a
-    view of read-only memory is undefined.
+    The caller must keep the memory alive and unchanged while it uses the tensors. Writing to a view
+    of read-only memory is undefined.
 
     Raises:
-        EngineError: if a tensor does not fit into the image or its own shape.
+        EngineError: if the bytes of a tensor lie outside the image or do not match its shape.
     """
     tensors = {}
     for spec in specs:
@@ -247,14 +250,14 @@ class TensorChange:
 
     name: str
     where: Tensor | int
-    """Indices of the elements in the flattened tensor; or the first of those that follow each
-    other."""
+    """Indices of the changed elements in the flattened tensor; or, if the elements are contiguous,
+    the index of the first."""
     values: Tensor
-    """Their new values, in the dtype of the image."""
+    """New values of the elements, in the dtype of the image."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory of both."""
+        """Memory of indices and values."""
         return self.values.nbytes + (0 if isinstance(self.where, int) else self.where.nbytes)
 
     def store(self, own: Tensor) -> None:
@@ -272,12 +275,12 @@ class TensorChange:
 
 
 def changes(patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> Iterator[TensorChange]:
-    """Yield what a patch has changed, tensor by tensor within each block.
+    """Yield the changes that a patch has made, tensor by tensor within each block.
 
     Args:
-        patch: what has changed.
-        image: as it is now.
-        specs: what lies where in it, in order of offset.
+        patch: the changed words of each block.
+        image: with the patch applied.
+        specs: the place of each tensor in the image, in order of offset.
     """
     for number, block in patch.blocks.items():
         start = number * patch.block_bytes
@@ -304,9 +307,9 @@ def changes(patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> Ite
 def scatter(
     patch: Patch, image: memoryview, specs: Sequence[TensorSpec], own: Mapping[str, Tensor]
 ) -> None:
-    """Write what a patch has changed of an image into tensors of any dtype and device.
+    """Write the changes that a patch has made to an image into tensors of any dtype and device.
 
-    Arguments as for `changes`, and the tensors by name, contiguous.
+    Arguments as for `changes`; `own` holds the tensors by name, contiguous.
     """
     for change in changes(patch, image, specs):
         change.store(own[change.name])
@@ -331,14 +334,14 @@ def save_hf(
 ) -> None:
     """Write a directory that transformers' `from_pretrained` loads.
 
-    It appears whole or not at all; one of the same name is replaced.
+    The directory appears complete or not at all, and replaces an earlier one of the same name.
 
     Args:
-        directory: where to.
+        directory: to write.
         model_dir_assets: files to put beside the weights, by name (`asset_files`). The dtype in
             config.json is set to that of the tensors, so that loading rounds nothing.
         tensors: the weights; of tied ones only the first is written.
-        max_shard_bytes: weights beyond it are spread over several files with an index.
+        max_shard_bytes: a file's maximum; larger weights go to several files with an index.
 
     Raises:
         StorageError: if the disk is full or not writable; what was there before is kept.
@@ -352,7 +355,7 @@ def save_hf(
 
 @contextmanager
 def replaced(directory: Path, what: str) -> Iterator[Path]:
-    """Yield a new directory, which then takes the place of `directory`: whole, or not at all.
+    """Yield a new directory; replace `directory` with it unless the body raises.
 
     Raises:
         StorageError: if the disk is full or not writable; what was there before is kept.
@@ -384,18 +387,19 @@ def replaced(directory: Path, what: str) -> Iterator[Path]:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file that has the permissions of an ordinary new file.
+    """Write a safetensors file with the permissions of an ordinary new file.
 
-    The library gives it those of a private temporary file, so that others cannot read an export.
+    safetensors creates the file with the permissions of a private temporary file, so other users
+    could not read an export.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     path.touch()
     mode = path.stat().st_mode & 0o777
     try:
         save_file(dict(tensors), path, metadata=metadata)
-    except SafetensorError as error:  # an OSError in its own wrapping
+    except SafetensorError as error:  # safetensors wraps an OSError
         raise OSError(f"{path.name}: {error}") from error
     path.chmod(mode)
 
@@ -427,7 +431,7 @@ def save_safetensors(
 
 
 def _untie(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keep the first of all tensors that are the same memory in the same layout."""
+    """Return the tensors by name; of those with the same memory and layout only the first."""
     seen: set[tuple[object, ...]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -457,31 +461,28 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 # --- delta on the device --------------------------------------------------------------------------
-#
-# The learner keeps the last published image on its device. Comparing it with the new one, finding
-# the words that differ and subtracting them runs there at the speed of its memory; the host
-# receives an index and a difference per change, some 4 % of a bf16 image after a small step, and
-# packs them. The coded blocks are those of echo.weights.delta, byte for byte, so that no receiver
-# can tell where they were made. A block that is not sparse is copied to the host and coded there.
-#
-# One thread asks the device, and waits for it twice per version, asleep: each copy into memory that
-# is not pinned, and each number that Python needs, would hold the CUDA context against the thread
-# that launches the step until the device has come so far.
-#
-# The host's own copy of the new image costs no transfer either: it is decode_block() of what came
-# out of here, on top of the version before.
+# The learner keeps the last published image on its device. The device compares that image with the
+# new one, finds the words that differ and subtracts them, at the speed of its memory. The host
+# receives an index and a difference per change, about 4 % of a bf16 image after a small step, and
+# packs them. The coded blocks are byte for byte those of echo.weights.delta, so receivers need not
+# know where a block was coded. A block that is not sparse is copied to the host and coded there.
+# One thread launches this work and waits for the device twice per version, asleep. It makes no copy
+# into unpinned memory and reads no single number from the device: each would hold the CUDA context
+# until the device has finished, and so block the thread that launches the training step.
+# The host's copy of the new image needs no transfer either: the host applies decode_block() to the
+# coded blocks, with the image of the version before as base.
 
 
 MIN_BLOCK_BYTES = 4 << 10
-"""Shorter blocks are coded on the host: their headers may exceed what they spare."""
+"""Shorter blocks are coded on the host: their header may be larger than the saving."""
 
 
 PIECE_BYTES = 128 << 20
-"""Image bytes that are compared at a time: each comparison allocates a byte per word."""
+"""Image bytes that are compared at a time: each comparison allocates one byte per word."""
 PACKERS = 4
-"""Threads that pack the changes of a version; one alone would do for small models."""
+"""Threads that pack the changes of a version; for small models one would be enough."""
 BATCH_BYTES = 256 << 20
-"""Bytes that cross at a time, about: the host has pinned memory for it, and the device as much."""
+"""Approximate bytes per transfer to the host; both host (pinned) and device allocate as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,17 +509,17 @@ class DeviceDelta:
     def __init__(
         self, old: Tensor, new: Tensor, tensors: Sequence[TensorSpec], *, block_bytes: int
     ) -> None:
-        """Count what has changed.
+        """Count the changed words of each block.
 
         Args:
             old: the bytes of an image, uint8 [num_bytes], contiguous. Neither image may change
-                before the last block has been taken.
+                until `encode` has yielded its last block.
             new: the bytes of the next one, on the same device and of the same length.
-            tensors: what lies where in them, in order of offset.
+            tensors: the place of each tensor in the images, in order of offset.
             block_bytes: image bytes per block, a multiple of 16.
 
         Raises:
-            EngineError: if the images do not have the same form.
+            EngineError: if the images differ in length or device, or `new` is not uint8.
         """
         if (new.shape, new.dtype, new.device) != (old.shape, torch.uint8, old.device):
             raise EngineError(
@@ -547,7 +548,7 @@ class DeviceDelta:
 
         Args:
             held: the old image on the host.
-            pool: threads to pack in, several blocks at a time.
+            pool: packs several blocks at a time; None packs them in this thread.
         """
         batch: list[_Piece] = []
         num_bytes = 0
@@ -560,7 +561,7 @@ class DeviceDelta:
         yield from self._encode(batch, held, pool)
 
     def _split(self) -> Iterator[_Piece]:
-        """Yield pieces of blocks that have whole words of one size."""
+        """Yield runs of blocks with whole words of one size, up to PIECE_BYTES each."""
         sizes: list[WordBytes] = [
             1 if (stop - start) % word else word
             for (start, stop), word in zip(self._spans, self._word_bytes, strict=True)
@@ -587,14 +588,14 @@ class DeviceDelta:
         return torch.cat([counts, rest.sum(dtype=torch.int32)[None]]) if rest.numel() else counts
 
     def _crosses_whole(self, index: int) -> bool:
-        """Return whether a block is coded on the host."""
+        """Return whether a block's bytes are copied to the host and coded there."""
         start, stop = self._spans[index]
         num_bytes, word_bytes = stop - start, self._word_bytes[index]
         is_small = num_bytes < MIN_BLOCK_BYTES or num_bytes % word_bytes > 0
         return is_small or self._counts[index] > most_sparse(num_bytes // word_bytes)
 
     def _num_changes(self, piece: _Piece) -> int:
-        """Return how many changes cross by themselves."""
+        """Return how many changes are copied to the host as index and difference."""
         return sum(self._counts[i] for i in piece.blocks if not self._crosses_whole(i))
 
     def _num_crossing(self, piece: _Piece) -> int:
@@ -603,7 +604,7 @@ class DeviceDelta:
         return num_bytes + sum(stop - start for start, stop in whole)
 
     def _find(self, piece: _Piece) -> tuple[Tensor, Tensor]:
-        """Return where in their blocks words have changed, int32, and by how much."""
+        """Return the index of each changed word in its block, int32, and the word's difference."""
         old, new = self._words(piece)
         per_block = self._block_bytes // piece.word_bytes
         differs = old != new
@@ -611,14 +612,14 @@ class DeviceDelta:
             if self._counts[index] and self._crosses_whole(index):
                 first = (index - piece.blocks.start) * per_block
                 differs[first : first + per_block] = False
-        # With the number known the host need not wait for it.
+        # With a known size the host need not wait for the device.
         found = torch.nonzero_static(differs, size=self._num_changes(piece)).flatten()
         return found.remainder(per_block).to(torch.int32), new[found] - old[found]
 
     def _encode(
         self, batch: Sequence[_Piece], held: memoryview, pool: Executor | None
     ) -> Iterator[CodedBlock]:
-        """Yield the blocks of some pieces, whose changes cross together."""
+        """Yield the coded blocks of several pieces, whose changes are copied in one batch."""
         sparse = [piece for piece in batch if self._num_changes(piece)]
         whole = [i for piece in batch for i in piece.blocks if self._crosses_whole(i)]
         found = [self._find(piece) for piece in sparse]
@@ -652,7 +653,7 @@ class DeviceDelta:
 
 
 def _bring(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Return tensors of one device as arrays of the host, waiting for the device once."""
+    """Copy tensors of one device to arrays on the host, waiting for the device once."""
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     came = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
@@ -663,45 +664,41 @@ def _bring(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait for what the current stream of a GPU has to do; asleep, and not spinning on a core."""
+    """Wait, asleep instead of spinning on a core, until a GPU's current stream has finished."""
     event: Any = torch.cuda.Event(blocking=True)
     torch.cuda.current_stream(device).record_event(event)
     event.synchronize()
 
 
 # --- image of each version ------------------------------------------------------------------------
-#
-# A version's image lies on the host. Where the weights are on a GPU it comes there beside the next
-# step, in one of two ways. The memory budget says which (config/memory.py): whether the last image
-# has room on the GPU too.
+# The image of a version is on the host. If the weights are on a GPU, the image is transferred
+# during the next step, in one of two ways. The memory budget (config/memory.py) chooses by whether
+# the GPU also has memory for the last image.
 #
 #     in host memory   weights --rounded--> image on the host           (the coder compares)
 #
 #     on the GPU       weights -> image there --+--> changed words --> coded blocks on the host
 #                            last image there --+                        |
 #                               host image of the last version ----------+--> host image of this one
-#
-# In host memory costs the GPU nothing. All of the image crosses, on a stream of its own, into pages
-# that stay where they are. The trainer waits for that stream before it changes the weights
-# (train/trainer.py); the stream has had the time of a forward and backward pass.
-#
-# On the GPU some 4 % of the image cross, and the host need not look for what has changed. It takes
-# two images there: this one is rounded before the next step, and compared with the last beside it.
-# The host's image comes out of the same blocks that receivers get, on the same base, so it is what
-# they will hold, and it is that which is hashed and signed. The image crosses whole, and its delta
-# is coded on the host: above SPARSE_SHARE changed words, when what the model consists of changed,
-# and after a restart.
-#
-# On the host the memory of two images is used in turns, and all of it is touched with the first
-# version: pages that are touched for the first time cost more than all else that a version needs.
-# Memory that can still be read is not used again.
+# "In host memory" needs no lasting GPU memory. The GPU copies the whole image into pinned pages, on
+# a separate stream. The trainer waits for that stream before it changes the weights
+# (train/weights.py); until then the copy has the time of a forward and a backward pass.
+# "On the GPU" copies about 4 % of the image, and the host need not search for changes. The GPU
+# holds two images: the new image is rounded before the next step, and compared with the last image
+# during that step. The host decodes the coded blocks on the same base as receivers do, so the
+# host's image, which is hashed and signed, equals the image of the receivers. The whole image is
+# copied, and its delta coded on the host, if more than SPARSE_SHARE of the words changed, if the
+# set or layout of the tensors changed, and after a restart.
+# The host alternates between the memory of two images. It allocates both with the first version and
+# touches all pages, because first touches cost more than the rest of making a version. Memory that
+# a reader may still read is not reused.
 
 
 _log = logging.getLogger(__name__)
 
 
 def image_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return zeros for an image, pinned where this process uses a GPU.
+    """Return zeroed memory for an image, pinned if this process uses a GPU.
 
     Raises:
         EngineError: if the host cannot pin that many pages.
@@ -709,13 +706,13 @@ def image_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     cuda: Any = torch.cuda
     if not cuda.is_initialized() or not num_bytes:
         return touched_memory(num_bytes)
-    return pinned(np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8))  # no page is shared
+    return pinned(np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8))  # a page belongs to one image
 
 
 def pinned(piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Pin mapped memory where this process uses a GPU, which then copies to it by itself.
+    """Pin mapped memory if this process uses a GPU, so that the GPU can copy to it directly.
 
-    torch's own pinned memory has the next power of two.
+    torch's own allocator of pinned memory would round the size up to a power of two.
 
     Raises:
         EngineError: if the host cannot pin that many pages.
@@ -735,7 +732,7 @@ def pinned(piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class CodedDelta:
-    """A version as the blocks that lead to it from another one."""
+    """The coded blocks that lead from a base version to another version."""
 
     base: PolicyVersion
     block_bytes: int
@@ -746,14 +743,14 @@ class CodedDelta:
 
 @dataclass(frozen=True, slots=True)
 class VersionImage:
-    """A version on the host, or on its way there."""
+    """The image of a version on the host, complete or still being transferred."""
 
     specs: tuple[TensorSpec, ...]
     memory: memoryview
-    """Its bytes, once `ready` is done."""
+    """The image's bytes, valid once `ready` is done."""
     ready: Future[CodedDelta | None] | None = None
-    """Done when the bytes are there, with the delta against the version before where that had to be
-    made anyway; None: they are there, and it had not."""
+    """Done when `memory` is complete. The result is the delta against the version before, if the
+    device has coded it, else None. `ready` itself is None if `memory` was complete at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -767,10 +764,10 @@ class _Last:
 
 
 class VersionImages:
-    """Makes one image after the other."""
+    """Makes the image of each version, one after the other."""
 
     helpers = ()
-    """No other process sees its memory (see `runtime/learner/publish.py`)."""
+    """No other process maps the images or helps to code them; see `runtime/learner/publish.py`."""
 
     def __init__(
         self,
@@ -781,16 +778,17 @@ class VersionImages:
         unrounded: Set[str] = frozenset(),
         copy_stream: CopyStream | None = None,
     ) -> None:
-        """Begin without a version.
+        """Start without a last version.
 
         Args:
             dtype: of the floating-point tensors in the image.
             block_bytes: image bytes per coded block.
-            is_on_device: whether to keep the last image where the weights are, and to find there
-                what changed; None for: where that is a CUDA device.
+            is_on_device: whether to keep the last image on the device of the weights and find the
+                changes there; None: only if the device is a CUDA device.
             unrounded: names of floating-point tensors that keep their own dtype.
-            copy_stream: on which images come down; the trainer waits for it before it changes the
-                weights. None to wait here.
+            copy_stream: copies images to the host; the trainer waits for the stream before it
+                changes the weights. None: `make` returns after it has copied an image
+                whose changes the device does not find.
         """
         self._dtype = dtype
         self._unrounded = unrounded
@@ -801,18 +799,18 @@ class VersionImages:
         self._ready: Future[CodedDelta | None] | None = None
         self._last: _Last | None = None
         self._spare: Tensor | None = None
-        """The image on the device of the version before the last one, to be written again."""
-        # That of the last version, and of the one being made.
+        """Device memory of the image before the last one, reused for the next image."""
+        # Host memory of the last version's image and of the image being made.
         self._memory = RecycledMemory(2, image_memory)
 
     def _threads(self, number: int, name: str) -> ThreadPoolExecutor:
-        """Return threads whose work on a GPU is beside the training's."""
+        """Return a thread pool whose GPU work runs on the copy stream, concurrent with training."""
         stream = self._stream
         begin = None if stream is None else partial(torch.cuda.set_stream, stream)
         return ThreadPoolExecutor(number, name, initializer=begin)
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version, which may still be on its way."""
+        """Return the image of a version; its bytes may arrive later (`VersionImage.ready`)."""
         if self._ready is not None:
             wait([self._ready])
         specs, tensors = lay_out(weights, self._dtype, self._unrounded)
@@ -835,7 +833,7 @@ class VersionImages:
         return VersionImage(specs, memory, self._ready)
 
     def _device(self, weights: Weights) -> torch.device | None:
-        """Return where to look for changes; None for nowhere."""
+        """Return the device that finds the changes; None if the host does."""
         devices = {tensor.device for tensor in weights.values()}
         if len(devices) != 1 or self._is_on_device is False:
             return None
@@ -843,7 +841,7 @@ class VersionImages:
         return device if self._is_on_device or device.type == "cuda" else None
 
     def _leave(self, device: torch.device) -> None:
-        """Stop keeping a version on a device."""
+        """Stop keeping the last image on a device that has no memory for it, with a warning."""
         _log.warning(
             "%s has no space for the last version beside the training: whole versions are copied "
             "to the host from now on",
@@ -861,8 +859,8 @@ class VersionImages:
         last, self._last = self._last, None
         spare, self._spare = self._spare, None
         if last is not None and (last.specs, last.image.device) != (specs, device):
-            last = spare = None  # their memory may be needed
-        # The gaps of a spare image are zeros, too: it has the same layout.
+            last = spare = None  # frees their memory for the new image
+        # A spare image has the same layout, so its gaps are zeros as well.
         new = spare
         if new is None:
             new = torch.zeros(image_bytes(specs), dtype=torch.uint8, device=device)
@@ -875,7 +873,7 @@ class VersionImages:
         return VersionImage(specs, memory, self._ready)
 
     def _bring(self, made: _Last, last: _Last | None) -> CodedDelta | None:
-        """Have an image on the host, too; return its delta if there is one."""
+        """Complete an image on the host; return its delta if the device has coded one."""
         try:
             if last is not None:
                 delta = DeviceDelta(
@@ -883,7 +881,7 @@ class VersionImages:
                 )
                 if delta.changed_share <= SPARSE_SHARE:
                     coded = self._follow(last, made, delta)
-                    self._spare = last.image  # the device has read all of it
+                    self._spare = last.image  # the device has finished reading the image
                     return coded
         except torch.OutOfMemoryError:
             self._leave(made.image.device)
@@ -895,7 +893,7 @@ class VersionImages:
         return None
 
     def _follow(self, last: _Last, made: _Last, delta: DeviceDelta) -> CodedDelta:
-        """Make an image on the host of the last one there and what changed."""
+        """Make the host's image by applying the coded changes to the host's last image."""
         held, memory = last.memory, made.memory
         with self._threads(min(PACKERS, os.cpu_count() or 1), "changes") as pool:
             blocks = tuple(delta.encode(held, pool))
