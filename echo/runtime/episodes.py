@@ -1,21 +1,23 @@
-"""Multi-turn rollouts: the engine samples, the environment replies.
+"""Multi-turn rollouts: the engine samples turns, and the environment replies.
 
-Token in, token out: what was sampled stays the tokens that were sampled; what the environment says
-is encoded once and appended, and both together are the prefix of the next turn. A rollout's mask
-is True for sampled tokens only, and only they have log-probabilities. `max_completion_tokens`
-bounds the whole, the environment's tokens included.
+Sampled tokens stay as sampled: their text is never encoded again. Each reply of the environment is
+encoded once and appended; sampled tokens and replies together are the prefix of the next turn. A
+rollout's mask is True for sampled tokens only, and only sampled tokens have log-probabilities.
+`max_completion_tokens` bounds all tokens of the episode, those of the environment included.
 
-All rollouts of a call advance together, turn by turn: one call of the engine for all that go on,
-then all replies, several at a time. An episode ends
+All episodes of a call advance together, turn by turn: one call of the engine for all running
+episodes, then the environment's replies, several concurrently. The finish reason of an episode is
 
-    stop      when the environment says so
-    length    when a turn was cut off at the limit, when there is no space for what the environment
-              says and one token more, or after `max_turns` turns: an environment that never ends
-              by itself ends here, is counted, and is asked for the outcome all the same
+    stop      if the environment ends the episode
+    length    if a turn is cut off at the token limit, if the environment's reply and one more token
+              do not fit, or if the environment has not ended the episode after `max_turns` turns
 
-A fault of the environment's fails its group, and so does a model that gives no probabilities:
-nothing of it is trained on. Where the fault was not its own (its process was killed for another's)
-the group is played again, a bounded number of times.
+An episode that ends at a limit is counted and gets a reward like any other.
+
+If the environment fails, or the model's log-probabilities are not finite, the episode's whole group
+fails and is not trained on. If instead the environment's process was lost (`reward_lost`), for
+example because another episode's call in it failed, the group is played again, at most MAX_RETRIES
+times.
 """
 
 from __future__ import annotations
@@ -61,26 +63,26 @@ from echo.tasks.tokenization import UNUSABLE, TextCodec
 from echo.wire.messages import BAD_LOGPROBS, Lease
 
 MAX_THREADS = 64
-"""Replies that are waited for concurrently; how many run is the host's affair."""
+"""Threads that wait for replies; the host decides how many replies run concurrently."""
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Between the seeds of an episode's turns."""
+"""Difference between the seeds of two consecutive turns of an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Opening:
-    """A group of episodes to be played."""
+    """The start of a group of episodes: prompt, example and seeds."""
 
     name: str
-    """For request ids, such as "17.0"."""
+    """Prefix of request ids, such as "17.0"."""
     prompt_ids: npt.NDArray[np.int32]
     example: Example
     seeds: Sequence[int]
-    """One for each episode."""
+    """One seed per episode."""
 
 
 def openings_of(leases: Sequence[Lease], *, group_size: int) -> list[Opening]:
-    """Return what is to be played for these leases."""
+    """Return the openings of the groups that these leases ask for."""
     return [
         Opening(
             name=f"{lease.group_id}.{lease.attempt}",
@@ -117,14 +119,15 @@ class EpisodeRunner:
         *,
         version: PolicyVersion | None = None,
     ) -> list[list[Rollout] | RewardError]:
-        """Play groups to their ends, and again those that others have spoilt; a result for each.
+        """Play groups to the end; play those again whose environment's process was lost.
 
-        `sampling.max_completion_tokens` bounds a whole episode. The watcher is told of tokens and
-        replies, and asked now and then; once it stops the call everything is dropped, and errors
-        come back. Where a version is named it samples all turns.
+        `sampling.max_completion_tokens` bounds a whole episode. The watcher receives counts of
+        tokens and replies, and may stop the call: unfinished groups are then dropped. If a version
+        is given, all turns are sampled from it. Returns, for each group, its rollouts or the error
+        with which it failed.
 
         Raises:
-            VersionError: before any turn, if that version is not installed.
+            VersionError: before any turn, if the given version is not installed.
         """
         held = nullcontext() if version is None else self._engine.holding(version)
         results: list[list[Rollout] | RewardError] = [
@@ -149,7 +152,7 @@ class EpisodeRunner:
         return results
 
     def close(self) -> None:
-        """Stop waiting for replies."""
+        """End the threads that wait for replies, without waiting for them."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _play(
@@ -163,7 +166,7 @@ class EpisodeRunner:
         try:
             self._each(self._begin, everybody, watcher)
             for turn in range(self._max_turns):
-                # The first fault fails its group, so its other episodes stop.
+                # One fault fails the whole group, so its other episodes stop.
                 running = [
                     play
                     for group in groups
@@ -186,7 +189,8 @@ class EpisodeRunner:
         finally:
             for play in everybody:
                 if play.episode is not None:
-                    # The threads may be gone already, where the node ends; so is the host then.
+                    # When the node ends, the threads may have ended already; the host has then
+                    # ended, too.
                     with suppress(RuntimeError):
                         self._threads.submit(_close, play.episode)
 
@@ -196,7 +200,7 @@ class EpisodeRunner:
         plays: Sequence[_Play],
         watcher: Watcher,
     ) -> None:
-        """Call a function for each, several at a time; a fault of the environment's is noted."""
+        """Call a function for each play, in threads; store a RewardError as the play's fault."""
 
         def guarded(play: _Play) -> None:
             try:
@@ -217,7 +221,7 @@ class EpisodeRunner:
         play.episode = self._host.begin(play.opening.example)
 
     def _reply(self, play: _Play, *, is_last: bool) -> None:
-        """Tell the environment what was said, and take in what it answers."""
+        """Send the sampled turn to the environment, and append its reply or end the episode."""
         assert play.episode is not None
         messages = play.episode.reply(self._text.decode(play.turn_ids.tolist()))
         if messages is None and not play.is_cut:
@@ -240,7 +244,7 @@ class EpisodeRunner:
                 self._host.count("env/token_limit")
 
     def _take_rewards(self, groups: Sequence[Sequence[_Play]], watcher: Watcher) -> None:
-        """Ask for each outcome; of a mixture's task that compares answers, for a group at once."""
+        """Get the rewards of finished episodes, of whole groups if the task compares answers."""
         together = {
             group[0]: group
             for group in groups
@@ -268,26 +272,26 @@ class EpisodeRunner:
 
 
 class _Play:
-    """One episode: its tokens so far, and how it stands."""
+    """One episode: its tokens so far and its state."""
 
     def __init__(self, opening: Opening, member: int, sampling: Sampling) -> None:
         self.opening = opening
         self.episode: Episode | None = None
         self.fault: RewardError | None = None
         self.reason = ""
-        """Why it ended; empty while it goes on."""
+        """The finish reason; empty while the episode runs."""
         self.reward = 0.0
         self.turn_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        """The last sample."""
+        """Tokens of the last sampled turn."""
         self.is_cut = False
-        """Whether that was cut off at the limit."""
+        """Whether the last sampled turn ended without a stop token."""
         self._member = member
         self._max_tokens = sampling.max_completion_tokens
         self._parts: list[tuple[Any, Any, Any, Any]] = []
         self._num_tokens = 0
 
     def request(self, turn: int) -> Request:
-        """Return what the engine is asked for the next turn."""
+        """Return the engine's request for the next turn."""
         seed = self.opening.seeds[self._member] + turn * SEED_STRIDE
         return Request(
             request_id=f"{self.opening.name}.{self._member}.{turn}",
@@ -297,7 +301,7 @@ class _Play:
         )
 
     def add_sampled(self, completion: Completion) -> None:
-        """Append what the policy said, if it could."""
+        """Append the sampled turn, or set the fault if a log-probability is not finite."""
         if completion.finish_reason == "nonfinite":
             self.fault = RewardError(describe_nonfinite(completion), reason=BAD_LOGPROBS)
             return
@@ -308,7 +312,7 @@ class _Play:
         self._num_tokens += len(ids)
 
     def add_said(self, ids: Sequence[int]) -> bool:
-        """Append what the environment says, if there is room for it and a token more."""
+        """Append the environment's tokens if they and one more fit; return whether they did."""
         if self._num_tokens + len(ids) >= self._max_tokens:
             return False
         length = len(ids)
@@ -343,7 +347,7 @@ class _Play:
 def _result(group: Sequence[_Play]) -> list[Rollout] | RewardError:
     faults = [play.fault for play in group if play.fault is not None]
     if faults:
-        # An own fault says more than that others took the process along.
+        # Prefer a fault with a cause of its own to the loss of a process.
         return min(faults, key=lambda fault: fault.reason == "reward_lost")
     if any(not play.reason for play in group):
         return RewardError("the node ended first", reason="reward_lost")
@@ -355,16 +359,16 @@ def _close(episode: Episode) -> None:
         episode.close()
 
 
-# --- Set up the processes of a task's code, and the runner of its episodes ---
+# --- Set-up of the host of a task's code, and of the runner of its episodes ---
 
 
 MAX_AUTO_PROCESSES = 4
 
 
 def code_settings(section: TaskSection, reward: RewardSection) -> dict[str, Any]:
-    """Return what workers are told of the code that the task's settings name."""
+    """Return the setting with which workers compare their code of the task to the learner's."""
     if reward.where == "learner":
-        return {}  # which runs it alone
+        return {}  # only the learner runs the code
     return {CODE: code_of(section.kind, section.options)}
 
 
@@ -378,7 +382,7 @@ def check_inherited_code(
     """Compare the code that a worker is about to import with the learner's.
 
     Raises:
-        ConfigError: if it is missing here, or is not the learner's.
+        ConfigError: if the code is missing here, or differs from the learner's.
     """
     if reward.where != "learner":
         learners = settings.get(CODE, {})
@@ -386,10 +390,10 @@ def check_inherited_code(
 
 
 def make_local_host(section: TaskSection, reward: RewardSection, task: Task) -> TaskHost:
-    """Return a host for the task on this machine; no process starts before it is needed.
+    """Return the host of the task on this machine; its processes start when first needed.
 
     Raises:
-        ConfigError: if an environment is to run where it cannot.
+        ConfigError: if rewards are computed on the learner but the task is an environment.
     """
     if reward.where == "learner" and task.has_turns:
         raise ConfigError(
@@ -416,7 +420,7 @@ def make_local_host(section: TaskSection, reward: RewardSection, task: Task) -> 
 
 
 def turns_of(section: TaskSection, task: Task) -> int | None:
-    """Return how many turns an episode may have; None where an answer is one turn."""
+    """Return the most turns of an episode; None if an answer is a single turn."""
     if not isinstance(task, Environment) or not task.has_turns:
         return None
     return task.max_turns or section.max_turns
@@ -428,7 +432,7 @@ def make_runner(
     engine: Engine,
     text: TextCodec,
 ) -> EpisodeRunner | None:
-    """Return what plays the episodes of an environment; None where answers are one turn."""
+    """Return the runner of an environment's episodes; None if an answer is a single turn."""
     if turns is None:
         return None
     return EpisodeRunner(engine, host, text, max_turns=turns)

@@ -1,4 +1,4 @@
-"""Event log: what a role received and what it returned, as JSON lines for a reader or a filter.
+"""Event log: the events that a role received and the actions that it returned, as JSON lines.
 
     {"now": 81.204, "received": "Grant", "peer": "out-1", "source": "learner", "target": "w1",
      "fields": {"leases": [...]}, "payload": [{"bytes": 81, "blake3": "52b1c09e7d3f"}]}
@@ -6,10 +6,10 @@
     {"now": 81.298, "reported": "CallReturned", "call": {...}, "num_tokens": 4096}
     {"now": 81.307, "worked": "DecodeBlock", "block": 3, "chunk_bytes": 1048576, "result": ""}
 
-`now` is the loop's clock, the only clock that a role sees; the first line of a process has the time
-of day beside it. Bytes appear as their number and the first digits of their hash: so no weights and
-no keys of versions are written. Of settings, which hold the options of users' code, only the names
-are written, and join strings are written without their secret.
+`now` is the loop's clock, the only clock that a role sees; the first line of a process also has the
+time of day. Bytes are logged as their length and the first digits of their hash, so the log
+contains no weights and no keys of versions. Of settings, which may hold options of users' code,
+only the names are logged. Join strings are logged without their secret.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from echo.wire.actions import Send, Work
 from echo.wire.codec import DECODE_ERRORS, Frame, decode_envelope, payload_bytes
 
 MAX_FILE_BYTES = 128 << 20
-"""A file that has reached this size becomes FILE.1 and replaces an older FILE.1: the newest lines
-stay, and a log left on for days does not fill the disk."""
+"""A file that reaches this size is renamed to FILE.1 and replaces an older FILE.1. So the newest
+lines are kept, and a log that runs for days does not fill the disk.
+"""
 MAX_ITEMS = 16
-"""Elements of a list that are written; its length follows."""
+"""Elements of a list that are logged, followed by the list's length."""
 MAX_CHARACTERS = 200
-"""Characters of a text that are written; its length follows."""
+"""Characters of a text that are logged, followed by the text's length."""
 
 MAX_DEPTH = 16
-"""Levels of a value that are written: no message of a node has more."""
+"""Levels of a nested value that are logged: no message of a node has more."""
 
 
 class EventLog:
     """Appends the events of one process to a file."""
 
     def __init__(self, path: Path, *, log: logging.Logger) -> None:
-        """Open the file; `log` is told if writing fails later.
+        """Open the file; if a later write fails, `log` gets a warning.
 
         Raises:
-            StorageError: if it cannot be written.
+            StorageError: if the file cannot be opened for writing.
         """
         self._path, self._log = path, log
         self._has_begun = False
@@ -63,7 +64,7 @@ class EventLog:
             raise StorageError(text) from error
 
     def write(self, kind: str, what: Any, *, now: float, **more: str) -> None:
-        """Append a line on what was "received", "reported", "returned" or "worked"."""
+        """Append a line; `kind` is "received", "reported", "returned" or "worked"."""
         if self._fd is None:
             return
         at = {"now": round(now, 6)}
@@ -79,7 +80,7 @@ class EventLog:
             self.close()
 
     def close(self) -> None:
-        """Write nothing from now on."""
+        """Close the file; later events are not logged."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -97,12 +98,12 @@ class EventLog:
 
 
 def _fields(kind: str, what: Any) -> dict[str, Any]:
-    """Return what is written of an event or action beside its class."""
+    """Return the logged fields of an event or action, without its class."""
     if isinstance(what, Received | Send):
         name, fields = _message(what.frames)
         return {kind: name, "peer": what.peer} | fields
     if isinstance(what, Work) and dataclasses.is_dataclass(what):
-        # Its other fields are images and parts of the store.
+        # The other fields are images and parts of the store.
         parts = {field.name: getattr(what, field.name) for field in dataclasses.fields(what)}
         what = {name: part for name, part in parts.items() if isinstance(part, int | str | tuple)}
     plain = msgspec.to_builtins(
@@ -113,7 +114,7 @@ def _fields(kind: str, what: Any) -> dict[str, Any]:
 
 
 def _message(frames: Sequence[Frame]) -> tuple[str, dict[str, Any]]:
-    """Return a message's kind, and what is written of it; of a malformed one its size."""
+    """Return a message's kind and its logged fields; only the size if it is malformed."""
     try:
         envelope = decode_envelope(frames)
         fields = msgspec.msgpack.decode(envelope.body, type=dict[str, Any])
@@ -127,7 +128,7 @@ def _message(frames: Sequence[Frame]) -> tuple[str, dict[str, Any]]:
 
 
 def _foreign(value: Any) -> Any:
-    """Return what is written of an object that is no record."""
+    """Return the logged form of an object that msgspec cannot convert."""
     match value:
         case np.ndarray():
             return {"shape": list(value.shape)}
@@ -139,7 +140,7 @@ def _foreign(value: Any) -> Any:
 
 
 def _brief(value: Any, depth: int = 0) -> Any:
-    """Return a plain value as JSON has it, shortened; a peer's message may hold anything."""
+    """Return a plain value shortened for JSON; a peer's message may contain any value."""
     match value:
         case None | bool() | int() | float():
             return value
@@ -149,7 +150,7 @@ def _brief(value: Any, depth: int = 0) -> Any:
             return text if len(text) <= MAX_CHARACTERS else short
         case bytes():
             return _digest(value)
-        case bytearray() | memoryview():  # may be a whole image, which takes seconds to hash
+        case bytearray() | memoryview():  # not hashed: a whole image would take seconds
             return {"bytes": payload_bytes([value])}
         case dict() if depth < MAX_DEPTH:
             if isinstance(settings := value.get("settings"), dict):

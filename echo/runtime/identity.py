@@ -39,7 +39,7 @@ class Identity:
 
 
 def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
-    """Return the identity of the run in `run_dir`, making one for a new run.
+    """Return the identity of the run in `run_dir`; create it for a new run.
 
     Raises:
         StorageError: if the files cannot be read or written.
@@ -49,7 +49,7 @@ def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
         if id_path.exists():
             run_id = str(json.loads(id_path.read_text())["run_id"])
             return Identity(run_id, load_signing_key(run_dir))
-        # The key first: a run with an id has its key, whenever the process was killed.
+        # Create the key first: then a run with an id has a key, whenever the process is killed.
         key = load_or_create_signing_key(run_dir)
         run_id = f"{run_name}-{secrets.token_hex(4)}"
         write_file(id_path, json.dumps({"run_id": run_id}).encode())
@@ -59,22 +59,23 @@ def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
 
 
 def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
-    """Return the key with which the learner of this run directory signs.
+    """Return the learner's signing key in a run directory; create it if there is none.
 
-    The join string has its fingerprint, and may be written before the run has an id.
+    The join string contains the fingerprint of this key, and may be written before the run has an
+    id.
 
     Raises:
-        StorageError: if it cannot be read or written.
+        StorageError: if the file cannot be read or written.
     """
     # Any bytes of this length are a private key.
     return Ed25519PrivateKey.from_private_bytes(_load_or_create(_key_path(run_dir), KEY_BYTES))
 
 
 def load_signing_key(run_dir: Path) -> Ed25519PrivateKey:
-    """Return the signing key that lies in a run directory.
+    """Return the learner's signing key in a run directory.
 
     Raises:
-        OSError, ValueError: if there is none, or none that can be read.
+        OSError, ValueError: if the file is missing, unreadable, or not a key.
     """
     return Ed25519PrivateKey.from_private_bytes(_key_path(run_dir).read_bytes())
 
@@ -85,10 +86,10 @@ def _key_path(run_dir: Path) -> Path:
 
 # --- The join string of a run: `tcp://host:port#KEY.SECRET.FINGERPRINT` ---
 #
-# A node that has the string is an insider. The last part is the fingerprint of the key with which
-# the learner signs versions, settings and hashes of files (`weights/store/trust.py`). The learner
-# keeps all parts in its run directory, and a restart keeps the string. Keys that follow from it:
-# `net/curve.py`.
+# A node that has the string can join the run. The last part is the fingerprint of the key with
+# which the learner signs versions, settings and hashes of files (`weights/store/trust.py`). The
+# learner keeps all parts in its run directory, so the string stays the same after a restart.
+# `net/curve.py` derives the connection keys from the secret.
 
 
 _JOIN = re.compile(
@@ -102,17 +103,17 @@ class Join:
     """Contents of a join string."""
 
     address: str
-    """Of the learner or a relay, with its server key."""
+    """Address of the learner or a relay, with its server key."""
     secret: bytes = field(repr=False)
     fingerprint: bytes
-    """Of the learner's signing key."""
+    """Fingerprint of the learner's signing key."""
 
     @classmethod
     def parse(cls, text: str, *, source: str = "the join string") -> Join:
         """Read `tcp://host:port#KEY.SECRET.FINGERPRINT`.
 
         Raises:
-            ConfigError: if it has another form; the message does not repeat it.
+            ConfigError: if the text has another form; the message does not contain the text.
         """
         match = _JOIN.fullmatch(text.strip())
         try:
@@ -131,13 +132,13 @@ class Join:
         )
 
     def __str__(self) -> str:
-        """Return the string itself, which is a secret."""
+        """Return the join string, which is secret."""
         secret = base64.urlsafe_b64encode(self.secret).decode().rstrip("=")
         return f"{self.address}.{secret}.{show_fingerprint(self.fingerprint)}"
 
 
 def load_or_create_keys(run_dir: Path) -> tuple[CurveKeys, bytes]:
-    """Return the learner's keys and the run's secret, making both for a new run.
+    """Return the learner's connection keys and the run's secret; create both for a new run.
 
     Raises:
         StorageError: if the files cannot be read or written.
@@ -149,7 +150,7 @@ def load_or_create_keys(run_dir: Path) -> tuple[CurveKeys, bytes]:
 
 
 def write_join(run_dir: Path, address: str, keys: CurveKeys, secret: bytes) -> Join:
-    """Write the string with which others join into the run directory, and return it.
+    """Write the join string into the run directory, and return its contents.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -181,7 +182,7 @@ def _load_or_create(path: Path, num_bytes: int) -> bytes:
     return raw
 
 
-# --- Lookup of the join string by a relay or worker, and what follows from it ---
+# --- Lookup of the join string by a relay or worker, and the values derived from it ---
 
 
 ECHO_JOIN = "ECHO_JOIN"
@@ -190,21 +191,22 @@ ECHO_JOIN = "ECHO_JOIN"
 
 @dataclass(frozen=True, slots=True)
 class JoinSource:
-    """Where a relay or worker finds the learner's address and the secret that admits it."""
+    """The settings in which a relay or worker finds its join string."""
 
     role: Literal["relay", "worker"]
     connect: Sequence[str]
-    """The addresses of its own section."""
+    """Addresses in the node's own section of the configuration."""
     security: SecuritySection
     run_dir: Path
 
     def find(self) -> Join | None:
-        """Return the first join string among the addresses, security.join and its file.
+        """Return the first join string in `connect`, security.join or the file that it names.
 
-        Without any of them it is that of the run directory, for nodes on the learner's machine.
+        If none of them is set, read the join string in the run directory, which nodes on the
+        learner's machine share; None if the run directory has none.
 
         Raises:
-            ConfigError: if the file cannot be read or holds something else.
+            ConfigError: if the file cannot be read, or a text is not a join string.
         """
         for address in filter(has_secret, self.connect):
             return Join.parse(address, source=f"{self.role}.connect")
@@ -227,18 +229,18 @@ class JoinSource:
         return Join.parse(text, source=f"{key}{str(path)!r}")
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the addresses that the node dials first, in order; no secret is in them."""
+        """Return the addresses that the node dials first, in order, without the secret."""
         if self.connect:
             return tuple(_without_secret(address) for address in self.connect)
         join = self.find()
         return () if join is None else (join.address,)
 
     def fingerprint(self) -> bytes | None:
-        """Return the fingerprint of the learner's signing key; None where nothing here tells it.
+        """Return the fingerprint of the learner's signing key; None if it is not known here.
 
-        It stands in the join string. A run that is not encrypted has none: then it is that of the
-        run directory, if the learner is dialled on this machine, and otherwise no key is known to
-        be the learner's.
+        The join string contains it. An unencrypted run has no join string: then, if every address
+        is a loopback address, the fingerprint is that of the key in the run directory. Otherwise it
+        is not known.
         """
         join = self.find() if self.security.curve else None
         if join is not None:
@@ -252,10 +254,10 @@ class JoinSource:
         return fingerprint(key.public_key().public_bytes_raw())
 
     def keys(self) -> CurveKeys | None:
-        """Return the keys of the node; None where links are not encrypted.
+        """Return the connection keys of the node; None if links are not encrypted.
 
         Raises:
-            ConfigError: if there is no join string; it says where to get it.
+            ConfigError: if there is no join string; the message says where to get it.
         """
         if not self.security.curve:
             return None
@@ -271,9 +273,10 @@ class JoinSource:
 
 
 def join_address(address: str, advertise: str | None) -> str:
-    """Return where others reach the learner that listens on `address`, as far as it can know.
+    """Return the address at which other nodes reach the learner that listens on `address`.
 
-    A wildcard stands for every interface; the one of the default route is then the best guess.
+    A wildcard address listens on every interface; other nodes are then given the address of the
+    interface that the default route uses, as a guess.
     """
     if advertise is not None:
         return advertise
@@ -284,14 +287,14 @@ def join_address(address: str, advertise: str | None) -> str:
     anyone = "2001:db8::1" if host == "::" else "192.0.2.1"
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((anyone, 9))  # chooses a route; nothing is sent
+            probe.connect((anyone, 9))  # makes the kernel choose a route; sends nothing
         except OSError:
             return format_address(socket.gethostname(), port)
         return format_address(str(probe.getsockname()[0]), port)
 
 
 def is_own_machine(address: str) -> bool:
-    """Return whether an address, with a key or without, is one of this machine's."""
+    """Return whether an address, with or without a key, belongs to this machine."""
     try:
         host, _ = parse_address(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
