@@ -34,7 +34,7 @@ from echo.leases.groups import (
 LOST_WORKER = "(before the restart)"
 """Holder of a lease from before a restart, until a worker claims the lease."""
 MAX_WORKERS = 10_000
-"""Number of workers that are remembered, the newest; workers that have left are among them."""
+"""Number of newest workers that are remembered; workers that have left are among them."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class LeaseBook:
         self._groups: dict[int, OpenGroup] = {}
         """All groups that are not closed."""
         self._by_state: dict[OpenState, set[int]] = {state: set() for state in OpenState}
-        """Ids of the same groups, by state."""
+        """State -> ids of the groups in it, without closed groups."""
         self._by_worker: dict[str, list[LeaseRecord]] = {}
         self._deadlines: Deadlines[LeaseRecord] = Deadlines(self)
         self._changes: dict[str, int] = {}

@@ -203,7 +203,7 @@ class HeldLeases:
         self._by_state: dict[GroupState, dict[LeaseKey, PartialGroup]] = {
             state: {} for state in GroupState
         }
-        """The same groups, by state."""
+        """State -> the groups in it, in the order of entry."""
         self._waiting_since: dict[LeaseKey, float] = {}
         """When `overdue` first found a group waiting for a newer version."""
 
@@ -348,7 +348,7 @@ class HeldLeases:
         return due
 
     def forget_shipments(self) -> None:
-        """Make every group due for shipment again, after the learner may have lost them."""
+        """Make every group due for shipment again: the learner may have lost its copies."""
         for group in self._groups.values():
             group.num_shipped = 0
 

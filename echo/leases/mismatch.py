@@ -11,8 +11,8 @@ these hold:
 
 * At least half of its last WINDOW trained groups can be compared. For a group to be compared, at
   least two equals must have MIN_EQUAL groups of its staleness; so a fleet needs three workers.
-* The median ratio of a group's mismatch to that of its equals is at least TIMES.
-* The median mismatch is above FLOOR, whatever that of the equals is.
+* The median ratio of its groups' mismatch to its equals' mismatch is at least TIMES.
+* Its median mismatch is above FLOOR, whatever the equals' mismatch is.
 
 Medians are used because the estimate is exponential in the difference at a single token: one token
 can raise the mean of fifty groups, and no honest worker may be set aside for that. Rewards are not
@@ -30,11 +30,11 @@ from echo.core.timers import RecentMap
 from echo.leases.book import MAX_WORKERS
 
 WINDOW = 50
-"""Trained groups by which a worker is judged, its newest."""
+"""Number of newest trained groups by which a worker is judged."""
 MIN_EQUAL = 5
 """Groups of one level of staleness that an equal needs to serve as a comparison."""
 TIMES = 5.0
-"""Least ratio of a worker's mismatch to that of its equals at which it stands out."""
+"""Ratio of a worker's mismatch to its equals' mismatch from which on it stands out."""
 FLOOR = 0.005
 """Nats per token; a worker with a lower mismatch does not stand out. Honest workers have 0.001 with
 float32, and a few times as much with old weights or bfloat16.

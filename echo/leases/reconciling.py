@@ -1,4 +1,4 @@
-"""Reconciliation of a worker's leases: what its heartbeat lists, against the book.
+"""Reconciliation of a worker's leases: its heartbeat's list is compared with the book.
 
 * A lease that the worker does not list, though it should have it by now, is sent again.
 * A lease that the worker was asked to give up and no longer lists is given up: its group is

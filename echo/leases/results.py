@@ -316,7 +316,7 @@ class Results:
         return [Note("warning", text) for text in texts]
 
     def _cancel(self, leases: Sequence[LeaseRecord]) -> list[Action]:
-        """Tell the workers that have the other attempts of a group to stop."""
+        """Tell the holders of these leases to stop, and record that their leases end."""
         actions: list[Action] = []
         for record in leases:
             group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id

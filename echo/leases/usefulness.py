@@ -50,7 +50,7 @@ class Usefulness:
     """Counts useful groups per worker, and decides which workers are set aside."""
 
     def __init__(self, *, max_zero_signal_groups: int, groups_per_step: int) -> None:
-        """Start without groups; `max_zero_signal_groups` without a useful one end the run."""
+        """Start without groups; `max_zero_signal_groups` useless ones in a row end the run."""
         self._max_zero_signal_groups = max_zero_signal_groups
         self._quorum = max(1, min(groups_per_step, max_zero_signal_groups // 2))
         self._records: RecentMap[str, _Record] = RecentMap(max_entries=MAX_WORKERS)

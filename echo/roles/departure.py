@@ -26,7 +26,7 @@ DRAIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Drained(Action):
-    """A worker that leaves has handed over all that it could."""
+    """Report that a leaving worker has handed over all that it could."""
 
 
 @dataclass(frozen=True, slots=True)

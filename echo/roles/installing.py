@@ -34,7 +34,7 @@ If every worker refuses the newest version and their installed versions are too 
 learner never publishes a newer one.
 """
 MAX_REFUSAL_LENGTH = 500
-"""Characters of an engine's error that the learner is sent."""
+"""Number of characters of an engine's error that are sent to the learner."""
 
 
 @dataclass(frozen=True, slots=True)

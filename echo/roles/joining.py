@@ -118,7 +118,7 @@ def _each(events: Iterable[type], step: Step[Any]) -> dict[type, Step[Any]]:
 FINGERPRINT_BYTES = 16
 """128 bits: finding another key with the same fingerprint takes 2^128 tries."""
 
-# Neither hash can be taken for a manifest's root, which the same key signs.
+# These contexts keep the hashes apart from a manifest's root, which the same key signs.
 _FINGERPRINT = "echo-rl 2026-11 fingerprint of a learner's signing key"
 _ANSWER = "echo-rl 2026-11 answer to a hello"
 _HELLO = "echo-rl 2026-11 hello"
@@ -195,9 +195,9 @@ def _hash(answer: Welcome | Refuse | Finish) -> bytes:
 
 
 CODE = "task.code"
-"""Key of the inherited settings with hash and path of each module of the learner's task."""
+"""Key, in the inherited settings, of the hash and path of each module of the learner's task."""
 EXPECTED = "expected"
-"""Key of the inherited settings with the number of concurrent rollouts and prompt lengths."""
+"""Key, in the inherited settings, of the number of concurrent rollouts and the prompt lengths."""
 INHERITED_FILES = frozenset({
     "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -306,7 +306,7 @@ class NodeSettings:
     seal_keys: SealKeys = field(repr=False)
     retry_s: float = 1.0
     heartbeat_s: float = 5.0
-    """Replaced by the value of Welcome."""
+    """Seconds between heartbeats, until a Welcome states the run's value."""
     dead_after_s: float = 45.0
     fingerprint: bytes | None = None
     """Fingerprint of the learner's signing key, from the join string; None if it is not known."""
@@ -439,7 +439,7 @@ class Joining:
         """Return whether a message belongs to the present exchange with the learner.
 
         Raises:
-            ForgedError: if it was forged, changed or replayed on the way.
+            ForgedError: if the message was forged, changed or replayed on the way.
         """
         match message:
             case Asset() | Rehello():
@@ -884,7 +884,7 @@ class Admission:
         yet, the caller answers with Rehello.
 
         Raises:
-            ForgedError: if it was forged, changed or replayed on the way.
+            ForgedError: if the message was forged, changed or replayed on the way.
         """
         member = self.roster.nodes.get(envelope.source)
         if member is None or isinstance(message, UNSEALED):

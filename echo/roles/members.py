@@ -253,7 +253,7 @@ class Roster:
             return "restarted"
         first_at, last_at = known.contested or (now, now)
         if now - last_at > self.dead_after_s:
-            first_at = now  # another process, long ago
+            first_at = now  # the earlier claim was of another process
         known.contested = first_at, now
         return "name_taken" if now - first_at > self.dead_after_s else "wait"
 

@@ -96,7 +96,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Event: the process ends after the actions that this event returns."""
+    """Event: the process ends once the actions returned for this event are carried out."""
 
     reason: str
     has_failed: bool = False
@@ -220,7 +220,7 @@ class DialingRole:
             peer: the dialled peer; a parent is ignored here, because its silence is noticed
                 elsewhere.
             reason: for the operator.
-            is_refused: whether another attempt cannot help.
+            is_refused: whether further attempts are useless.
             now: the present.
         """
         link = self._control
@@ -539,7 +539,7 @@ class DialingRole:
         return self.to_learner(beat)
 
     def _on_leaving(self, event: Leaving, now: float) -> list[Action]:
-        """Say goodbye to a learner that knows this process."""
+        """Send Goodbye to the learner if it knows this process."""
         if self.state not in (NodeState.CONFIGURING, NodeState.READYING, NodeState.ADMITTED):
             return []  # another process may have the name
         reason = one_line(event.reason)[:MAX_REASON_LENGTH]

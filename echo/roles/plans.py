@@ -1,8 +1,8 @@
 """The learner's part in the plan of the broadcast: when to plan, and which nodes get new parents.
 
 `weights/topology/plan.py` computes the plan. This module has it computed from the measured uplinks,
-in a large fleet at most every PLAN_S for each node, and sends it to the nodes whose parents have
-changed.
+and sends it to the nodes whose parents have changed. In a large fleet at least PLAN_S times the
+number of nodes pass between two plans.
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ class Worker(DialingRole):
         return [*self._decided(recalled, now), *self._give_up(waiting, now)]
 
     def _give_up(self, groups: Sequence[PartialGroup], now: float) -> list[Action]:
-        """Leave groups that are not in the engine, and their tokens, to other workers."""
+        """Hand over groups that are not in the engine, with their tokens, to other workers."""
         if not groups or not self.is_admitted:
             return []
         shipped = self.ship(interval_s=0.0, now=now)
@@ -608,7 +608,7 @@ class Worker(DialingRole):
         return [*actions, *departure.finish(is_busy=is_busy, now=now)]
 
     def _on_released(self, event: MachineReleased, now: float) -> list[Action]:
-        """Say goodbye, and report whether the release is confirmed: then costs end."""
+        """Send Goodbye, with whether the release of the machine is confirmed, and stop."""
         reason = self.departure.reason
         goodbye: list[Action] = []
         if self.is_admitted:

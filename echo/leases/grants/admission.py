@@ -86,7 +86,7 @@ class Quota:
 
     @property
     def is_batch_waiting(self) -> bool:
-        """Whether the next batch waits for groups that run."""
+        """Whether the next batch waits for running groups."""
         return self.num_running > 0 and not self.is_batch_complete
 
     def is_closed(self, newest: PolicyVersion | None) -> bool:

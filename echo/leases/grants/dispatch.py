@@ -59,13 +59,13 @@ class Load:
     """Groups that it can hold."""
     num_held: int
     most_promised: int
-    """The number of promised groups at which workers with its version are granted no more."""
+    """Limit on promised groups for its present version: at this number it is granted no more."""
     most_soon: int
-    """The same limit for the version that it is expected to install soon."""
+    """Limit on promised groups for the version that it is expected to install soon."""
     group_s: float = 1.0
     """Seconds that one group takes in its engine if the engine is empty."""
     trial_s: float = 1.0
-    """`group_s` for its first group if it is idle: the longer it is idle, the shorter."""
+    """Like `group_s`, for its first group; it falls while the worker is idle."""
     free_at: list[float] = field(default_factory=lambda: [0.0])
     """For each of its places, the instant at which the place is free; a heap."""
 

@@ -35,13 +35,13 @@ from echo.leases.groups import LeaseRecord
 from echo.wire.messages import LeaseState
 
 MAX_LENGTHS = 256
-"""Groups whose lengths are remembered, the newest."""
+"""Number of newest groups whose lengths are remembered."""
 
 MAX_TIMES = 64
-"""Groups whose durations are remembered, the newest."""
+"""Number of newest groups whose durations are remembered."""
 
 MAX_VERSIONS = 16
-"""Versions whose first installation is remembered, the newest."""
+"""Number of newest versions whose first installation is remembered."""
 
 MEMORY = 0.8
 """Factor on the sums over earlier groups when another group is measured."""
@@ -277,7 +277,8 @@ class FinishTimes:
 
         Args:
             record: the lease.
-            is_running: whether to assume that the worker has begun the group, if no heartbeat says.
+            is_running: whether to assume that the worker has begun the group if no heartbeat shows
+                it.
             now: the present instant.
 
         Returns:

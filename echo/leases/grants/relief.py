@@ -55,7 +55,7 @@ class Relief:
         self._now = now
 
     def choose_moves(self, running: Sequence[RunningGroup]) -> Requests:
-        """Return the requests to holders to give leases up for idle workers."""
+        """Return the requests that ask holders to give leases up for idle workers."""
         pending = Counter(
             group.record.request.worker_id
             for group in running
@@ -76,7 +76,7 @@ class Relief:
         newcomers = [
             Newcomer(name, occupancy.num_held(worker) + pending[name], worker.capacity)
             for name, worker in occupancy.able.items()
-            # A slower worker gets new groups, once it shows its speed.
+            # A slower worker gets new groups instead, once its speed is known.
             if name in equals and occupancy.bounds[worker.installed] == occupancy.num_promised
         ]
         return even_out(self._movable(running), newcomers) if newcomers else []
