@@ -1,4 +1,4 @@
-"""Model without weights: dimensions, device, tiny model, digests."""
+"""Models of transformers: structure, weight files, digests, device, dtype, and the tiny model."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 MAX_NAMES_LISTED = 5
 BUILDING = threading.Lock()
-"""Held while a model is built: transformers switches initialisation and tying off for the whole
-process meanwhile, so a model built in another thread at that moment would come out untied."""
+"""Held while a model is built. Meanwhile transformers disables initialisation and tying for the
+whole process, so another thread that built a model then would get untied weights."""
 
 
 def import_architecture(directory: Path) -> None:
-    """Import the code of the model that config.json describes, which building it would do.
+    """Import the code of the model that config.json describes, before the model is built.
 
     Raises:
         DataError: if there is no config.json, or not of a causal language model.
@@ -66,11 +66,11 @@ def import_architecture(directory: Path) -> None:
 
 
 def model_class(config: Any) -> Any:
-    """Return the class of transformers that builds a model, and import the code of the model.
+    """Return the auto class of transformers that builds a model, and import the model's code.
 
     Raises:
-        DataError: if it is none that Echo trains and samples from, naming the architecture, and
-            what there is in its place.
+        DataError: if Echo cannot train and sample from this architecture; the message names the
+            architecture and a page that lists others.
     """
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -86,43 +86,43 @@ def model_class(config: Any) -> Any:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Return the configuration of each layer of a text model; most have the same for all."""
-    own = getattr(config, "per_layer_config", None)  # since transformers 5.20, which insists on it
+    """Return the configuration of each layer of a text model; usually all layers share one."""
+    own = getattr(config, "per_layer_config", None)  # required since transformers 5.20
     return [config if own is None else own[index] for index in range(config.num_hidden_layers)]
 
 
 def head_widths(layer: Any) -> tuple[int, int]:
-    """Return the dimensions of a head's keys and of its values; 0 of a layer without attention.
+    """Return the dimensions of a head's keys and values; 0 and 0 for a layer without attention.
 
     Args:
-        layer: its configuration, as transformers reads it: that has one name for a dimension which
-            config.json names differently by family, such as n_head and n_embd of GPT-2.
+        layer: the layer's configuration as transformers reads it. transformers maps the names of
+            families, such as n_head and n_embd of GPT-2, to common names.
     """
     num_heads = getattr(layer, "num_attention_heads", None)
     if not num_heads:
         return 0, 0
-    if getattr(layer, "kv_lora_rank", None):  # latent attention names both
+    if getattr(layer, "kv_lora_rank", None):  # latent attention has a field for each
         return layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
     width = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
     return width, width
 
 
 def reads_images(directory: Path) -> bool:
-    """Return whether the model of a directory reads images or sound beside text."""
+    """Return whether the model of a directory reads images or sound in addition to text."""
     return has_towers(AutoConfig.from_pretrained(directory, trust_remote_code=False))
 
 
 def has_towers(config: Any) -> bool:
-    """Return whether a model reads images or sound beside text, from its configuration."""
+    """Return whether the model of a configuration reads images or sound in addition to text."""
     return config.get_text_config() is not config
 
 
 def drop_towers(model: Any) -> Any:
-    """Take from a model all that text alone does not pass through, and return it.
+    """Delete the layers of a model that text does not pass through, and return the model.
 
-    Layers that read images or sound, and those that join them to the text, are neither trained nor
-    published nor sampled from, so they take no memory either. The rest has the names that it had,
-    in memory and on disk.
+    The deleted layers read images or sound, or join them to the text. Echo does not train, publish
+    or sample from these layers, so they need not take memory. The remaining layers keep their
+    names, in memory and on disk.
     """
     base, decoder = model.base_model, model.get_decoder()
     if has_towers(model.config) and decoder is not base:
@@ -133,10 +133,10 @@ def drop_towers(model: Any) -> Any:
 
 
 def choose_attention(config: Any, wanted: str) -> str:
-    """Return transformers' name of the attention that a model gets: "auto" is sdpa, else eager.
+    """Return transformers' name of a model's attention; "auto" gives sdpa if correct, else eager.
 
-    Not all releases of transformers say of all models that sdpa cannot compute them: where one caps
-    its attention's logits, that of older releases leaves the cap away in silence.
+    Not every release of transformers reports that sdpa cannot compute a model: with sdpa, older
+    releases silently omit the cap of a model that caps its attention logits.
     """
     if wanted != "auto":
         return wanted
@@ -152,13 +152,13 @@ def choose_attention(config: Any, wanted: str) -> str:
         if type(part) in mapping
     ]
     has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    # Its only word on it beside an error, and of a tower's class no other can be known.
+    # The only attribute that reports this before an error; a tower's class has no other source.
     can_all = all(each._supports_sdpa for each in classes)  # noqa: SLF001
     return "sdpa" if can_all and not has_cap else "eager"
 
 
 def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
-    """Build the model that config.json describes, weights uninitialised and tied as it says.
+    """Build the model of config.json with uninitialised weights, tied as config.json requires.
 
     Raises:
         DataError: if there is no config.json, or not of a causal language model.
@@ -188,7 +188,7 @@ UNREADABLE = (
 
 @contextmanager
 def explaining(directory: Path) -> Iterator[None]:
-    """Raise an EngineError that names config.json where transformers cannot build a model of it."""
+    """Raise a DataError that names the directory if the body cannot build a model."""
     try:
         yield
     except UNREADABLE as error:
@@ -199,7 +199,7 @@ def explaining(directory: Path) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """Return what transformers says against a model, with the remedy where there is a known one."""
+    """Return transformers' error about a model in one line, with the remedy if one is known."""
     text = " ".join(str(error).partition("\n\n")[0].split())
     if "attention implementation" not in text:
         is_sentence = isinstance(error, OSError | ValueError | ImportError | StrictDataclassError)
@@ -213,10 +213,11 @@ def check_weights(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> N
 
     Args:
         own: the model's state dict; names that share memory are tied.
-        tensors: what is to be installed; of tied names one is enough.
+        tensors: the weights to install; one of several tied names is enough.
 
     Raises:
-        EngineError: listing names that are missing or unknown, and shapes that differ.
+        EngineError: listing missing and unknown names, wrong shapes, and tied names with different
+            values.
     """
     places: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in own.items():
@@ -256,17 +257,16 @@ def _shorten(names: Sequence[str]) -> str:
 
 
 # --- names in memory and on disk ------------------------------------------------------------------
-#
-# Of some families transformers joins tensors when it reads them: the experts of a layer, one file
-# entry each, become one tensor with a dimension more. Training, images and deltas know the names in
-# memory alone; those on disk are for what others read: exported directories, and vLLM.
+# For some families transformers merges tensors when it reads files: the experts of a layer, one
+# file entry each, become one tensor with an additional dimension. Training, images and deltas use
+# only the names in memory. The names on disk are for exported directories and for vLLM.
 
 
 def build_shapes(directory: Path, attn_implementation: str = "eager") -> Any | None:
-    """Return the model of a directory without memory; None if there is no config.json.
+    """Return the model of a directory on the meta device; None if there is no config.json.
 
     Raises:
-        EngineError: if config.json is not of a causal language model.
+        DataError: if config.json is not of a causal language model.
     """
     if not (directory / "config.json").is_file():
         return None
@@ -275,10 +275,10 @@ def build_shapes(directory: Path, attn_implementation: str = "eager") -> Any | N
 
 
 def unrounded_names(model: Any | None) -> frozenset[str]:
-    """Return the names of persistent floating-point buffers, which no version rounds.
+    """Return the names of persistent floating-point buffers, which a version keeps unrounded.
 
-    They are no parameters: the bias by which routers choose experts decides in float32, and would
-    choose others if it were rounded.
+    Such a buffer is no parameter. For instance, the bias with which a router chooses experts is
+    float32; a rounded bias would choose other experts.
     """
     if model is None:
         return frozenset()
@@ -287,12 +287,12 @@ def unrounded_names(model: Any | None) -> frozenset[str]:
 
 
 def has_other_names_on_disk(model: Any | None) -> bool:
-    """Return whether files hold the weights of a model under other names than it has in memory."""
+    """Return whether weight files of a model use other names than the model has in memory."""
     return model is not None and bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return weights under the names, and cut into the pieces, that files of the model have."""
+    """Return weights under the model's names on disk, with merged tensors split as in its files."""
     if not has_other_names_on_disk(model):
         return tensors
     found: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -303,14 +303,14 @@ def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Ten
 
 
 def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
-    """Read the weights of a model directory under the names that they have in memory.
+    """Read the weights of a model directory under their names in memory.
 
-    Floating-point ones are rounded to `dtype`, except for those that a version does not round
-    either.
+    Floating-point tensors are rounded to `dtype`, except those that a version keeps unrounded
+    (`unrounded_names`).
 
     Raises:
-        DataError: if weights are missing, damaged, or in a format that is not safetensors; or, of a
-            model with other names on disk, if they do not make it up.
+        DataError: if weights are missing, damaged, or not in the format safetensors; or if the
+            files of a model with other names on disk do not match the model.
     """
     model = build_shapes(directory)
     tensors: Iterable[tuple[str, Tensor]] = read_tensors(directory)
@@ -324,7 +324,7 @@ def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
 
 
 def load_towers(directory: Path) -> dict[str, Tensor]:
-    """Read from a model directory what `drop_towers` takes away, float32, by names in memory.
+    """Read the weights that `drop_towers` deletes from a model, float32, by name in memory.
 
     Raises:
         DataError: as `load_directory`.
@@ -338,14 +338,17 @@ def load_towers(directory: Path) -> dict[str, Tensor]:
 
 
 def _is_for_transformers(directory: Path, model: Any) -> bool:
-    """Return whether files hold other names than a model has in memory, which explain them."""
+    """Return whether transformers must read the files.
+
+    This is so if it translates their names, or if they contain weights of the model's towers.
+    """
     if not has_other_names_on_disk(model) and not has_towers(model.config):
         return False
     return bool(shapes_in(directory).keys() - model.state_dict().keys())
 
 
 def _load_whole(directory: Path) -> Any:
-    """Return the model of a directory with its weights, float32, towers included."""
+    """Return the model of a directory with its weights and towers, float32."""
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with BUILDING:
@@ -363,7 +366,7 @@ def _load_whole(directory: Path) -> Any:
 
 
 def distinct_tensors(model: Any) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers of a model by name, tied ones once, not copied."""
+    """Return a model's parameters and persistent buffers by name, tied ones once, not copied."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -374,12 +377,12 @@ def distinct_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def weight_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the memory of weights, bytes; what shares it counts once."""
+    """Return the memory of weights, bytes; tensors that share memory count once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
 
 
 def shapes_in(directory: Path) -> dict[str, list[int]]:
-    """Return the shapes of the tensors of a model directory by name, from the files' headers.
+    """Read the shapes of a model directory's tensors, by name, from the headers of its files.
 
     Raises:
         DataError: as `load_directory`.
@@ -398,14 +401,15 @@ def shapes_in(directory: Path) -> dict[str, list[int]]:
 def check_weight_files(directory: Path, model: Any) -> None:
     """Check, by the files' headers, that the weights of a directory are those of a model.
 
-    Where the files have names that transformers translates, only what both name is compared.
+    If the files use names that transformers translates, only names in both are compared.
 
     Args:
         directory: of the weights.
-        model: that config.json describes, which may be without memory.
+        model: built from config.json; may be on the meta device.
 
     Raises:
-        DataError: if a file is missing or damaged, a tensor missing, or one of another shape.
+        DataError: if a file is missing or damaged, or a tensor is missing, has another shape, or
+            belongs to a layer of the model that has no such parameter.
     """
     shapes, own = shapes_in(directory), model.state_dict(keep_vars=True)
     wrong = [
@@ -432,22 +436,23 @@ def check_weight_files(directory: Path, model: Any) -> None:
 
 
 def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
-    """Refuse weights of other layers than the model's: without them it would compute otherwise.
+    """Refuse weights that belong to the model's layers but that the model has no parameter for.
 
-    Weights beside its layers may stay unused: a head for values, layers for further tokens.
+    Without such weights a layer would compute other values than in the checkpoint's model. Weights
+    outside the model's layers may stay unused: a value head, or layers that predict further tokens.
 
     Args:
         directory: of the weights.
         unknown: names in its files that are no parameters or persistent buffers of the model.
-        model: that config.json describes.
+        model: built from config.json.
 
     Raises:
-        DataError: naming weights of the model's own layers that it has no place for.
+        DataError: naming these weights.
     """
     layers = {name for name, _ in model.named_modules()} - {""}
-    layers |= {name.partition(".")[2] for name in layers}  # as files without the prefix name them
+    layers |= {name.partition(".")[2] for name in layers}  # as in files without the prefix
     buffers = {name for name, _ in model.named_buffers()}
-    ignored = model._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001 -- its only word on it
+    ignored = model._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001 -- no public attribute
     foreign = [
         name
         for name in sorted(unknown)
@@ -463,12 +468,12 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
 
 
 def _without_prefix(names: Iterable[str], model: Any) -> set[str]:
-    """Return names as the model has them, of files of its base model alone."""
+    """Return the model's names of tensors in a file that holds only its base model."""
     return {f"{model.base_model_prefix}.{name}" for name in names}
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    """Return the error for a file of weights that does not load."""
+    """Return the error for a file of weights that cannot be read."""
     is_cut = "incomplete metadata" in str(error)
     why = "the file is cut off" if is_cut else f"cannot read the weights: {error}"
     return DataError(f"{path}: {why}; {COPY_AGAIN}")
@@ -478,7 +483,7 @@ COPY_AGAIN = "copy or download it again"
 
 
 def lacking(directory: Path, names: Iterable[str]) -> DataError:
-    """Return the error for files that leave some of a model's tensors out."""
+    """Return the error for files that lack some of a model's tensors."""
     return DataError(
         f"{directory}: the weights lack {sorted(names)[:5]}, which would start at random; is this "
         "the checkpoint of a causal language model?"
@@ -486,7 +491,7 @@ def lacking(directory: Path, names: Iterable[str]) -> DataError:
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model directory with their names, one in memory at a time.
+    """Yield the names and tensors of a model directory, reading one tensor at a time.
 
     Raises:
         DataError: as `load_directory`.
@@ -501,16 +506,17 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def resolve_model(name: str, revision: str | None = None, *, key: str = "model.name") -> Path:
-    """Return the directory of a model, downloading it from the hub where it is not local.
+    """Return the directory of a model, after downloading the model from the hub if necessary.
 
     Args:
         name: a directory, or the id of a model on the hub ("Qwen/Qwen3-0.6B").
         revision: branch, tag or commit on the hub; None for its default branch.
-        key: of the configuration, that names it.
+        key: of the configuration that `name` comes from, for messages.
 
     Raises:
-        ConfigError: if a revision is asked of a local directory.
-        DataError: if there is no such directory, no model in it, or the hub cannot deliver.
+        ConfigError: if a revision is given for a local directory.
+        DataError: if the directory does not exist or holds no model, or the model cannot be
+            downloaded.
     """
     path = find_model(name, revision, key=key)
     if path is not None:
@@ -521,10 +527,10 @@ def resolve_model(name: str, revision: str | None = None, *, key: str = "model.n
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors of a model directory.
+    """Return the paths of the safetensors files of a model directory.
 
     Raises:
-        DataError: if there are none, or not all that its index names.
+        DataError: if there are none, or files that the index names are missing.
     """
     index = directory / INDEX_FILE
     if index.is_file():
@@ -551,7 +557,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def has_all_weights(directory: Path) -> bool:
-    """Return whether the files of weights are all in a directory, such as the hub's cache."""
+    """Return whether a directory, such as one in the hub's cache, has all its weight files."""
     try:
         return bool(weight_files(directory))
     except DataError:
@@ -562,7 +568,7 @@ def has_all_weights(directory: Path) -> bool:
 
 
 def make_sampling(sampling: SamplingSection, stop_ids: list[int]) -> Sampling:
-    """Return how rollouts are sampled."""
+    """Return an engine's sampling settings from a configuration and the stop token ids."""
     return Sampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -582,7 +588,7 @@ def model_digests(
 
 
 def model_digest(model_dir: Path) -> str:
-    """Hash the model's configuration by content, without what only tells where it came from."""
+    """Hash the content of config.json, without origin, versions and dtype."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     fields = tokenization.drop_code(fields)
     for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
@@ -594,27 +600,27 @@ WINDOW_FIELDS = (
     "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length",
     "max_sequence_length", "seq_length", "seq_len", "max_target_positions",
 )  # fmt: skip
-"""Names that families have for their window in config.json."""
+"""Names of the context window in config.json, by family."""
 
 
 def context_window(model_dir: Path) -> int:
-    """Return the longest sequence that the model takes, in tokens."""
+    """Return the model's longest sequence in tokens; 2^20 if config.json gives none."""
     fields = fields_of_model(model_dir)
     named = [fields.get(name) for name in WINDOW_FIELDS]
     return min((size for size in named if isinstance(size, int) and size > 0), default=1 << 20)
 
 
 def fields_of_model(model_dir: Path) -> dict[str, Any]:
-    """Return the fields of config.json, those of the text model of a larger one included."""
+    """Return the fields of config.json, with those of `text_config` on the top level."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return {**fields, **(fields.get("text_config") or {})}
 
 
 def vocab_size(model_dir: Path) -> int:
-    """Return the rows of the model's embedding: token ids are below it.
+    """Return the number of rows of the model's embedding; token ids are below this number.
 
     Raises:
-        DataError: if config.json does not say it.
+        DataError: if config.json has no valid vocab_size.
     """
     number = fields_of_model(model_dir).get("vocab_size")
     if not isinstance(number, int):
@@ -626,11 +632,11 @@ def vocab_size(model_dir: Path) -> int:
 
 
 def write_model_files(asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
-    """Return a model directory made of the files that a worker inherits.
+    """Write the model files that a worker inherits into a directory, and return the directory.
 
     Raises:
-        DataError: if a file is not what its name says.
-        StorageError: if they cannot be written.
+        DataError: if a JSON file cannot be parsed.
+        StorageError: if the files cannot be written.
     """
     try:
         asset_dir.mkdir(parents=True, exist_ok=True)
@@ -648,7 +654,7 @@ def write_model_files(asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that this process can allocate now without taking it from another one."""
+    """Return the free memory of a device, or of the host for a CPU, in bytes."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -656,10 +662,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def pick_device(name: str) -> str:
-    """Return torch's name of a device; "auto" is the first GPU where there is one.
+    """Return torch's name of a device; "auto" is the first GPU, or the CPU if there is none.
 
     Raises:
-        ConfigError: if torch knows no such device, or it is not on this machine.
+        ConfigError: if torch does not know the device, or this machine lacks it.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
@@ -678,7 +684,7 @@ def pick_device(name: str) -> str:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Let one operation on the CPU use this many threads; 0 leaves torch's own choice."""
+    """Set the number of threads of one operation on the CPU; 0 keeps torch's default."""
     if num_threads:
         torch.set_num_threads(num_threads)
 
@@ -687,16 +693,16 @@ def free_gpu_bytes(name: str) -> int | None:
     """Return the free memory of a device, bytes; None if it is a CPU.
 
     Raises:
-        ConfigError: if it is not on this machine.
+        ConfigError: if the device is not on this machine.
     """
     device = torch.device(pick_device(name))
     return free_bytes(device) if device.type == "cuda" else None
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:
-    """Return what to compute in: "auto" is bfloat16 on a GPU and float32 elsewhere.
+    """Return the dtype to compute in: "auto" is bfloat16 on a GPU and float32 elsewhere.
 
-    A CPU that is better at bfloat16 has been asked before, by `choose_cpu_dtype`.
+    On a CPU, `with_cpu_dtype` has replaced "auto" before, by bfloat16 if that is faster.
     """
     if name == "auto":
         name = "bfloat16" if device.startswith("cuda") else "float32"
@@ -704,25 +710,25 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 MIN_PRODUCT = 1 << 18
-"""Weights of a layer's product below which a CPU computes in float32, unmeasured: in a smaller
-model conversions and norms cost more than faster products gain."""
+"""Least weights of a layer's matrix for which `choose_cpu_dtype` times bfloat16. In a smaller model
+the conversions and norms cost more than faster products save."""
 MIN_GAIN = 1.5
-"""A CPU without instructions for bfloat16 gains nothing or loses; one with them, 2 to 10 times."""
+"""Speed-up from which bfloat16 is chosen. CPUs with instructions for it reach 2 to 10."""
 TIMED_ROWS = 64
 MAX_TIMED_WIDTH = 2048
-"""A part of a larger product says as much, in milliseconds."""
+"""Larger matrices are cut to this width: the ratio is the same, and a timing takes milliseconds."""
 NUM_TIMED = 5
 
 
 def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], str]:
-    """Return the type in which this CPU computes a model sooner, and one line if it is bfloat16.
+    """Return the faster dtype for a model on this CPU, and a line of explanation if it is bfloat16.
 
-    A product of the model's own shape is timed in both types, in turns; the shortest of a few times
-    counts, since other programs only make a time longer.
+    This times a product of the model's own shape in both dtypes, alternately. The shortest of
+    several times counts, since other programs can only lengthen a time.
     """
     try:
         facts = read_model_facts(directory)
-    except DataError:  # another kind of model, or no config.json: the engine tells
+    except DataError:  # not a known model, or no config.json: the engine raises the error
         return "float32", ""
     shape = facts.hidden_size, facts.intermediate_size
     if math.prod(shape) < MIN_PRODUCT:
@@ -734,8 +740,8 @@ def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], s
     }
     best = dict.fromkeys(operands, math.inf)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for each other on a busy machine
-    for _ in range(1 + NUM_TIMED):  # the first makes the kernels
+    torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
+    for _ in range(1 + NUM_TIMED):  # the first round generates the kernels
         for dtype, (rows, weights) in operands.items():
             began_at = time.perf_counter()
             torch.nn.functional.linear(rows, weights)
@@ -753,9 +759,9 @@ def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], s
 def with_cpu_dtype(
     section: LearnerSection | WorkerSection, base_dir: Path
 ) -> tuple[LearnerSection | WorkerSection, str]:
-    """Return a section with what `dtype = "auto"` means on a CPU, and a line about it.
+    """Return a section with `dtype = "auto"` resolved for a CPU, and a line about the choice.
 
-    For a GPU it stays as it is. A learner's run keeps on resume what its first start has found.
+    For a GPU the section is unchanged. A resumed run keeps the dtype that its learner first chose.
     """
     if section.dtype != "auto" or pick_device(section.device) != "cpu":
         return section, ""
@@ -779,7 +785,7 @@ PAD_ID, BOS_ID, EOS_ID = range(3)
 HEAD_DIM = 16
 
 VLLM_HEAD_DIM = 32
-"""The smallest head that vLLM's attention for CPUs knows; half of them make the same width."""
+"""The smallest head of vLLM's attention for CPUs; half as many heads have the same total width."""
 
 VOCAB_SIZE = 32
 """Rows of the embedding: the 28 tokens, rounded up to a multiple of 16."""
@@ -788,7 +794,7 @@ VOCAB_SIZE = 32
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Return the tokenizer: one token per character, <bos> in front, no chat template.
 
-    A character that it does not know becomes <pad>, so that any task's prompts pass through.
+    Unknown characters become <pad>, so that any task's prompts can be encoded.
     """
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -803,7 +809,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def shape(head_dim: int) -> dict[str, Any]:
-    """Return the dimensions of the model: 64 wide in attention, whatever the size of a head."""
+    """Return the dimensions of the tiny model; its attention is 64 wide for every `head_dim`."""
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -818,8 +824,8 @@ def shape(head_dim: int) -> dict[str, Any]:
 
 
 def build_config(*, head_dim: int = HEAD_DIM) -> Qwen3Config:
-    """Return the configuration of the model."""
-    from transformers import Qwen3Config  # here, since a process needs one architecture as a rule
+    """Return the configuration of the tiny model."""
+    from transformers import Qwen3Config  # imported here: most processes need one architecture
 
     return Qwen3Config(
         **shape(head_dim),
@@ -833,7 +839,7 @@ def build_config(*, head_dim: int = HEAD_DIM) -> Qwen3Config:
 
 
 def build_model(*, seed: int, head_dim: int = HEAD_DIM) -> Qwen3ForCausalLM:
-    """Return the model with random float32 weights; torch's global generator is left alone."""
+    """Return the tiny model with random float32 weights; torch's global generator is unchanged."""
     from transformers import Qwen3ForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -842,7 +848,7 @@ def build_model(*, seed: int, head_dim: int = HEAD_DIM) -> Qwen3ForCausalLM:
 
 
 def save_tiny_model(directory: Path, model: Qwen3ForCausalLM) -> None:
-    """Write model and tokenizer as a Hugging Face directory."""
+    """Write a tiny model and its tokenizer as a Hugging Face directory."""
     directory.mkdir(parents=True, exist_ok=True)
     build_tokenizer().save_pretrained(directory)
     model.config.save_pretrained(directory)
