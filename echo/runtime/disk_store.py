@@ -1,6 +1,6 @@
 """Memory-mapped version stores on disk, which a restarted node resumes from.
 
-Layout of the directory (network.store_dir), all names this module's own:
+Files in the directory (network.store_dir) that this module creates:
 
     v12-L1-<run>.image       the bytes of version 12, lineage 1; <run> is a hash of the run's id
     v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
@@ -67,11 +67,11 @@ from echo.weights.manifest import Manifest
 from echo.weights.store.memory import VersionStore
 from echo.weights.store.patches import Patch
 
-# --- Verification of held chunks: hash every one ---
+# --- Verification of held chunks by their hashes ---
 
 
 BATCH_BYTES = 1 << 20
-"""Bytes hashed per task of the pool: for fewer, the task costs more than the hash."""
+"""Bytes hashed per task of the pool: with fewer bytes, a task costs more than its hashes."""
 
 
 def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
@@ -108,25 +108,25 @@ class DiskThread:
     """Calls functions in a thread, in the order of `call`."""
 
     def __init__(self) -> None:
-        """Start; the thread begins with the first call."""
+        """Create the pool; its thread starts with the first call."""
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
             1, thread_name_prefix="version_store"
         )
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a function that handles its own faults; at once after `close`."""
+        """Call a function, which must handle its errors, in the thread; after `close` directly."""
         if self._pool is None:
             function()
         else:
             self._pool.submit(function).add_done_callback(_report)
 
     def flush(self) -> None:
-        """Wait until all functions given so far were called."""
+        """Wait until all functions passed to `call` so far have returned."""
         if self._pool is not None:
             self._pool.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Wait for all functions, and end the thread."""
+        """Wait until all functions have returned, and end the thread."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -170,13 +170,13 @@ MAX_SPARES = 2
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A version that a former process has left; it is not verified yet."""
+    """A version that an earlier process has stored; it is not verified yet."""
 
     version: PolicyVersion
     signed_manifest: bytes
     """As given to `create` or `sealed`; the caller must verify the learner's signature."""
     storage: memoryview
-    """Its bytes, writable; `verify_held` finds the chunks that were written."""
+    """The image's bytes, writable; `verify_held` finds the chunks that were written."""
 
 
 @dataclass(slots=True, eq=False)
@@ -215,13 +215,13 @@ def map_memory(num_bytes: int) -> Pages:
 
 
 def advise_huge_pages(mapping: mmap.mmap) -> None:
-    """Ask the kernel for pages of 2 MiB, each of which saves 511 faults; it may refuse."""
+    """Ask the kernel for pages of 2 MiB, which cause 1/512 of the page faults; it may refuse."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 class MemoryStore(VersionStore):
-    """Keeps versions in memory, within `limit_bytes` for all that are not dropped."""
+    """Keeps versions in memory; all versions that are not dropped take at most `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes < 1:
@@ -242,7 +242,7 @@ class MemoryStore(VersionStore):
     ) -> memoryview:
         """Return memory for a version, with undefined bytes.
 
-        The signed manifest is kept beside it as it travels; None if it is known later (`sealed`).
+        The signed manifest is stored with it as received; None if it follows later (`sealed`).
 
         Raises:
             StorageError: if the limit, the disk or the memory does not allow it.
@@ -260,9 +260,9 @@ class MemoryStore(VersionStore):
         return pages.lend()
 
     def drop(self, version: PolicyVersion) -> None:
-        """Drop the version store of a version, if there is one.
+        """Drop the version store of a version; do nothing if there is none.
 
-        Views of it, and frames that libzmq has yet to send, stay valid.
+        Views of its memory, and frames that libzmq has yet to send, stay valid.
         """
         pages = self._live.pop(version, None)
         if pages is None:
@@ -278,18 +278,18 @@ class MemoryStore(VersionStore):
         del self._spares[MAX_SPARES:]
 
     def recover(self, run_id: str) -> list[Saved]:
-        """Return what a former process left of this run, newest first; to be called once joined.
+        """Return the versions of this run that an earlier process stored, newest first.
 
-        The caller verifies the manifest (echo.weights.manifest.verify), then the chunks
-        (`verify_held`), and drops versions that it does not need. Versions of other runs are
-        dropped.
+        Called once the node has joined. The caller verifies the manifest
+        (echo.weights.manifest.verify), then the chunks (`verify_held`), and drops versions that it
+        does not need. Versions of other runs are dropped.
         """
         for version in list(self._live):
             self.drop(version)
         return []
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Note that the memory of `base` holds `version` now."""
+        """Record that the memory of `base` now holds `version`."""
         pages = self._live.pop(base, None)
         if pages is not None:
             self._live[version] = pages
@@ -312,7 +312,7 @@ class MemoryStore(VersionStore):
         self._drop_spares()
         self._live.clear()
 
-    # --- where a version lies --------------------------------------------------------------------
+    # --- memory of a version ---------------------------------------------------------------------
 
     @property
     def where(self) -> str:
@@ -330,7 +330,7 @@ class MemoryStore(VersionStore):
             ) from error
 
     def _enter(self, version: PolicyVersion, pages: Pages) -> None:
-        """Give pages the name of a version, or raise StorageError."""
+        """Name the file of pages after a version, or raise StorageError; does nothing in memory."""
 
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Remove the name of a dropped version's pages; return whether they may be reused."""
@@ -368,9 +368,9 @@ def _names(versions: Sequence[PolicyVersion]) -> str:
 
 
 DEFAULT_SHARE = 0.9
-"""Share of the free memory or disk that versions may take, where network.store_bytes is unset."""
+"""Share of the free memory or disk that versions may take if network.store_bytes is unset."""
 FORMAT = 2
-"""Format of names and files in the directory; part of the lock's name."""
+"""Format of the file names and files in the directory; part of the lock's name."""
 _LOCK = f"echo-store-{FORMAT}.lock"
 _LOCKS = re.compile(r"echo-store-(\d+)\.lock")
 _OWN = re.compile(
@@ -380,7 +380,7 @@ _OWN = re.compile(
 
 
 def open_store(directory: str | None, limit_bytes: int | None) -> MemoryStore:
-    """Return the store for network.store_dir, memory without it, and network.store_bytes.
+    """Return the store for network.store_dir (None for memory) and network.store_bytes.
 
     Raises:
         StorageError: if the directory cannot be used.
@@ -393,10 +393,10 @@ def open_store(directory: str | None, limit_bytes: int | None) -> MemoryStore:
 
 
 def _refuse_other_format(directory: Path) -> None:
-    """Refuse a directory that was begun with another format.
+    """Refuse a directory that another format was written to.
 
     Raises:
-        StorageError: with both formats and the remedy.
+        StorageError: naming both formats and the remedy.
     """
     formats = {match[1] for path in directory.glob("*.lock") if (match := _LOCKS.match(path.name))}
     if other := ", ".join(sorted(formats - {str(FORMAT)})):
@@ -409,8 +409,8 @@ def _refuse_other_format(directory: Path) -> None:
 class DiskStore(MemoryStore):
     """Keeps versions in files that are mapped into memory.
 
-    The directory is made if it does not exist, and locked until `close`. All versions together may
-    take `limit_bytes`; None for DEFAULT_SHARE of the free disk.
+    The directory is created if it does not exist, and locked until `close`. All versions together
+    take at most `limit_bytes`; None for DEFAULT_SHARE of the free disk space.
 
     Raises:
         StorageError: if the directory cannot be used, or another process uses it.
@@ -440,7 +440,7 @@ class DiskStore(MemoryStore):
         return f"network.store_dir = {self.directory}"
 
     def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
-        """Write a manifest beside its image; if that fails the version is not recovered later."""
+        """Write a manifest beside its image; if this fails, the version is not recovered later."""
         pages = self._live.get(version)
         if pages is None or pages.path is None:
             return  # patched to a newer version, or in memory
@@ -451,9 +451,8 @@ class DiskStore(MemoryStore):
         self, version: PolicyVersion, temporary: Path, signed_manifest: bytes
     ) -> None:
         try:
-            # Not synced, as the version store is not: a manifest torn by a power failure is
-            # refused.
-            _write(temporary, signed_manifest)  # with the key of its chunks
+            # Not synced, like the version store: a manifest torn by a power failure is refused.
+            _write(temporary, signed_manifest)  # private: contains the chunks' key
             temporary.rename(self._path(version, "manifest"))
         except OSError as error:
             self._warn(f"the manifest of {version} cannot be written: {error.strerror}")
@@ -462,11 +461,11 @@ class DiskStore(MemoryStore):
     # --- in place --------------------------------------------------------------------------------
 
     def begin_patch(self, patch: Patch) -> None:
-        """Give the image the name of the version that a patch is about to make of it."""
+        """Rename the image to the version that a patch is about to write into it."""
         self._rename(patch.base, patch.base, patch.version)
 
     def cancel_patch(self, patch: Patch) -> None:
-        """Give the image its name again: the patch was taken back."""
+        """Rename the image to its base version again: the patch was taken back."""
         try:
             self._rename(patch.base, patch.version, patch.base)
         except OSError as error:
@@ -474,19 +473,20 @@ class DiskStore(MemoryStore):
 
     def _rename(self, held: PolicyVersion, old: PolicyVersion, new: PolicyVersion) -> None:
         pages = self._live.get(held)
-        if pages is not None and pages.path is not None:  # otherwise it ends with this process
+        if pages is not None and pages.path is not None:  # a version in memory has no name
             pages.path = self._path(old, "image").rename(self._path(new, "image"))
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Note that the file of `base` holds `version` now."""
+        """Record that the file of `base` now holds `version`, and remove the base's manifest."""
         super().advance(base, version)
         self._remove_later(self._path(base, "manifest"))
 
     def recover(self, run_id: str) -> list[Saved]:
-        """Return what a former process left of this run, newest first, and remove the rest.
+        """Return the versions of this run that an earlier process stored; remove its other files.
 
-        Must be called before the first `create`. Version stores of this process are not returned;
-        if they are of another run, they are dropped. May take long, so a thread must call it.
+        Newest first. Must be called before the first `create`. Version stores of this process are
+        not returned; if they belong to another run, they are dropped. May take long, so it must be
+        called in a thread.
         """
         run = blake3(run_id.encode()).hexdigest()[:16]
         if run != self._run:
@@ -503,10 +503,10 @@ class DiskStore(MemoryStore):
         return saved
 
     def close(self) -> None:
-        """Release the directory; the versions in it stay for a later process.
+        """Release the directory; its versions remain for a later process.
 
-        Waits for queued disk work. A later process should start after this one has ended: until
-        then threads of this one may still write verified chunks into the version stores.
+        Waits for queued disk work. A later process should start after this process has ended: until
+        then, threads of this process may still write verified chunks into the version stores.
         """
         super().close()
         self._thread.close()
@@ -518,7 +518,7 @@ class DiskStore(MemoryStore):
         """Wait until manifests are written, and dropped files removed."""
         self._thread.flush()
 
-    # --- making and taking back ------------------------------------------------------------------
+    # --- allocation and release ------------------------------------------------------------------
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
         """Preallocate and map a file under a temporary name; fall back to memory."""
@@ -577,9 +577,9 @@ class DiskStore(MemoryStore):
             ) from error
 
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
-        """Make a spare of a file, and remove its manifest.
+        """Rename a dropped version's file to a temporary name for reuse, and remove its manifest.
 
-        Memory in place of a file is not reused: the next version may fit on the disk again.
+        Memory that replaced a file is not reused: the next version may fit on the disk again.
         """
         if pages.path is None:
             return False
@@ -598,7 +598,7 @@ class DiskStore(MemoryStore):
         """Remove a file after all queued writes to it."""
         self._thread.call(lambda: _remove(path))
 
-    # --- what a former process left --------------------------------------------------------------
+    # --- files of an earlier process -------------------------------------------------------------
 
     def _sift(self, known: set[Path | None]) -> list[PolicyVersion]:
         """Return the versions in the directory, newest first; remove files without a version."""
@@ -620,7 +620,7 @@ class DiskStore(MemoryStore):
         return sorted(versions, reverse=True)
 
     def _reopen(self, version: PolicyVersion) -> Saved | None:
-        """Map a version again, or remove its files if they are useless."""
+        """Map a stored version, or remove its files if they are incomplete."""
         path, manifest = self._path(version, "image"), self._path(version, "manifest")
         try:
             signed_manifest = manifest.read_bytes()
@@ -661,7 +661,7 @@ class DiskStore(MemoryStore):
         return stat.f_bavail * stat.f_frsize
 
     def _available_bytes(self) -> int:
-        """Return the free bytes of the disk, with those that a former process has taken here."""
+        """Return the free bytes of the disk, plus those of an earlier process's files here."""
         taken = (
             entry.stat(follow_symlinks=False).st_size
             for entry in os.scandir(self.directory)
@@ -670,7 +670,7 @@ class DiskStore(MemoryStore):
         return self._free_bytes() + sum(taken)
 
     def _warn(self, text: str) -> None:
-        """Warn once, and not again with every version."""
+        """Log a warning, once per store."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning("%s: %s", self.where, text)
@@ -691,6 +691,6 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file if it exists and can be removed."""
+    """Remove a file; ignore errors."""
     with contextlib.suppress(OSError):
         path.unlink()

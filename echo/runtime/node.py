@@ -2,12 +2,12 @@
 
     transport events, timer, results of model work  ->  role  ->  actions  ->  perform
 
-Only the event loop calls the role, so it needs no locks; model work runs in threads (`threads.py`)
-and its results come back to the loop. There is one timer. It is set again only for an earlier
-deadline; a timer that fires too early sets the next one. An unexpected exception ends the node,
-because a half-failed node would do more harm. While a peer's message is being handled, the
-exception drops the peer instead; otherwise one malformed message could stop the fleet. This loses
-no decision: the role returns all decisions as actions, and the peer may join again.
+Only the event loop calls the role, so the role needs no locks. Model work runs in threads
+(`threads.py`), which pass their results to the loop. There is one timer. The node sets it again
+only for an earlier deadline; a timer that fires too early sets the next timer. An unexpected
+exception ends the node, because a half-failed node would do more harm. An exception in the handling
+of a peer's message drops only that peer, since otherwise one malformed message could stop the
+fleet. No decision is lost: the role returns its decisions as actions, and the peer may join again.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ REPEAT_S = 60.0
 """Seconds between two lines of one topic."""
 
 INTERRUPTED = "interrupted"
-"""The reason with which a node ends that its operator has stopped."""
+"""Reason for the end of a node that its operator has stopped."""
 STALL_S = 0.5
-"""Delay of a timer, in seconds, that shows that the loop did not run."""
+"""Seconds by which a timer must be late to show that the loop did not run."""
 CATCH_UP_S = 0.2
-"""Seconds to read what arrived during a stall before anything is declared late."""
+"""Seconds for reading messages that arrived during a stall, before deadlines are checked."""
 LEAST_WAIT_S = 0.001
-"""A timer fires no sooner than this."""
+"""Shortest delay of a timer, seconds."""
 MAX_WORKERS = 8
 """Threads that decode deltas and write chunks; each takes some GB of weights per second."""
 LINGER_S = 2.0
@@ -123,7 +123,7 @@ class Topics:
 
 
 class Node:
-    """One process's node: a role, a transport, and the threads in which models work."""
+    """The node of a process: a role, a transport, and threads for model work."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Node:
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Take a transport that has been started; `threads` of None are the process's own."""
+        """Take a started transport; `threads` of None are real threads (`ThreadPools`)."""
         self.transport = transport
         self.log = log
         self._role = role
@@ -153,23 +153,23 @@ class Node:
         self.event_log: EventLog | None = None
         """Log of everything that the role receives and returns; None for no log."""
 
-    # --- what roles fill in ----------------------------------------------------------------------
+    # --- overridden by the nodes of each role ----------------------------------------------------
 
     def on_action(self, action: Action) -> None:
-        """Carry out an action that only nodes of this role know."""
+        """Carry out an action that is specific to the role."""
         raise TypeError(f"{type(action).__name__} is not for {type(self).__name__}")
 
     def before_expire(self) -> None:
-        """Update the counts that the role is about to report."""
+        """Update the role's counters before it reports them."""
 
     async def work(self) -> None:
-        """Do the role's work; when it returns the node goes on relaying until it is stopped."""
+        """Do the role's work; after it returns, the node still relays until it is stopped."""
 
     async def drain(self) -> None:
         """Finish the work that must not be lost, after the first interrupt."""
 
     def release(self) -> None:
-        """Release the resources of this role's node, however the node has ended."""
+        """Release the role's resources; called when the node ends, also after an error."""
 
     # --- running ---------------------------------------------------------------------------------
 
@@ -192,24 +192,24 @@ class Node:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            while self._tasks:  # one may begin another while it ends
+            while self._tasks:  # a task may start another while it ends
                 for task in self._tasks:
                     task.cancel()
-                # Not `gather`: of tasks that are all done it returns at once since Python 3.12, and
-                # the callbacks that take them away never get their turn.
+                # Not `gather`: since Python 3.12 it returns at once if all tasks are done, and the
+                # callbacks that remove the tasks from the set would never run.
                 await asyncio.wait(self._tasks)
             self.threads.close()
             for release in (self.release, *self.at_release):
                 try:
                     release()
                 except Exception:
-                    # The other releases follow, and the last messages of this node, with the reason
-                    # of its end.
+                    # Continue with the other releases, and close the transport, which sends the
+                    # node's last messages with the reason for its end.
                     self.log.exception("the node ends, and cannot release something")
             await self.transport.close()
 
     def interrupt(self) -> None:
-        """End because the operator wants it: the first call drains, further calls do nothing."""
+        """Stop at the operator's request: the first call drains, further calls do nothing."""
         self._num_interrupts += 1
         if self._num_interrupts == 1:
             self.log.warning("stopping: finishing what must not be lost (again to stop at once)")
@@ -282,12 +282,12 @@ class Node:
             self._settle()
 
     def _refuse_public(self, event: Received) -> None:
-        """Drop a message that may arrive over an encrypted connection only."""
+        """Drop a message that may arrive only over an encrypted connection."""
         text = "dropped a message that came unencrypted and is no chunk: from somebody on the way"
         self._topics.tell(Note("warning", text, text), now=self.now)
 
     def _receive(self, peer: str, frames: list[Frame]) -> list[Action]:
-        """Have the role handle a message; an exception drops the peer that has sent it."""
+        """Pass a message to the role; an exception drops the peer that has sent it."""
         try:
             return self._role.receive(peer, frames, now=self.now)
         except Exception as error:
@@ -304,7 +304,7 @@ class Node:
     # --- acting ----------------------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Carry out actions in order, then set the timer; after a burst of messages only once."""
+        """Carry out actions in order, then set the timer (once after a burst of messages)."""
         for action in actions:
             if self.event_log is not None:
                 self.event_log.write("returned", action, now=self.now)
@@ -335,8 +335,8 @@ class Node:
         try:
             peer = self.transport.dial(action.address, has_bulk=action.purpose == "weights")
         except TransportError as error:
-            # The address is from another node's message. The role tries another one after a
-            # timeout.
+            # The address comes from another node's message. After a timeout the role tries another
+            # address.
             self._topics.tell(Note("warning", str(error), f"dial {action.address}"), now=self.now)
         else:
             self._role.dialled(action.address, action.purpose, peer)
@@ -359,7 +359,7 @@ class Node:
         deadline = self._role.deadline
         if deadline is None or self._stopped is None or self.has_ended:
             return
-        # Never sooner than a millisecond: a deadline that stays in the past must not spin.
+        # At least a millisecond ahead: a deadline that stays in the past must not spin the loop.
         at = max(deadline, self.now + LEAST_WAIT_S)
         if self._timer is None or at < self._timer_at:
             self._set_timer(at)
@@ -367,7 +367,7 @@ class Node:
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        # Kept because uvloop returns handles without `when` if the instant passes meanwhile.
+        # Stored here because a uvloop handle has no `when` if the time passes meanwhile.
         self._timer_at = at
         self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
 
@@ -375,10 +375,10 @@ class Node:
         self._timer = None
         is_late = self.now - self._timer_at > STALL_S
         if is_late and not self._is_catching_up:
-            # The loop did not run (a heavy import, a suspended laptop). Messages that have arrived
-            # meanwhile are read first; otherwise this node would take its own pause for the silence
-            # of others. It waits once only: on an overloaded machine it would otherwise never send
-            # a heartbeat.
+            # The loop did not run (a heavy import, a suspended laptop). Read messages that have
+            # arrived meanwhile first; otherwise the node would mistake its own pause for the
+            # silence of its peers. Wait only once, since otherwise a node on an overloaded machine
+            # would never send a heartbeat.
             self._is_catching_up = True
             self._set_timer(self.now + CATCH_UP_S)
             return
@@ -390,7 +390,7 @@ class Node:
     async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
         """Check `is_done` every few milliseconds until it holds; return False after `within_s`.
 
-        For the few waits at the end of a node whose conditions are in the role.
+        Used only at the end of a node, to wait for conditions in the role's state.
         """
         give_up_at = self.now + within_s
         while not is_done():
@@ -400,7 +400,7 @@ class Node:
         return True
 
 
-# --- Nodes that dial out: what they have found on their disk, and their links ---
+# --- Nodes that dial out: recovery of stored versions, and their goodbye ---
 
 
 class DialingNode(Node):
@@ -415,13 +415,13 @@ class DialingNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Take the arguments of `Node`, and a store; without one, memory is not bounded."""
+        """Take the arguments of `Node`, and a store; without it, stored bytes are not bounded."""
         super().__init__(role, transport, threads=threads, log=log)
         self.role = role
         self.version_store = version_store
 
     def report(self, event: Any) -> None:
-        """Have the role handle an event, and carry out what it decides."""
+        """Pass an event to the role, and carry out the actions that it returns."""
         if self.event_log is not None:
             self.event_log.write("reported", event, now=self.now)
         self.perform(self.role.handle(event, now=self.now))
@@ -431,7 +431,7 @@ class DialingNode(Node):
         self.report(Started())
 
     async def recover(self) -> None:
-        """Take over the versions of the run that a former process of this node has stored."""
+        """Recover the run's versions that an earlier process of this node has stored."""
         version_store, broadcast = self.version_store, self.role.broadcast
         if version_store is None:
             return
@@ -450,12 +450,12 @@ class DialingNode(Node):
             self.perform(broadcast.recover(saved.version, frame, storage, has_chunk, now=self.now))
 
     def release(self) -> None:
-        """Release the version stores; the next process of this node finds their contents."""
+        """Close the version store; the next process of this node recovers versions on disk."""
         if self.version_store is not None:
             self.version_store.close()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
-        """End `run`; if it ends with an error, first send the learner a goodbye with it."""
+        """End `run`; if with an error, first send the learner a goodbye that contains the error."""
         try:
             if error is not None and not self.has_ended:
                 self.report(Leaving(str(error), has_failed=True))
@@ -468,7 +468,7 @@ class DialingNode(Node):
         self.report(Leaving("stopped by its operator"))
 
 
-# --- From the configuration to a node's transport and role: what all roles set up alike ---
+# --- Set-up that all roles share: from the configuration to a node's transport and role ---
 
 
 _log = logging.getLogger(__name__)
@@ -498,11 +498,11 @@ async def start_transport(
 ) -> ZmqTransport:
     """Return a ZeroMQ transport with the configuration's bounds, bound to its address.
 
-    Without an address it only dials. With `listens_later` the caller opens the port later, with the
-    transport's `listen`. Without keys no link is encrypted.
+    Without an address the transport only dials. With `listens_later` the caller opens the port
+    later, with the transport's `listen`. Without keys no link is encrypted.
 
     Raises:
-        TransportError: if the address is taken or is not this machine's.
+        TransportError: if the address is in use or does not belong to this machine.
     """
     options = TransportOptions(
         max_message_bytes=MAX_MESSAGE_BYTES,
@@ -523,7 +523,7 @@ async def start_transport(
 
 
 def tell_of_kernel(*addresses: str | None, profile: str, log: logging.Logger) -> None:
-    """Log in one line which settings of the kernel cost speed on long links.
+    """Log in one line the kernel settings that slow down long links.
 
     Nothing is logged if all links stay on this machine. The line is a warning only for links over a
     wide-area network.
@@ -551,7 +551,7 @@ def make_broadcast(
     return Broadcast(
         node_id=node_id,
         window_bytes=min(FIRST_WINDOW_CHUNKS * network.chunk_bytes, MAX_FIRST_WINDOW_BYTES),
-        # A healthy parent sends a chunk or says that it waits within a heartbeat or two.
+        # A healthy parent sends a chunk, or reports that it waits, within one or two heartbeats.
         stall_s=max(0.5, network.heartbeat_s),
         keep_versions=keep_versions,
         version_store=version_store,
@@ -559,7 +559,7 @@ def make_broadcast(
 
 
 def node_name(role: str, given: str | None) -> str:
-    """Return the node's name: the given name, or a unique one made from the host's name."""
+    """Return the node's name: the given name, or a unique name made from the host's name."""
     if given is not None:
         return given
     host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:24] or "host"
@@ -567,7 +567,7 @@ def node_name(role: str, given: str | None) -> str:
 
 
 def advertised(listen: str | None, advertise: str | None) -> str | None:
-    """Return the address for other nodes to dial, or None if there is none.
+    """Return the address that other nodes can dial, or None if there is none.
 
     Other nodes cannot dial a wildcard address, so a node that listens on one needs `advertise`. The
     server key in `listen`, the transport's address, is added to it.

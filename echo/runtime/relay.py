@@ -20,14 +20,14 @@ from echo.wire.actions import Action, Note
 
 
 class RelayNode(DialingNode):
-    """A relay."""
+    """A relay's node: sets up its role and logs which versions it holds."""
 
     def on_action(self, action: Action) -> None:
         match action:
             case VersionArrived():
                 self.perform([Note("info", f"holds {action.version}", "holds")])
             case VersionAudited() | VersionDamaged():
-                pass  # the role fetches it again
+                pass  # the role fetches a damaged version again
             case Configure():
                 self.spawn(self._set_up(), name="set-up")
             case _:
@@ -47,7 +47,7 @@ async def build_relay(
     profile: str,
     log: logging.Logger,
 ) -> RelayNode:
-    """Return a relay that is ready to run and listens already.
+    """Return a relay that listens and is ready to run.
 
     Raises:
         EchoError: if the configuration or this machine does not permit it; the message is for the
@@ -57,7 +57,7 @@ async def build_relay(
     node.tell_of_kernel(section.listen, *join.addresses(), profile=profile, log=log)
     try:
         relay = assemble_relay(section, network, join, transport, log=log)
-        # Not before its files are open, for which strangers could leave no descriptor.
+        # Only after its files are open: strangers' connections could use up the file descriptors.
         transport.listen()
     except BaseException:
         await transport.close()
@@ -74,7 +74,7 @@ def assemble_relay(
     threads: Threads | None = None,
     log: logging.Logger,
 ) -> RelayNode:
-    """Return the same relay as `build_relay`, on a transport that has been started."""
+    """Return a relay on a transport that has been started; does not open its port."""
     settings = node.node_settings(section, network, join, transport.listen_address, log=log)
     version_store = open_store(network.store_dir, network.store_bytes)
     role = Relay(

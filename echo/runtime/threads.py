@@ -1,9 +1,9 @@
-"""The port for threads: every call that the event loop waits for.
+"""Interface to threads: every blocking call that the event loop waits for goes through it.
 
-A process has real threads (`ThreadPools`). On virtual time `echo/sim/clock.py` calls the functions
-in the loop, so that a run is the same each time. A part that blocks inside such a call (an engine,
-the coder of deltas, the hashing of a recovered version) may have threads of its own: the loop never
-waits for them, and a simulation calls none of it.
+A process uses real threads (`ThreadPools`). A simulation on virtual time (`echo/sim/clock.py`)
+calls the functions in the loop, so that its runs are deterministic. A part that blocks inside such
+a call (an engine, the coder of deltas, the hashing of a recovered version) may start threads of its
+own: the loop never waits for these directly, and a simulation uses no such part.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from typing import Any, Protocol, TypeVar
 Returned = TypeVar("Returned")
 
 MAX_BLOCKING = min(32, (os.cpu_count() or 1) + 4)
-"""Threads for calls that mostly wait, such as rewards: as many as asyncio takes by itself."""
+"""Threads for calls that mostly wait, such as rewards: the size of asyncio's default executor."""
 
 
 class Pool(Protocol):
-    """Threads of one purpose, which take calls in the order in which they are made."""
+    """Threads for one purpose, which start calls in the order of `run`."""
 
     def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
-        """Call a function off the loop; the future has its result, or what it raised."""
+        """Call a function in a thread; the future has its result or exception."""
 
 
 class Threads(Protocol):
-    """Where a node's blocking calls are made."""
+    """The pools in which a node makes its blocking calls."""
 
     def pool(self, name: str, num_threads: int = 1) -> Pool:
-        """Return a new pool; it ends with `close`."""
+        """Return a new pool, which `close` ends."""
 
     def close(self) -> None:
-        """Begin no more calls; those under way end by themselves."""
+        """Start no further calls; running calls go on to their end."""
 
 
 class ThreadPools:
-    """The threads of a process."""
+    """The real threads of a process."""
 
     def __init__(self) -> None:
-        """Begin without a thread: each starts when it is needed."""
+        """Start no thread yet: each starts when a call needs it."""
         self._executors: list[ThreadPoolExecutor] = []
 
     def pool(self, name: str, num_threads: int = 1) -> Pool:
-        """Return a new pool; its threads bear its name."""
+        """Return a new pool, whose threads are named after it."""
         executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._executors.append(executor)
         return _ExecutorPool(executor)
 
     def close(self) -> None:
-        """Begin no more calls, and wait for none of those under way."""
+        """Cancel calls that have not started, and do not wait for running calls."""
         for executor in self._executors:
             executor.shutdown(wait=False, cancel_futures=True)
 

@@ -1,11 +1,12 @@
-"""The worker node: threads that carry out what its role decides.
+"""The worker's node: carries out the role's actions in threads.
 
-The role (`roles/worker.py`) decides what is sampled, stopped, scored, installed and saved. Here
-each of these actions is a call in a thread, and its outcome is an event for the role (`report`).
-Meanwhile the loop receives weights, forwards them to children and delivers results. A version is
-installed only as a whole, after its hash has been checked again in memory. If the run takes its
-rollouts from agents, the engine samples for them (`runtime/agents`). At the end the machine is
-given back (`release.py`).
+The role (`roles/worker.py`) decides what to sample, stop, score, install and save. The node makes
+each of these actions a call in a thread, and reports the outcome to the role as an event
+(`report`). Meanwhile the loop receives weights, forwards them to children and delivers results. A
+version is installed only when it is complete. If the learner's seal came first, the image is hashed
+again in memory before it is loaded. If outside agents produce the run's rollouts, the engine
+samples for the agents (`runtime/agents`). At the end the node gives the machine back
+(`release.py`).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ from echo.weights.store.in_place import ApplyPatch
 from echo.wire.actions import Action, Note
 from echo.wire.messages import Lease
 
-# --- The parts of a worker, and its few steps that need no node ---
+# --- The parts of a worker, and the functions that need no node ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ class WorkerParts:
     sampling: Sampling
     group_size: int
     max_prompt_tokens: int
-    """Longest prompt that leaves room for a completion."""
+    """Longest prompt that leaves space for a completion, tokens."""
     prompt_bound: str = "the model's window"
     """The reason for `max_prompt_tokens`: the model's window, or this worker's memory."""
     groups_per_batch: int
@@ -146,7 +147,7 @@ class WorkerParts:
         )
 
     def install(self, transfer: Transfer) -> str | None:
-        """Load a version into the engine; return its hash, None if the learner has not sent it yet.
+        """Load a version into the engine; return its hash, None if it arrived before its seal.
 
         Raises:
             EngineError: if the bytes differ from those that the learner signed, or the engine
@@ -216,26 +217,26 @@ class NodeWatcher(Watcher):
 
 
 class EpisodeWatcher(NodeWatcher):
-    """Counts the signs of life of groups of episodes."""
+    """Reports the progress of episodes to their call."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
         super().__init__(node)
         self.call = call
 
     def on_tokens(self, number: int) -> None:
-        """Count tokens as signs of life."""
+        """Count tokens as progress."""
         self.call.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Count signs of life."""
+        """Count progress."""
         self.call.on_progress(number)
 
 
 class CallWatcher(EpisodeWatcher):
-    """Hands a call's completions from the engine's thread to the loop, until it is recalled."""
+    """Hands a call's completions from the engine's thread to the loop; stops a recalled call."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
-        """Watch the call of a node, in its loop."""
+        """Watch a call; must be created in the node's loop."""
         super().__init__(node, call)
         self.ended: asyncio.Queue[Completion | None] = asyncio.Queue()
         """Completions of the call; None after the last one."""
@@ -254,7 +255,7 @@ class CallWatcher(EpisodeWatcher):
 
 
 class WorkerNode(DialingNode):
-    """A worker."""
+    """A worker's node: runs its role's actions on the engine, the rewards and the disk."""
 
     _sample_pool: Pool
     """Created after the engine, which decides how many groups are sampled concurrently."""
@@ -273,13 +274,13 @@ class WorkerNode(DialingNode):
         """Connect the parts; `run` starts them.
 
         Args:
-            role: its decisions.
-            transport: its links.
-            build: (inherited settings, inherited files) -> parts; slow, called in a thread.
+            role: decides the node's actions.
+            transport: the node's connections.
+            build: (inherited settings, inherited files) -> parts; slow, so called in a thread.
             on_release: shell command that gives the machine back; None for none.
             version_store: see `DialingNode`.
             threads: see `Node`.
-            log: of this node.
+            log: log of this node.
         """
         super().__init__(role, transport, version_store=version_store, threads=threads, log=log)
         self.role: Worker = role
@@ -293,7 +294,7 @@ class WorkerNode(DialingNode):
         self._machine = RentedMachine(on_release, log=log)
         self._drained = asyncio.Event()
         self._calls: set[EngineCall] = set()
-        """Calls of the engine that have not ended."""
+        """Running calls of the engine."""
         self._is_damaged = False
         """Whether the installed version was found to be damaged in memory."""
 
@@ -321,7 +322,7 @@ class WorkerNode(DialingNode):
         """Carry out an action of a worker; a slow one runs in a task of its own."""
         match action:
             case OfferEpisodes():
-                assert self._agents is not None  # they ask for leases
+                assert self._agents is not None  # the role offers episodes only to agents
                 self._agents.take(action.leases)
             case Withdraw():
                 if self._agents is not None:
@@ -331,7 +332,7 @@ class WorkerNode(DialingNode):
             case VersionAudited() | VersionDamaged():
                 self._audited(action)
             case Recall() | VersionArrived():
-                pass  # the engine asks; the role knows
+                pass  # the watcher polls `is_recalled`; the role has the version
             case _:
                 self.spawn(self._work_of(action), name=type(action).__name__.lower())
 
@@ -357,7 +358,7 @@ class WorkerNode(DialingNode):
         self._parts = parts
         if parts.note:
             self.log.info("%s", parts.note)
-        # Otherwise their processes would outlive this one.
+        # Without this, their processes would outlive this process.
         self.at_release += [parts.host.close, parts.engine.close]
         if parts.runner is not None:
             self.at_release.append(parts.runner.close)
@@ -380,7 +381,7 @@ class WorkerNode(DialingNode):
         self.report(EngineBuilt(parts.facts, parts.digests))
 
     def before_expire(self) -> None:
-        """Credit what the threads have counted, before the heartbeat."""
+        """Add the threads' counts to the role's counters, before the heartbeat reports them."""
         if self._parts is None:
             return
         for call in self._calls:
@@ -484,15 +485,15 @@ class WorkerNode(DialingNode):
         if self.has_ended:
             return
         if isinstance(error, VersionError):
-            # Newer weights have taken the place of its version.
+            # Newer weights have replaced the version that the call asked for.
             self.report(CallRefused(call, str(error)))
             return
         text, frames = describe_error(error), "".join(traceback.format_exception(error))
         line = self._reports.say("engine", text, f"the engine has raised: {text}", now=self.now)
         if line is not None:
             self.log.warning("%s", line, exc_info=error)
-        # If memory is too small for one rollout, sampling one token would prove nothing; another
-        # worker may have more memory.
+        # If memory is too small for one rollout, a test with one token would prove nothing.
+        # Otherwise test whether the engine still samples.
         is_usable = not is_out_of_memory(error) and await self._sample_pool.run(
             self.parts.engine.can_sample
         )
@@ -557,7 +558,7 @@ class WorkerNode(DialingNode):
             return
         if work is not None:
             self.perform(self.role.worked(work, "", now=self.now))
-            if version not in broadcast.store:  # its memory was found to be damaged meanwhile
+            if version not in broadcast.store:  # an audit has found its memory damaged meanwhile
                 self.report(InstallMissed())
                 return
         if digest is not None:
@@ -573,7 +574,7 @@ class WorkerNode(DialingNode):
             self._record(result.version, result.image_hash.hex())
 
     def _record(self, version: PolicyVersion, image_hash: str) -> None:
-        """Record the hash of an installed version; a full disk causes a warning only."""
+        """Record the hash of an installed version; a disk error only causes a warning."""
         path = self.parts.installed_path
         try:
             record_installed(path, version, image_hash)
@@ -594,7 +595,7 @@ class WorkerNode(DialingNode):
     async def run(self) -> str:
         """Run until stopped; give the machine back if the run has ended."""
         reason = await super().run()
-        # A release that has begun goes on: the run may have ended while the command was running.
+        # Also wait for a release command that is running already, even after an interrupt.
         if self._num_interrupts == 0 or self._machine.is_releasing:
             await self._machine.give_back(reason)
         return reason

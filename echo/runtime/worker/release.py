@@ -22,16 +22,16 @@ from echo.config.schema import NetworkSection, WorkerSection
 from echo.roles.departure import ReleaseTerms
 
 RELEASE_TIMEOUT_S = 60.0
-"""Time limit of worker.on_release: a provider answers within seconds, and retries fit, too."""
+"""Time limit of worker.on_release, seconds: a provider answers within seconds, so retries fit."""
 MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
-"""The end of the release command's output that is logged."""
+"""Bytes and lines of the end of the release command's output that are logged."""
 
 
 def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
-    """Return the terms that a configuration states.
+    """Return the terms of the release: after how long on standby or without the learner.
 
-    A worker does not leave for a silence shorter than `dead_after_s`. It leaves before
-    `reconnect_for_s` has passed, because it would then end with an error and keep the machine.
+    A worker waits at least `dead_after_s` for a silent learner. It waits at most `reconnect_for_s`,
+    because after that it would end with an error and keep the machine.
     """
     after_s = section.release_after_s
     if after_s is None:
@@ -41,7 +41,7 @@ def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
 
 
 class RentedMachine:
-    """The machine that a worker runs on, which is given back once."""
+    """The machine that a worker runs on; `give_back` runs the release command at most once."""
 
     def __init__(self, command: str | None, *, log: logging.Logger) -> None:
         """Take the shell command that gives the machine back; None for no command."""
@@ -50,7 +50,7 @@ class RentedMachine:
 
     @property
     def is_releasing(self) -> bool:
-        """Whether the command has begun; it continues after the worker's node has ended."""
+        """Whether the command has started; it continues after the worker's node has ended."""
         return self._releasing is not None
 
     async def give_back(self, reason: str) -> bool:
@@ -66,17 +66,17 @@ class RentedMachine:
 async def release(
     command: str, *, reason: str, log: logging.Logger, timeout_s: float = RELEASE_TIMEOUT_S
 ) -> bool:
-    """Run a shell command within a time, log what it prints, and return whether it succeeded.
+    """Run a shell command with a time limit, log its output, and return whether it succeeded.
 
     Args:
-        command: for the shell; finds the reason in ECHO_RELEASE_REASON.
-        reason: why the machine is given back.
-        log: for its output.
-        timeout_s: seconds after which it and its children are killed.
+        command: shell command; reads the reason in ECHO_RELEASE_REASON.
+        reason: the reason for giving the machine back.
+        log: receives the command's output.
+        timeout_s: seconds after which the command and its child processes are killed.
     """
     log.info("giving the machine back: running worker.on_release")
     outcome = f"did not end within {timeout_s:g} s and was killed"
-    # Its output goes to a file: a background process of the command could hold a pipe open.
+    # The output goes to a file: a background process of the command could hold a pipe open.
     with tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_shell(
             command,

@@ -67,7 +67,7 @@ class WorkerTask:
 
 
 def make_worker_task(config: Config) -> WorkerTask:
-    """Return the task of a worker, with the host that runs its code.
+    """Return a worker's task: the host that runs its code, turns and digests.
 
     Raises:
         ConfigError: if the task cannot be loaded.
@@ -89,14 +89,15 @@ def join_source(config: Config) -> JoinSource:
 
 
 async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
-    """Return a worker that is ready to run, and listens already if its configuration says so.
+    """Return a worker that is ready to run, and that listens if worker.listen is set.
 
     Raises:
-        EchoError: if something does not fit; the message is for the user.
+        EchoError: if the configuration or this machine does not permit it; the message is for the
+            user.
     """
     join = join_source(config)
     keys = join.keys()
-    import_engine(config, log=log)  # before strangers can take the descriptors that it needs
+    import_engine(config, log=log)  # before strangers' connections can use up file descriptors
     transport = await wiring.start_transport(
         config.network, config.worker.listen, keys, listens_later=True
     )
@@ -104,7 +105,7 @@ async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
     wiring.tell_of_kernel(listen, *join.addresses(), profile=profile, log=log)
     try:
         worker = assemble_worker(config, transport, log=log)
-        # Not before its files are open, for which strangers could leave no descriptor.
+        # Only after its files are open: strangers' connections could use up the file descriptors.
         transport.listen()
     except BaseException:
         await transport.close()
@@ -119,7 +120,7 @@ def assemble_worker(
     threads: Threads | None = None,
     log: logging.Logger,
 ) -> WorkerNode:
-    """Return the same worker as `build_worker`, on a transport that has been started."""
+    """Return a worker on a transport that has been started; does not open its port."""
     network = config.network
     if config.model.name is not None and not has_own_model(config):
         log.info(
@@ -218,7 +219,7 @@ def own_model(config: Config) -> Path | None:
     """Return the directory of the worker's own model; None if it inherits the learner's.
 
     Raises:
-        DataError: if it cannot be found.
+        DataError: if the directory cannot be found.
     """
     name = config.model.name
     if name is None or not has_own_model(config):
@@ -227,10 +228,10 @@ def own_model(config: Config) -> Path | None:
 
 
 def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
-    """Return the adapter of a worker, over a base with the learner's hash; None without LoRA.
+    """Return the shape of a worker's adapter and its base model; None without LoRA.
 
     Raises:
-        ConfigError: if no such base can be found here.
+        ConfigError: if no base model with the learner's hash is found here.
     """
     if not config.lora.rank:
         return None
@@ -239,11 +240,11 @@ def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
 
 
 def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
-    """Return the number and the length of the rollouts for which a worker plans its memory.
+    """Return the number and length of the rollouts that a worker's memory is planned for.
 
     Args:
-        config: the worker's, with what it inherits.
-        expected: the learner's settings for them.
+        config: the worker's configuration, with the inherited settings.
+        expected: the learner's `EXPECTED` settings: "prompt_tokens" and "rollouts".
     """
     # Twice the longest prompt that the learner has tokenized so far: later prompts may be longer.
     prompt_tokens = 2 * expected["prompt_tokens"] if expected else 1024
@@ -259,7 +260,7 @@ def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
 
 
 def longest_prompt(engine: Engine, most: int, max_completion_tokens: int) -> int:
-    """Return the length of the longest prompt, at most `most`, whose rollout memory holds."""
+    """Return the longest prompt length, at most `most`, at which one rollout fits into memory."""
 
     def is_too_long(num_tokens: int) -> bool:
         try:
@@ -272,7 +273,7 @@ def longest_prompt(engine: Engine, most: int, max_completion_tokens: int) -> int
 
 
 def inherit(config: Config, settings: Mapping[str, Any], node_dir: Path) -> Config:
-    """Return a worker's configuration with the learner's settings in it.
+    """Return a worker's configuration with the learner's settings applied.
 
     Raises:
         ConfigError: if the worker's own settings contradict the learner's.
@@ -324,7 +325,7 @@ def make_rules(config: Config) -> PartialRules:
 
 
 def import_engine(config: Config, *, log: logging.Logger) -> None:
-    """Import the code of the engine, which may be slow, and of the worker's own model.
+    """Import the code of the engine (slow for vLLM) and of the worker's own model.
 
     The architecture of an inherited model is not known yet; its module is imported later.
     """
@@ -355,13 +356,13 @@ def engine_dtype(config: Config) -> str:
 
 
 def check_own_model(config: Config, model_dir: Path) -> None:
-    """Check that a worker can use its own copy of the model, as far as no weights have to be read.
+    """Check that a worker can use its own copy of the model, without reading the weights.
 
-    Its config.json, tokenizer and headers of weights are read, and the model's code is imported.
-    Without files of weights it takes them from the learner.
+    Reads its config.json, tokenizer and the headers of its weight files, and imports the model's
+    code. A directory without weight files is valid: the learner sends the weights.
 
     Raises:
-        EchoError: what setting the worker up would raise once it has joined.
+        EchoError: the error that would otherwise be raised in the set-up after joining.
     """
     is_vllm = isinstance(config.engine, VllmSection)
     model = build_shapes(model_dir, "auto" if is_vllm else config.model.attn_implementation)
@@ -371,14 +372,14 @@ def check_own_model(config: Config, model_dir: Path) -> None:
 
 
 def has_weight_files(model_dir: Path) -> bool:
-    """Return whether a directory has files of weights, or the index of such files."""
+    """Return whether a directory has safetensors files or their index."""
     return any(model_dir.glob("*.safetensors*"))
 
 
 def make_engine(
     config: Config, model_dir: Path, lora: Lora | None = None, demand: Demand | None = None
 ) -> Engine:
-    """Return the rollout engine of a worker, for all weights or for an adapter on its base."""
+    """Return a worker's rollout engine; it loads adapters if `lora` is given, else all weights."""
     section, how = config.worker, config.engine
     device = pick_device(section.device)
     is_gpu = device.startswith("cuda")
@@ -411,10 +412,10 @@ def make_engine(
 
 
 def read_local_image(config: Config) -> tuple[bytearray, bytes] | None:
-    """Return the worker's own model as an image of a version, with the hash of the image.
+    """Return the worker's own model as a version's image, and the hash of the image.
 
-    The worker need not fetch the first announced version if that version has the same hash. The
-    result is None if the worker has no weights of its own, or if the learner publishes an adapter.
+    If the first announced version has the same hash, the worker need not fetch it. The result is
+    None if the worker has no weights of its own, or if the learner publishes an adapter.
     """
     model_dir = None if config.lora.rank else own_model(config)
     if model_dir is None:
