@@ -36,8 +36,8 @@ with shared prompts: below this share a CPU loses more time there than it saves.
 """
 
 SIZES_PER_OCTAVE = 16
-"""Sizes of filled rows between a number of tokens and its double; on average 2 % of a row is
-filling.
+"""Number of sizes of filled rows between a number of tokens and its double; on average 2 % of a row
+is filling.
 """
 
 
@@ -84,8 +84,8 @@ class Segments:
     position_ids: Tensor
     """[1, L] int64: positions within a segment, from 0 or from the end of its shared prompt."""
     keys: Tensor | None
-    """[K] int64: for each segment, the places in the row that it attends to, those of its shared
-    prompt and its own; None if no prompt is shared.
+    """[K] int64: for each segment, the places in the row that it attends to: its shared prompt and
+    itself; None if no prompt is shared.
     """
     key_ends: Tensor
     """[n + 1] int32: the start of each segment in `keys`, then K."""

@@ -92,7 +92,7 @@ class RolloutMasks:
     geometric_low: float | None = None
     """Lower bound on the geometric mean of a rollout's token ratios, 0..1."""
     geometric_high: float | None = None
-    """Upper bound, >= 1."""
+    """Upper bound on the geometric mean of a rollout's token ratios, >= 1."""
     veto: float | None = None
     """Smallest ratio that a token of a kept rollout may have, 0..1; usually 1e-4."""
     opsm: float | None = None

@@ -150,9 +150,9 @@ class ClippedTokenLoss:
     """
 
     clip_low: float | None = 0.2
-    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
+    """Width of the range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
     clip_high: float | None = 0.28
-    """Range above 1, >= 0; None for no bound."""
+    """Width of the range above 1, >= 0; None for no bound."""
     dual_clip: float | None = None
     """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
 
@@ -240,7 +240,7 @@ class DapoLoss(GrpoLoss):
     Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20. The
     paper's other parts are in other files: overlong shaping in advantages.py, filtering and dynamic
     sampling in train/batch.py.
-    Limits: as GRPO's.
+    Limits: the same as GRPO's.
     """
 
     dual_clip: float | None = None
@@ -316,7 +316,7 @@ class DecoupledPpoLoss:
     clip_low: float | None = 0.2
     """Range of u below 1 in which a token still has a gradient, 0..1; None for no bound."""
     clip_high: float | None = 0.28
-    """Range above 1, >= 0; None for no bound."""
+    """Width of the range above 1, >= 0; None for no bound."""
     dual_clip: float | None = None
     """Bound on u where the advantage is negative, > 1 + clip_high; None for no bound."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
@@ -579,9 +579,9 @@ class GspoLoss:
     """
 
     clip_low: float | None = 0.02
-    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
+    """Width of the range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
     clip_high: float | None = 0.03
-    """Range above 1, >= 0; None for no bound."""
+    """Width of the range above 1, >= 0; None for no bound."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch and the tokens of clipped rollouts."""
@@ -674,9 +674,9 @@ class GepoLoss:
     """
 
     clip_low: float | None = 0.2
-    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
+    """Width of the range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
     clip_high: float | None = 0.2
-    """Range above 1, >= 0; None for no bound."""
+    """Width of the range above 1, >= 0; None for no bound."""
     gate_kl: float | None = None
     """KL per token in nats below which a rollout is divided by its own probability; .002 in
     GEPO+.
@@ -747,8 +747,8 @@ class ReferenceKlLoss:
     with importance weights: slime's unbiased KL.
     Differs from the paper: the mean is over the batch's tokens, and terms have importance weights,
     since tokens may be stale.
-    Limits: at the cap the weight is constant, so the gradient of a token is that of its estimator
-    alone.
+    Limits: at the cap the weight is constant, so the gradient of a token is its estimator's
+    gradient times the cap.
     """
 
     loss: Loss

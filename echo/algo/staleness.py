@@ -10,7 +10,7 @@ here. The bound is too high if any signal shows it, and may rise only if all sig
 If it is too high, the bound falls by 1, or by half if a signal is beyond twice its limit. If there
 is room for more in `patience` steps in a row, it rises by 1. For `patience` steps after a decision
 there is no other decision, since a decision acts only on rollouts that are granted later. The bound
-stays between two limits; the hard bound on staleness is kept by the buffer.
+stays between two limits; the buffer enforces the hard bound on staleness.
 
 Source: additive increase and multiplicative decrease, as in TCP's congestion control; the signals
 are metrics that other trainers log as well.
@@ -91,7 +91,7 @@ class StalenessController:
 
         Args:
             step: optimizer steps done.
-            signals: of the last of these steps.
+            signals: signals of the last of these steps.
         """
         for name in ("ess", "mismatch_kl", "clip_ratio"):
             self._smooth(name, getattr(signals, name))

@@ -5,8 +5,8 @@ Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:211
 BLOCK numbers of a moment share a scale, their largest magnitude. Each number divided by its scale
 is stored as a code of 8 bits, the index of the nearest of 256 values in [-1, 1], or [0, 1] for the
 mean of squares. The values span seven decades; higher decades have more values. Values, rounding
-and the order of operations equal those of torchao's AdamW8bit, so its states can be continued and
-give the same numbers.
+and the order of operations are the same as in torchao's AdamW8bit, so its states can be continued
+and give the same numbers.
 
     m' = lerp(m, g, 1 - beta1)          v' = lerp(v, g^2, 1 - beta2)
     w' = w (1 - lr decay) - lr (m' / (1 - beta1^t)) / (sqrt(v') / sqrt(1 - beta2^t) + eps)
@@ -123,7 +123,7 @@ def update_weights(
 
     Args:
         weights: float32, any shape of n * BLOCK numbers, contiguous.
-        gradients: of the same shape.
+        gradients: gradients in the same shape.
         mean: running mean of the gradients.
         mean_square: running mean of the squared gradients.
         update: the numbers of this update.

@@ -93,7 +93,7 @@ class LiveRows:
     grad: Tensor
     """[n] gradient of the log-probabilities."""
     grad_entropy: Tensor | None
-    """[n] gradient of the entropies; None if they have none."""
+    """[n] gradient of the entropies; None if they have no gradient."""
     entropies: Tensor | None
     """[n] from `Scores`; None only if `grad_entropy` is None."""
 

@@ -102,7 +102,7 @@ def launch_update(
 
     Args:
         weights: float32, n * block numbers, contiguous.
-        gradients: of the same shape.
+        gradients: gradients in the same shape.
         mean: codes and scales.
         mean_square: codes and scales.
         tables: code values of `mean` and of `mean_square`, float32 [256] each.

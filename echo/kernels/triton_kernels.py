@@ -48,9 +48,9 @@ from echo.kernels.contract import (
 KernelName = Literal["scores", "grad_logits"]
 
 MAX_SPLITS = 32
-"""Largest number of parts of the vocabulary that are scored in parallel. It does not depend on the
-number of rows, so the result of a row does not depend on other rows. 32 parts fill a GPU even with
-512 rows.
+"""Largest number of parts of the vocabulary that are scored in parallel. The number does not depend
+on the number of rows, so the result of a row does not depend on other rows. 32 parts fill a GPU
+even with 512 rows.
 """
 
 

@@ -60,7 +60,7 @@ def split_variance(parts: Mapping[str, npt.NDArray[np.floating]]) -> dict[str, f
     """Return the variance of the log-ratio (`variance`) and the share of each part.
 
     Args:
-        parts: by cause, [N] nats each, N >= 1; their sum is the log-ratio.
+        parts: [N] nats for each cause, N >= 1; the sum over causes is the log-ratio.
 
     Returns:
         `variance` in nats squared, and the share of each cause by its name; no shares if the
@@ -243,7 +243,7 @@ class VersionRetention:
         return sorted(self._sizes)
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> bool:
-        """Write a version and delete older ones; return False if it is larger than the bound.
+        """Write a version and delete older ones; return False if it alone exceeds the bound.
 
         Raises:
             StorageError: if it cannot be written.

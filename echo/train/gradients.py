@@ -197,7 +197,7 @@ class _BatchInputs:
 
         Args:
             scored: the policy's scores.
-            micro: on the device.
+            micro: the micro-batch, on the device.
             reference: [B, T] nats; None without a reference.
         """
         inputs = replace(self._of(micro, scored.logprobs), reference_logprobs=reference)

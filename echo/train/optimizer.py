@@ -39,7 +39,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES, SCALES = "_codes", "_scales"
 """Suffixes of the two parts of an 8-bit moment."""
 STEP = "step"
-"""Suffix of the number of updates, for AdamW's bias correction."""
+"""Suffix of the number of updates, which AdamW's bias correction needs."""
 PARTS = (*MOMENTS, *(moment + part for moment in MOMENTS for part in (CODES, SCALES)), STEP)
 """Suffixes of a parameter's state; the last is a number, the others have the parameter's rows."""
 

@@ -1,6 +1,6 @@
 """State of a trainer on disk.
 
-    weights.safetensors     float32 master weights, tied ones once
+    weights.safetensors     float32 master weights, tied tensors once
     optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/step", ... (optimizer.py)
     trainer.json            counters, and the state of torch's random generators as hex
 
@@ -54,7 +54,7 @@ def save(
         weights: weights by name, sharded if there are several ranks.
         moments: moments, named as by `AdamW.tensors`; sharded if there are several ranks.
         counters: counters by name.
-        device: that the trainer computes on.
+        device: device that the trainer computes on.
         ranks: the ranks that call this together.
 
     Raises:
@@ -89,8 +89,8 @@ def load(
     """Return the weights, moments and counters that `save` wrote; set torch's random generators.
 
     Args:
-        directory: written by any number of ranks.
-        device: that the trainer computes on.
+        directory: a directory written by any number of ranks.
+        device: device that the trainer computes on.
         own: this rank's sharded weights, to get a state that is sharded like them; None for a whole
             state.
 

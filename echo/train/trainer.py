@@ -188,7 +188,7 @@ class Trainer:
 
     @torch.no_grad()
     def forward(self, groups: Sequence[Group]) -> GroupScores:
-        """Return this policy's log-probability of every completion token, masked ones included.
+        """Return this policy's log-probability of every completion token, also of masked tokens.
 
         Returns:
             For each group and rollout, [T] nats at the sampling temperature.
@@ -402,7 +402,7 @@ class Trainer:
     # --- weights and state -----------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights by name, tied ones once, not copied: the next step changes them.
+        """Return the weights by name, tied tensors once, not copied: the next step changes them.
 
         Each of several ranks has its part of them (ranks/sharding.py).
         """
@@ -414,7 +414,7 @@ class Trainer:
         return self.policy.unrounded
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return copies of whole weights on the CPU by name, tied ones once; for one process."""
+        """Return copies of whole weights on the CPU by name, tied tensors once; for one process."""
         return {
             name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors().items()
         }

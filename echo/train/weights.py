@@ -101,7 +101,7 @@ class TrainedWeights:
         """Clip the gradient, have the optimizer apply it, and drop it.
 
         Args:
-            optimizer: from `new_optimizer`.
+            optimizer: an optimizer from `new_optimizer`.
             settings: settings of this update.
             step: number of the step under way, from 1, for the learning rate.
 

@@ -1,9 +1,9 @@
 """Decoder layers compiled by torch: fewer kernels and less memory traffic between products.
 
 Layers are compiled, not the model: all layers of a kind share their graphs, and so do rows of all
-lengths. A compiled layer rounds wherever the uncompiled layer does. So on a CPU log-probabilities
-and gradients nearly always equal those of the uncompiled model bit by bit; on a GPU a norm sums in
-another order.
+lengths. A compiled layer rounds wherever the uncompiled layer does. So on a CPU the compiled and
+the uncompiled model nearly always have the same log-probabilities and gradients bit by bit; on a
+GPU a norm sums in another order.
 """
 
 from __future__ import annotations

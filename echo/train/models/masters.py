@@ -37,7 +37,7 @@ class Masters:
             parameter.data = parameter.data.to(dtype)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the master of a parameter, or the tensor itself if it has none."""
+        """Return the master of a parameter, or the tensor itself if it has no master."""
         return self._masters.get(tensor, tensor)
 
     @torch.no_grad()

@@ -270,7 +270,7 @@ def find_obstacle(model: Any, own_dtype: torch.dtype, dtype: torch.dtype) -> str
     A model that cannot have them is left unchanged.
 
     Args:
-        model: of transformers, with the attention "sdpa" or "eager", in evaluation mode.
+        model: a model of transformers, with the attention "sdpa" or "eager", in evaluation mode.
         own_dtype: the type that the model computes in without autocast.
         dtype: the type of its products when it is trained.
     """
@@ -331,7 +331,7 @@ def can_share_prompts(model: Any, dtype: torch.dtype) -> bool:
 def _find_leak(
     model: Any, ids: Tensor, row: Segments, alone: Tensor, dtype: torch.dtype
 ) -> str | None:
-    """Return the reason if the second segment's states depend on the first, else None."""
+    """Return a reason if the second segment's states depend on the first segment, else None."""
     uses_kernel = ids.is_cuda and dtype != torch.float32
     with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
         packed = _states(model, ids, **arguments(row, uses_kernel=uses_kernel))

@@ -121,11 +121,11 @@ class ModelSource:
     model_dir: Path
     """Hugging Face directory; config.json is enough if `tensors` is given."""
     tensors: Mapping[str, Tensor] | None = None
-    """Weights by name in place of the directory's, tied ones once. With `lora`, the weights of the
-    adapter; None begins with an adapter that changes nothing.
+    """Weights by name that replace the directory's weights; tied tensors once. With `lora`, the
+    weights of the adapter; None begins with an adapter that changes nothing.
     """
     weights_dir: Path | None = None
-    """Directory with the weights to load in place of those of `model_dir`."""
+    """Directory with the weights to load in place of the weights in `model_dir`."""
     lora: Lora | None = None
     """The adapter to train, with its base directory, which replaces `model_dir`; None to train all
     weights. With an adapter, `tensors`, `parameters` and `load` of the policy refer to the adapter
@@ -159,8 +159,8 @@ class Compute:
     recompute_above: int = 0
     """Micro-batches of up to this number of tokens keep their activations."""
     compile_layers: CompileLayers = False
-    """Whether torch compiles each decoder layer (compiling.py); "auto" compiles those that it
-    can.
+    """Whether torch compiles each decoder layer (compiling.py); "auto" compiles the layers that
+    torch can compile.
     """
     optimizer_state: OptimizerState = "float32"
     """Type and place of the optimizer's moments (optimizer.py)."""
@@ -416,14 +416,14 @@ class Policy:
         return [_in_a_line(bins[ranks.rank], rows, units) for bins in rounds], units
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers by name, tied ones once, not copied."""
+        """Return parameters and persistent buffers by name, tied tensors once, not copied."""
         named = distinct_tensors(self.model) if self._adapter is None else dict(self._adapter)
         if self._masters is None:
             return named
         return {name: self._masters.of(tensor) for name, tensor in named.items()}
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the trained tensors by name, in float32, tied ones once, not copied.
+        """Return the trained tensors by name, in float32, tied tensors once, not copied.
 
         Call `round` after changing them.
         """
@@ -799,9 +799,9 @@ def _layers(model: Any) -> list[Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _give_back_beside(trim: Callable[[], None], layer: Any, inputs: Any, output: Any) -> None:
-    """Return freed memory to the system after a layer's forward, and before its backward.
+    """Give freed memory back to the system after a layer's forward, and before its backward.
 
-    Without a gradient no activation is kept, so there is nothing to return.
+    Without a gradient no activation is kept, so there is nothing to give back.
     """
     states = output[0] if isinstance(output, tuple) else output
     if states.requires_grad:

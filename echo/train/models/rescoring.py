@@ -73,7 +73,7 @@ class Rescorer:
         """Return [B, T, 2]: log-probabilities, and the log of the mass that truncation leaves.
 
         Args:
-            micro: on this model's device; all ranks call this together.
+            micro: micro-batch on this model's device; all ranks call this together.
         """
         sampling = self._rescoring.sampling
         inv_temperature = 1.0 / sampling.temperature

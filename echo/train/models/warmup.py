@@ -319,7 +319,7 @@ def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> War
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread, since two threads of so small a model mostly wait for each other.
+    """Let torch use one thread: with a model this small, two threads mostly wait for each other.
 
     On a busy machine two threads take many times as long as one.
     """

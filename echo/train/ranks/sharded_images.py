@@ -360,7 +360,8 @@ class LocalRank:
 
         Args:
             coding: the connection for requests.
-            numbers: number of each memory that both processes map, by its address here.
+            numbers: numbers of the memory areas that both processes map, by address in this
+                process.
         """
         self._coding, self._numbers = coding, numbers
 

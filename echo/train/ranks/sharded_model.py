@@ -89,7 +89,7 @@ def _layer(key: str) -> int:
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones once."""
+    """Return parameters and persistent buffers by name, tied tensors once."""
     named: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         named.setdefault(id(tensor), (name, tensor))

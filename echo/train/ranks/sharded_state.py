@@ -92,7 +92,7 @@ def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tenso
 
     Raises:
         StorageError: if a file is missing or damaged.
-        DataError: if they belong to another model.
+        DataError: if the files belong to another model.
     """
     found = _find_tensors(directory)
     state: Tensors = {}
@@ -155,7 +155,7 @@ def _find_tensors(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read tensors from the files into the given ones, which are sharded or whole."""
+    """Read the files' tensors into the tensors of the same names, sharded or whole."""
     with _named(f"{directory}: cannot read the trainer's state"):
         load(
             {name: tensor.detach() for name, tensor in tensors.items()},

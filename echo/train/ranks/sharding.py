@@ -198,7 +198,7 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
 
 
 def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> Any:
-    """Compute with a sharded model; without gradients it is divided again at once."""
+    """Compute with a sharded model; if gradients are off, divide it again afterwards."""
     found = root(compute, *arguments)
     if not torch.is_grad_enabled():
         assert isinstance(root, FSDPModule), "shard() has made it one"
@@ -255,6 +255,6 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def norm_over(ranks: Ranks, parts: list[Tensor]) -> float:
-    """Return the norm over all of these parts of tensors on all ranks together."""
+    """Return the norm of the vector of all numbers in the `parts` of all ranks."""
     norm = float(torch.nn.utils.get_total_norm(parts))
     return math.sqrt(ranks.add_up(norm * norm))  # a process alone gets the same number
