@@ -91,9 +91,9 @@ class Demand:
 
     num_rollouts: int
     prompt_tokens: int
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
     rollout_tokens: int
-    """Of the longest rollout, its prompt included."""
+    """Tokens of the longest rollout, prompt included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,7 +204,7 @@ class Watcher:
 
 
 NOBODY = Watcher()
-"""Waits for the end."""
+"""Ignores progress and never stops a call."""
 
 
 class Engine(abc.ABC):
@@ -251,8 +251,8 @@ class Engine(abc.ABC):
 
         Args:
             patch: the changes from the installed version to the new one.
-            image: the memory under the tensors of the last `load`, writable; the patch is written
-                to it.
+            image: the writable memory of the tensors of the last `load`; the patch is written to
+                this memory.
             specs: the place of each tensor in the image.
 
         Raises:
@@ -445,7 +445,7 @@ def _check(installed: PolicyVersion | None, wanted: PolicyVersion | None) -> Non
 
 # --- versions side by side ------------------------------------------------------------------------
 #
-#     load v4:   [v1] [v2] [v3] [  ]  ->  [v1] [v2] [v3] [v4]    v1 stays until its slot is wanted
+#     load v4:   [v1] [v2] [v3] [  ]  ->  [v1] [v2] [v3] [v4]    v1 stays until its slot is needed
 #     load v5:   [v1] [v2] [v3] [v4]  ->  [v5] [v2] [v3] [v4]    v1 is unloaded, if no call has it
 # There is one slot more than `num_versions`, so the engine can test a new version while calls
 # sample from all the others.

@@ -178,7 +178,7 @@ def load_adapter(directory: Path) -> dict[str, Tensor]:
     """Read the tensors of an adapter directory, converted to float32.
 
     Raises:
-        DataError: if they cannot be read.
+        DataError: if the tensors cannot be read.
     """
     try:
         return {n: t.float() for n, t in load_file(directory / ADAPTER_FILE).items()}
@@ -192,7 +192,7 @@ def write_adapter(
     """Write the two files of an adapter into an existing directory.
 
     Raises:
-        OSError: if they cannot be written.
+        OSError: if the files cannot be written.
     """
     targets = set(target_names(tensors))
     if EXPERTS in targets:

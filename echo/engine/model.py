@@ -59,7 +59,7 @@ def import_architecture(directory: Path) -> None:
     """Import the code of the model that config.json describes, before the model is built.
 
     Raises:
-        DataError: if there is no config.json, or not of a causal language model.
+        DataError: if config.json is missing, or describes no causal language model.
     """
     with explaining(directory):
         model_class(AutoConfig.from_pretrained(directory, trust_remote_code=False))
@@ -161,7 +161,7 @@ def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: s
     """Build the model of config.json with uninitialised weights, tied as config.json requires.
 
     Raises:
-        DataError: if there is no config.json, or not of a causal language model.
+        DataError: if config.json is missing, or describes no causal language model.
     """
     with explaining(directory):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -183,7 +183,7 @@ UNREADABLE = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError),
     *(ValueError, StrictDataclassError),
 )
-"""Errors that transformers raises for a config.json that it cannot build."""
+"""Errors that transformers raises for a config.json from which it cannot build a model."""
 
 
 @contextmanager
@@ -266,7 +266,7 @@ def build_shapes(directory: Path, attn_implementation: str = "eager") -> Any | N
     """Return the model of a directory on the meta device; None if there is no config.json.
 
     Raises:
-        DataError: if config.json is not of a causal language model.
+        DataError: if config.json describes no causal language model.
     """
     if not (directory / "config.json").is_file():
         return None
@@ -404,7 +404,7 @@ def check_weight_files(directory: Path, model: Any) -> None:
     If the files use names that transformers translates, only names in both are compared.
 
     Args:
-        directory: of the weights.
+        directory: holds the weight files.
         model: built from config.json; may be on the meta device.
 
     Raises:
@@ -442,7 +442,7 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
     outside the model's layers may stay unused: a value head, or layers that predict further tokens.
 
     Args:
-        directory: of the weights.
+        directory: holds the weight files.
         unknown: names in its files that are no parameters or persistent buffers of the model.
         model: built from config.json.
 
@@ -785,7 +785,7 @@ PAD_ID, BOS_ID, EOS_ID = range(3)
 HEAD_DIM = 16
 
 VLLM_HEAD_DIM = 32
-"""The smallest head of vLLM's attention for CPUs; half as many heads have the same total width."""
+"""The smallest head of vLLM's attention for CPUs; using half the heads keeps the width."""
 
 VOCAB_SIZE = 32
 """Rows of the embedding: the 28 tokens, rounded up to a multiple of 16."""

@@ -340,11 +340,11 @@ def save_hf(
         directory: to write.
         model_dir_assets: files to put beside the weights, by name (`asset_files`). The dtype in
             config.json is set to that of the tensors, so that loading rounds nothing.
-        tensors: the weights; of tied ones only the first is written.
+        tensors: the weights; of tied tensors only the first is written.
         max_shard_bytes: a file's maximum; larger weights go to several files with an index.
 
     Raises:
-        StorageError: if the disk is full or not writable; what was there before is kept.
+        StorageError: if the disk is full or not writable; an earlier directory is kept.
     """
     with replaced(directory, "model") as partial:
         for name, path in model_dir_assets.items():
@@ -358,7 +358,7 @@ def replaced(directory: Path, what: str) -> Iterator[Path]:
     """Yield a new directory; replace `directory` with it unless the body raises.
 
     Raises:
-        StorageError: if the disk is full or not writable; what was there before is kept.
+        StorageError: if the disk is full or not writable; an earlier directory is kept.
     """
     partial = directory.with_name(f"{directory.name}.partial")
     previous = directory.with_name(f"{directory.name}.previous")
@@ -514,7 +514,7 @@ class DeviceDelta:
         Args:
             old: the bytes of an image, uint8 [num_bytes], contiguous. Neither image may change
                 until `encode` has yielded its last block.
-            new: the bytes of the next one, on the same device and of the same length.
+            new: the bytes of the next image, of the same length and on the same device.
             tensors: the place of each tensor in the images, in order of offset.
             block_bytes: image bytes per block, a multiple of 16.
 
@@ -738,7 +738,7 @@ class CodedDelta:
     block_bytes: int
     """Image bytes per block."""
     blocks: tuple[CodedBlock, ...]
-    """All of them, as `encode_delta` returns them."""
+    """All blocks of the image, in order, as `encode_delta` returns them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -755,7 +755,7 @@ class VersionImage:
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """The last version, on the host and on the device."""
+    """The image of the last version, on the host and on the device."""
 
     version: PolicyVersion
     specs: tuple[TensorSpec, ...]
