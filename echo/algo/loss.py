@@ -1,9 +1,9 @@
 """Contract of a policy loss: inputs, output, and needs.
 
 A loss gets one micro-batch of whole rollouts, and divides by counts of the whole batch. So the
-gradient does not depend on how the batch is divided. Rollouts without an advantage may be left out
-without changing the gradient: they count in the normaliser alone. A loss declares further inputs in
-`needs`, and the caller provides them.
+gradient does not depend on how the batch is divided. Rollouts without an advantage count in the
+normaliser alone, unless the loss needs them, so leaving them out does not change the gradient. A
+loss declares further inputs in `needs`, and the caller provides them.
 
 Every loss here corrects by the ratio of learner to sampler, and applies it once.
 `losses.DecoupledPpoLoss` alone has a weight as well, because its ratio is against a proximal policy

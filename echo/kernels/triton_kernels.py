@@ -68,7 +68,7 @@ class LaunchConfig:
     num_stages: int
     """Steps of the product that are loaded ahead, each (rows + columns) * depth elements."""
     group_rows: int = 8
-    """Row tiles that run at the same time on the same columns, which they share in the cache."""
+    """Number of row tiles that run together on the same columns, to share these in the cache."""
 
 
 _WIDE = LaunchConfig(128, 256, 64, num_warps=8, num_stages=4)

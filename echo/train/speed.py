@@ -88,7 +88,7 @@ class Speedometer:
         Args:
             spans: for each segment, its tokens and the tokens of the prompt that it shares.
             num_scored: tokens that went through the loss.
-            is_packed: whether all of them were one row.
+            is_packed: whether all segments were in one row.
         """
         totals, row = self._totals, self._model.row
         lengths = [length for length, _ in spans]

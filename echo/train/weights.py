@@ -160,7 +160,7 @@ class TrainedWeights:
 
     @torch.no_grad()
     def restore(self, backup: Backup, optimizer: AdamW) -> None:
-        """Give the weights, and an optimizer, the values of a backup."""
+        """Set the weights and an optimizer's moments to the values of a backup."""
         for name, shard in self.shards.items():
             shard.copy_(backup.weights[name])
         self._policy.round()

@@ -221,7 +221,7 @@ class RankCommand(msgspec.Struct, frozen=True):
     """The next command of all ranks."""
 
     name: str
-    """"build", "write_rows" (of an image), "stop", or the name of a method of the trainer."""
+    """Command: "build", "write_rows" (of an image), "stop", or a method of the trainer."""
     path: str | None = None
     """Path of a checkpoint, a version, or a directory."""
     groups: tuple[tuple[bytes, bytes], ...] = ()

@@ -536,7 +536,7 @@ class FollowImages:
         self._stream = stream
         self._spans = spans_of(specs, tensors, ranks.rank, ranks.size)
         self._memory: dict[int, Bytes] = {}
-        """Memory of images by its number."""
+        """Memory areas of images, by number."""
         rendezvous = reach(ranks)
         self._link = rendezvous.links.get(0)
         self._remote_rows = (
