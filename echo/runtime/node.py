@@ -593,7 +593,7 @@ def node_settings(
     *,
     log: logging.Logger,
 ) -> NodeSettings:
-    """Return the settings of a relay's or worker's role; warn if no node can be told to dial it."""
+    """Return the settings of a relay's or worker's role; warn if other nodes cannot dial it."""
     role = join.role
     advertise = advertised(listen, section.advertise)
     if listen is not None and advertise is None:

@@ -2,16 +2,16 @@
 
 A swap is a transaction. The engine checks the new weights against the model's shape, hands them
 over while generation is paused briefly (vLLM's own lifecycle), and probes them (`probe.py`): vLLM's
-log-probabilities of a prompt must match those of transformers under the same tensors. If they do
-not match, the engine reinstalls the previous version and raises an error. An update that fails half
-way leaves the model with a mix of two versions. The engine then restarts vLLM with the last version
-that passed the probe, as after any other death of vLLM. The tensors of that version stay in host
-memory, where they arrived, never on a GPU.
+log-probabilities of a prompt must match those of transformers under the same tensors. If these
+log-probabilities differ too much, the engine reinstalls the previous version and raises an error.
+An update that fails half way leaves the model with a mix of two versions. The engine then restarts
+vLLM with the last version that passed the probe, as after any other death of vLLM. The tensors of
+that version stay in host memory, where they arrived, never on a GPU.
 
-A patch is a swap that hands over only the changed elements: they are scattered into the places
-where vLLM keeps them, and then probed. If vLLM keeps weights in a layout of its own, the engine
-hands over whole versions instead. It also does so for every later version once a patch has failed
-the probe.
+A patch is a swap that hands over only the changed elements: the engine scatters these elements into
+vLLM's parameters, and then probes. If vLLM keeps weights in a layout of its own, the engine hands
+over whole versions instead. It also does so for every later version once a patch has failed the
+probe.
 
 `kv_cache` decides whether running rollouts keep their keys and values across a swap; see
 `echo.engine.engine`.

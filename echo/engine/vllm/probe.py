@@ -109,9 +109,9 @@ class SwapProbe:
             self.model = build_meta_model(model_dir, self._dtype, "eager")
         else:
             self.model, self._adapter = build_adapted(lora, self._dtype, "eager")
-        # vLLM runs architectures without an implementation of its own in classes of transformers,
-        # which it patches in this process. The patched classes read this attribute, which only
-        # models that vLLM has built have.
+        # If vLLM does not implement an architecture, it runs the model in classes of transformers
+        # and patches these classes in this process. The patched classes read this attribute, which
+        # vLLM sets only on models that it has built.
         type(self.model.base_model).do_not_compile = True
         self.lora_targets = target_names(self._adapter or ())
         """Last parts of the names of the adapted modules."""

@@ -6,7 +6,7 @@ dictionary, otherwise from a safetensors file (in shared memory). Each tensor go
 directly to the device; vLLM fuses and shards tensors as its model requires.
 
 The changes of a patch arrive in the same two ways. They are scattered into the places that were
-found when the first version was loaded.
+found when the first whole version was loaded; the places are found again if vLLM moves a parameter.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from echo.engine.vllm.places import UnplacedError, load_changes, trace_places
 from echo.engine.weights import TensorChange
 
 HANDED_OVER: dict[str, Any] = {}
-"""Weights or changes for an engine in this process, by the key in its `TransferUpdate`.
-"""
+"""Weights or changes for an engine in this process, by the key in its `TransferUpdate`."""
 
 
 @dataclass

@@ -3,15 +3,15 @@
 `VersionEncoder` codes a version in the forms that `weights/schedule.py` selects, and hands them to
 the broadcast:
 
-    image --+--> delta against the version before, where few words have changed: coded in threads,
-            |    block by block, each segment signed and sent as soon as it is ready
-            +--> seal: hashed and signed as a whole, beside the training
-                   +--> in full
-                   +--> keyframe, where due, or delta, where much has changed: coded likewise
+    image --+--> delta against the previous version, if few words have changed: coded in threads,
+            |    block by block; each segment is signed and sent as soon as it is ready
+            +--> seal: the whole image is hashed and signed during training
+                   +--> the image in full
+                   +--> a keyframe, if due, or a delta, if many words have changed: coded likewise
 
 So the size of the delta that nodes wait for depends on the number of changed words. The whole image
-is hashed after the delta, for nodes that join later and for audits. A version without a delta
-is sealed first. Versions are coded one at a time, in the order of publication.
+is hashed after the delta, for nodes that join later and for audits. A version without a delta is
+sealed first. Versions are coded one at a time, in the order of publication.
 """
 
 from __future__ import annotations
@@ -614,8 +614,8 @@ class PublishedVersions:
 
     async def make_unpublished(self) -> Publication:
         """Return the trainer's current weights as a publication, without publishing it."""
-        # Wait until the previous version is coded: then only its own image is in memory, and the
-        # memory of older images can be reused.
+        # Wait until the previous version is coded: then only the previous version's image is in
+        # memory, and the memory of older images can be reused.
         await self._encoder.wait()
         version = PolicyVersion(self._role.lineages[-1].lineage, self._role.step)
         return await self._pool.run(self.make_version, version)

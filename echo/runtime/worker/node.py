@@ -435,7 +435,7 @@ class WorkerNode(DialingNode):
             generated.cancel()
         try:
             completions = generated.result()
-        except Exception as error:  # noqa: BLE001 -- an engine raises anything
+        except Exception as error:  # noqa: BLE001 -- an engine may raise anything
             await self._raised(call, error)
             return
         if self.has_ended:
@@ -461,7 +461,7 @@ class WorkerNode(DialingNode):
                     version=call.version,
                 )
             )
-        except Exception as error:  # noqa: BLE001 -- an engine raises anything
+        except Exception as error:  # noqa: BLE001 -- an engine may raise anything
             await self._raised(call, error)
             return
         if self.has_ended:
@@ -604,7 +604,7 @@ class WorkerNode(DialingNode):
         self.report(MachineReleased(await self._machine.give_back(reason)))
 
     async def drain(self) -> None:
-        """Finish or hand over the present groups, then say goodbye."""
+        """Finish or hand over the current groups, then send a goodbye."""
         self.report(DrainRequested())
         await self._drained.wait()
         await super().drain()
