@@ -184,7 +184,7 @@ def _set_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> Non
     if is_cpu and os.environ["TORCHDYNAMO_DISABLE"] == "1":
         import torch._dynamo
 
-        torch._dynamo.config.disable = True  # noqa: SLF001 -- the variable is read at import, which is past
+        torch._dynamo.config.disable = True  # noqa: SLF001 -- may be imported already
     register()
 
 
