@@ -1,7 +1,7 @@
 """Types of configuration values, and the base of all sections.
 
-Each checks on its own and says what to write instead; echo/config/load.py adds the file, the
-key and the value to that.
+Each type checks a value by itself, and its error says what to write instead. echo/config/load.py
+adds the file, the key and the value to the error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ digits, or is nested hundreds deep."""
 
 
 def toml_or_text(text: str) -> Any:
-    """Read what a command line sets as TOML; what is not TOML is text, and needs no quotes."""
+    """Return a value of the command line, read as TOML, or the text itself if it is not TOML."""
     try:
         table = tomllib.loads(f"value = {text}")
     except UNREADABLE:
@@ -69,14 +69,14 @@ def _false_is_none(value: object) -> object:
 
 
 def _check_off(value: object) -> object:
-    """Let `false` through and nothing else: 0 is a number, which Python takes for equal."""
+    """Accept `false` and nothing else: 0 is refused, although Python holds 0 == False."""
     if value is not False:
         raise ValueError("must be false")
     return value
 
 
 def _one_is_a_list(value: object) -> object:
-    """Read a lone string as a list of one, and a list as the tuple that a frozen model keeps."""
+    """Return a single string as a tuple with one item, and a list as a tuple."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -170,14 +170,14 @@ def _check_run_name(name: str) -> str:
 
 
 MAX_FILE_LENGTH = 16 << 20
-"""Characters of a file with settings: what travels of them has to fit into one message."""
+"""Characters of a file with settings: the settings that are sent must fit into one message."""
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file with settings, which may be a pipe but not be without end.
+    """Return the text of a file with settings, or of a pipe, of at most MAX_FILE_LENGTH.
 
     Raises:
-        OSError, UnicodeDecodeError: if it cannot be read, is too large, or is no text.
+        OSError, UnicodeDecodeError: if it cannot be read, is too large, or is not text.
     """
     with path.open(encoding="utf-8-sig") as file:  # editors on Windows write a byte order mark
         text = file.read(MAX_FILE_LENGTH + 1)
@@ -199,7 +199,7 @@ OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_false_is_none)]
 """A duration that `false` switches off."""
 
 Off = Annotated[Literal[False], BeforeValidator(_check_off)]
-"""`false` as a value of its own, where leaving a key out means something else."""
+"""The value `false`, for keys where an omitted key has another meaning."""
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 """A size: a whole number of bytes or text such as "8GiB"."""
@@ -216,10 +216,10 @@ DialAddress = Annotated[
 """tcp://host:port, with #KEY or #KEY.SECRET behind it; the secret is in no dump of the model."""
 
 DialAddresses = Annotated[tuple[DialAddress, ...], BeforeValidator(_one_is_a_list)]
-"""Addresses to try in order; one may stand alone without brackets."""
+"""Addresses to try in order; a single one needs no brackets."""
 
 Sinks = Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_one_is_a_list)]
-"""Where metrics go; one may stand alone without brackets."""
+"""Destinations of metrics; a single one needs no brackets."""
 
 Betas = Annotated[
     tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
@@ -228,7 +228,7 @@ Betas = Annotated[
 """Two numbers from 0 to below 1."""
 
 Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_is_a_list)]
-"""A list of names; one may stand alone without brackets."""
+"""A list of names; a single one needs no brackets."""
 
 JoinString = Annotated[
     str,
@@ -244,7 +244,7 @@ TaskKind = Annotated[str, AfterValidator(_check_task_kind)]
 """A built-in task's name or the import path of a class."""
 
 Directory = Annotated[str, AfterValidator(_check_directory)]
-"""The path of a directory, which may be still to be made."""
+"""The path of a directory, which need not exist yet."""
 
 RunName = Annotated[str, AfterValidator(_check_run_name)]
 """One path component."""
@@ -258,11 +258,11 @@ INHERITED = "inherited"
 Inherited = Annotated[T, INHERITED]
 """The type of a key that the learner decides for its workers."""
 OWN_KIND = "package.module:function"
-"""The kind of a section's class for something of the user's own, which has an import path."""
+"""The kind of the section class for the user's own code, which is named by an import path."""
 
 
 class Strict(BaseModel):
-    """A table of a file: frozen, strict about types and unknown keys."""
+    """A table of a file: frozen, and strict about types and unknown keys."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -277,10 +277,10 @@ class Section(Strict):
     """The base of all sections."""
 
     roles: ClassVar[tuple[Role, ...]] = ("learner",)
-    """Which roles read this section."""
+    """Roles that read this section."""
 
 
 def kind_of(value: Any) -> str:
-    """Return which class of a section a table or an object is of."""
+    """Return the name of the section class that a table or an object belongs to."""
     kind = value["kind"] if isinstance(value, Mapping) else value.kind
     return OWN_KIND if ":" in kind else str(kind)

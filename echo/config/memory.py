@@ -1,7 +1,8 @@
 """Memory budget of a role, and the settings that reduce it.
 
-The sums are pure: the model's dimensions and the machine's memory are arguments, which functions
-at the end read. Only settings that exist and do save memory are named, each with what it saves.
+The sums are pure functions of the model's dimensions and the machine's memory; functions at the end
+of the module read both. Only settings that do save memory are named, each with the bytes that it
+saves.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ _BYTES_PER_SAMPLED_TOKEN = 17  # a rollout's id (4), log-prob (4), version (8) a
 VOCAB_CHUNK = 8192
 """Columns of logits that exist at once; as in kernels/logprob.py, which loads torch."""
 DRAWING_BYTES = 32
-"""Of each row of the vocabulary while a rollout's token is drawn; as in engine/hf/engine.py, which
-loads torch, too."""
+"""Bytes per entry of the vocabulary while a rollout's token is drawn; as in engine/hf/engine.py,
+which loads torch, too.
+"""
 
 MOMENT_BYTES: Mapping[str, float] = {"float32": 8, "8bit": 2 * (1 + 4 / 64), "offloaded": 8}
 """Bytes per trained parameter of AdamW's two moments, by optimizer.state: 8 bits each, with a scale
@@ -55,14 +57,14 @@ PROCESS_BYTES: Mapping[Role, int] = {
     "worker": 500_000_000,
     "relay": 100_000_000,
 }
-"""Of each role's interpreter and libraries, before it has loaded anything; measured on a CPU."""
+"""Bytes of each role's interpreter and libraries before it loads a model; measured on a CPU."""
 
 ASSUMED_PROMPT_TOKENS = 512
-"""Of the longest prompt, for a node that has not read the task's data."""
+"""Assumed length of the longest prompt, for a node that has not read the task's data."""
 MIN_SAVED = 0.2
-"""Share of their tokens that rollouts must save to share a prompt; as in algo/batching.py."""
+"""Rollouts share a prompt if this saves at least this share of their tokens (algo/batching.py)."""
 SIZES_PER_OCTAVE = 16
-"""Sizes of filled rows between a number of tokens and its double; as there."""
+"""Row sizes between a number of tokens and its double; as in algo/batching.py."""
 PACKED: Mapping[str, bool] = {
     "llama": False, "qwen2": False, "qwen3": True, "mistral": False, "phi3": False,
     "smollm3": False, "gemma3": True, "gemma3_text": True, "gemma4": True, "gemma4_text": True,
@@ -70,27 +72,30 @@ PACKED: Mapping[str, bool] = {
     "mixtral": False, "deepseek_v3": True, "glm4_moe": True, "qwen2_5_vl": False, "qwen3_vl": True,
     "mistral3": False, "smolvlm": False,
 }  # fmt: skip
-"""Families whose rollouts may share a row and a prompt (docs/models.md), by model_type; and whether
-they normalise the queries and keys of each head. Of others that is unknown: more is counted."""
+"""Families whose rollouts may share a row and a prompt (docs/models.md), by model_type; the value
+is whether they normalise the queries and keys of each head. For other families both are unknown, so
+the larger need is counted.
+"""
 CHECKPOINTING: Mapping[bool | str, str] = {
     False: "",
     True: " and gradient checkpointing",
     "offload": " and gradient checkpointing with offloaded inputs",
 }
-"""Values of learner.gradient_checkpointing once it is chosen, the quicker first, in words."""
+"""Values of learner.gradient_checkpointing, the fastest first, with their words in messages."""
 FREED_BYTES = 64 << 20
-"""That a process on a CPU has freed and not yet returned: a quarter of what it grows by until then
-(GROWN_BYTES in engine/allocator.py, which is on a floor above)."""
+"""Bytes that a process on a CPU has freed and not yet returned: a quarter of GROWN_BYTES in
+engine/allocator.py, a higher layer that cannot be imported here.
+"""
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 1_500_000_000
-"""Of a GPU: what lies between tensors, and libraries with their workspaces."""
+"""GPU memory that is reserved for gaps between tensors, and for libraries and their workspaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The dimensions of a causal language model that its memory follows from."""
+    """The dimensions of a causal language model that determine its memory."""
 
     num_params: int
-    """Parameters, tied ones once."""
+    """Number of parameters; tied ones count once."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -101,9 +106,9 @@ class ModelFacts:
     is_tied: bool = True
     """Whether the head is the embedding."""
     has_head_norms: bool = True
-    """Whether it normalises the queries and keys of each head; True where that is unknown."""
+    """Whether it normalises the queries and keys of each head; True if unknown."""
     shares_prompts: bool = False
-    """Whether rollouts of one prompt share it in a packed row; False where that is unknown."""
+    """Whether rollouts with the same prompt share it in a packed row; False if unknown."""
 
     @property
     def num_outside_layers(self) -> int:
@@ -113,48 +118,48 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One thing that takes memory."""
+    """A named entry of the memory budget."""
 
     name: str
     num_bytes: int
     is_on_gpu: bool
-    """Whether it lies beside the model on its accelerator, where there is one."""
+    """Whether it is in the model's memory: the GPU's, if the model runs on one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """The largest micro-batch."""
+    """The sizes of the largest micro-batch."""
 
     num_tokens: int
-    """That go through the model; at least one rollout, at most a whole step."""
+    """Tokens that go through the model: at least one rollout, at most a whole step."""
     num_keys: int
-    """That they attend to: those of a shared prompt count once for each of its completions."""
+    """Keys that the tokens attend to; a shared prompt's count once per completion."""
     num_scored: int
-    """Tokens that the head is asked for: completion tokens."""
+    """Tokens for which the head computes logits: the completion tokens."""
     mask_bytes: int
-    """Mask of the keys that each token sees, in each layer, where they share a prompt on a CPU."""
+    """Bytes of the attention mask per layer, if rollouts share a prompt on a CPU."""
     is_only: bool
-    """Whether it is the whole step, so that no gradient is there before it."""
+    """Whether it is the whole step, so that no gradients exist before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Sizes in bytes, per role."""
+    """The memory that each role needs, in bytes."""
 
     config: Config
     facts: ModelFacts
     prompt_tokens: int
-    """Tokens that a prompt is assumed to have."""
+    """Assumed number of tokens of a prompt."""
     has_gpu: bool = False
-    """Whether the model lies on one."""
+    """Whether the model is on a GPU."""
     num_ranks: int = 1
-    """Processes that the learner is cut up over; the sizes are those of the first of them."""
+    """Processes over which the learner is sharded; the sizes are those of the first one."""
     has_versions_on_gpu: bool = True
-    """Whether a learner that may keep versions on its GPU does."""
+    """Whether a learner keeps versions on its GPU, if `may_keep_versions`."""
     has_tensors_alone: bool = False
-    """Whether what a process on a CPU keeps beside its tensors is left out."""
+    """Whether to count only the tensors of a process on a CPU, without its other memory."""
     tokens_in_a_pass: int | None = None
-    """Of the micro-batch that is looked at; None for the largest that there can be."""
+    """Tokens of the micro-batch to budget for; None for the largest possible one."""
 
     def changed(self, changes: Mapping[str, Any]) -> Footprint:
         """Return the footprint with other settings, by dotted key."""
@@ -172,12 +177,12 @@ class Footprint:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens really in one pass."""
+        """Number of tokens in the largest micro-batch."""
         return self._pass.num_tokens
 
     @property
     def _pass(self) -> _Pass:
-        """Return the largest micro-batch, of rollouts that are all of full length."""
+        """Return the largest micro-batch, made of rollouts of full length."""
         batch, limit = self.config.batch, self.config.learner.micro_batch_tokens
         completion, size = self.config.sampling.max_completion_tokens, batch.group_size
         num_together = self._num_together
@@ -205,7 +210,7 @@ class Footprint:
 
     @property
     def _num_together(self) -> int:
-        """Rollouts that share a prompt in a row: 1 where that is not done, or saves too little.
+        """Number of rollouts that share a prompt in a row: 1 if they do not or it saves too little.
 
         Half a micro-batch holds them. Shorter completions save more, so they share as well.
         """
@@ -219,18 +224,17 @@ class Footprint:
         return number if self.facts.shares_prompts and is_packed and saves else 1
 
     def learner_items(self) -> tuple[Item, ...]:
-        """Return what training takes: the model, its optimizer, a micro-batch, the versions.
+        """Return the items of training: the model, its optimizer, a micro-batch, the versions.
 
-        Masters and gradients are float32. A model that computes in bfloat16 has the rounded weights
-        besides, and what is not trained (the base of an adapter, a reference) in bfloat16 alone.
-        Attribution scores with a float32 model. Ranks divide all of these, in float32, and round
-        what they put together instead. Held-out prompts are sampled with a model of their own where
-        a version's image cannot be it (runtime/learner/setup.py), by ranks in the host's memory. Of
-        its keys and values those of one rollout are reckoned: more at a time take of what is left.
-        A GPU that has the room keeps the last version, and compares the next one with it beside a
-        step (engine/weights.py).
-        Before a step of several updates weights and moments are copied to the host, so that a step
-        that fails changes nothing.
+        Masters and gradients are float32. A model that computes in bfloat16 also has the rounded
+        weights; its untrained weights (the base of an adapter, a reference) exist in bfloat16 only.
+        Attribution scores with a float32 model. Ranks shard all of these in float32, and round a
+        layer when they gather it. Held-out prompts are sampled with a separate model if a version's
+        image cannot serve as one (runtime/learner/setup.py); ranks keep it in the host's memory.
+        The keys and values of one rollout are budgeted; more rollouts run if memory is left. A GPU
+        with enough memory keeps the last version and compares the next one with it during a step
+        (engine/weights.py). Before a step of several updates weights and moments are copied to the
+        host, so that a step that fails changes nothing.
         """
         beside = self._sizes_beside_model()
         versions = self._versions(KEEP_VERSIONS + 1)  # one more is being made
@@ -255,13 +259,13 @@ class Footprint:
 
     @property
     def _staged_bytes(self) -> int:
-        """Of the largest weight and its gradient, on the way to an update and back."""
+        """Bytes of the largest weight and its gradient while they are moved for an update."""
         if self.config.optimizer.state != "offloaded":
             return 0
         return -(-8 * self._largest_trained // self.num_ranks)
 
     def _sizes_with_model(self) -> dict[str, int]:
-        """Return what lies where the model is trained, 0 for what does not."""
+        """Return the bytes by name in the memory where the model is trained; 0 if elsewhere."""
         config, num_params, num_trained = self.config, self.facts.num_params, self._num_trained
         is_rounded = self._compute_bytes == 2
         frozen = num_params * (self._compute_bytes if self._is_alone else 4)
@@ -297,7 +301,7 @@ class Footprint:
         return sizes
 
     def _sizes_beside_model(self) -> dict[str, int]:
-        """Return what lies in the host's memory; all ranks are taken to be on one machine."""
+        """Return the bytes by name in the host's memory, with all ranks on one machine."""
         moments, master_bytes = self._moment_bytes, 4 * self._num_trained
         has_undo = self.config.batch.minibatches_per_step > 1
         return {
@@ -313,11 +317,11 @@ class Footprint:
 
     @property
     def may_keep_versions(self) -> bool:
-        """Whether a learner has a use for versions on its GPU."""
+        """Whether a learner can use versions on its GPU: one process, which encodes them."""
         return self.has_gpu and self._is_alone and self.config.network.codec != "full"
 
     def worker_items(self, dtype: str) -> tuple[Item, ...]:
-        """Return what a worker takes before its first rollout."""
+        """Return the items of a worker before its first rollout."""
         num_bytes = DTYPE_BYTES[dtype] * self.facts.num_params
         return (
             Item(name="weights", num_bytes=num_bytes, is_on_gpu=True),
@@ -325,7 +329,7 @@ class Footprint:
         )
 
     def relay_items(self) -> tuple[Item, ...]:
-        """Return what a relay takes: the versions, and groups that wait to be acknowledged."""
+        """Return the items of a relay: the versions, and groups that wait to be acknowledged."""
         group_bytes = self.config.batch.group_size * self.rollout_tokens * _BYTES_PER_SAMPLED_TOKEN
         num_bytes = MAX_UNACKED_GROUPS * group_bytes
         return (
@@ -334,13 +338,13 @@ class Footprint:
         )
 
     def bytes_per_rollout(self, dtype: str) -> int:
-        """Return keys and values of one rollout of full length, and its row of float32 logits."""
+        """Return the bytes of a full-length rollout's keys and values and its float32 logits."""
         facts = self.facts
         per_token = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * DTYPE_BYTES[dtype]
         return per_token * self.rollout_tokens + 4 * facts.vocab_size
 
     def _held_versions(self, role: Role) -> tuple[Item, ...]:
-        """Return what a node that receives versions holds besides its model."""
+        """Return the items that a receiver of versions needs besides its model."""
         sizes = {"process": PROCESS_BYTES[role], "encoded versions": self._encoded_bytes}
         items = [Item(name=name, num_bytes=size, is_on_gpu=False) for name, size in sizes.items()]
         return (self._versions(KEEP_VERSIONS), *(item for item in items if item.num_bytes))
@@ -362,7 +366,7 @@ class Footprint:
     def _num_trained(self) -> int:
         """Parameters that are trained and published: all, or those of the adapter.
 
-        Target modules other than the usual seven are taken for as large as the largest of those.
+        A target module other than the usual seven counts as the largest of them.
         """
         facts, lora = self.facts, self.config.lora
         if not lora.rank:
@@ -380,8 +384,8 @@ class Footprint:
     def _checkpoint_bytes(self, weights: int, moments: int) -> int:
         """Bytes of a checkpoint that are in the host's memory while it is written.
 
-        A process alone brings the weights down from its GPU for the first file, and then the
-        moments. Ranks bring down both, and put them together once more.
+        A single process copies the weights from its GPU for the first file, and then the moments.
+        Ranks copy both, and need the same memory again to gather them.
         """
         if not self.has_gpu:
             return 0
@@ -390,17 +394,17 @@ class Footprint:
 
     @property
     def _largest_trained(self) -> int:
-        """Parameters of the largest tensor that is trained; of an adapter's none is large."""
+        """Parameters of the largest trained tensor; an adapter's tensors are all small."""
         facts = self.facts
         width = max(facts.vocab_size, facts.intermediate_size)
         return 0 if self.config.lora.rank else width * facts.hidden_size
 
     @property
     def evaluated_rollout_bytes(self) -> int:
-        """Bytes of keys and values of a held-out rollout that a process alone samples.
+        """Bytes of a held-out rollout's keys and values in a learner of a single process.
 
-        As the engine reckons them: a layer's are there twice while they grow by a token. None where
-        nothing is evaluated, and none of several ranks, which take of what the host has free.
+        Counted as in the engine: one layer's exist twice while they grow by a token. 0 without
+        evaluations, and 0 for several ranks, which use the host's free memory.
         """
         facts = self.facts
         if not (self._is_alone and self.config.eval.interval_steps):
@@ -411,7 +415,7 @@ class Footprint:
 
     @property
     def _evaluation_bytes(self) -> int:
-        """Bytes that held-out prompts are sampled with, beside all versions: weights, a rollout."""
+        """Bytes for sampling held-out prompts besides all versions: weights and one rollout."""
         config, width = self.config, self._evaluation_width
         is_on_gpu = self.has_gpu and self._is_alone
         is_published = width == DTYPE_BYTES[config.model.dtype]
@@ -422,24 +426,25 @@ class Footprint:
 
     @property
     def _evaluation_width(self) -> int:
-        """Bytes per number of the model that held-out prompts are sampled with."""
+        """Bytes per weight of the model that samples held-out prompts."""
         as_trained = self._is_alone and not self.has_gpu
         return self._compute_bytes if as_trained else DTYPE_BYTES[self.config.model.dtype]
 
     def _fullest_moment(self) -> dict[str, int]:
-        """Return what there is beside the model when that is most."""
+        """Return the bytes by name besides the model at the moment when they are most."""
         moments = list(self._moments())
         totals = [sum(moment.values()) for moment in moments]
         return moments[totals.index(max(totals))]
 
     def _moments(self) -> Iterator[dict[str, int]]:
-        """Yield what there is beside the model at those moments of a step that may be the fullest.
+        """Yield the bytes by name besides the model at each moment that may need the most.
 
-        A micro-batch after the first finds all gradients. The first one finds none, and those of
-        the other layers when it comes to the first layer. The head's gradient is there when the
-        last layer's backward begins. That of a tied one waits for the embedding's, in the type of
-        the products, and then both are added to the float32 one. On a CPU freed activations stay
-        with the process until it grows again, and the first gradients of layers find a place there.
+        During a micro-batch after the first, all gradients exist. During the first, none exist at
+        the start, and all but the first layer's exist when its backward reaches that layer. The
+        head's gradient exists when the last layer's backward begins. A tied head's gradient waits
+        in the type of the products for the embedding's; then both are added to the float32
+        gradient. On a CPU the process keeps freed activations until it grows again, and reuses
+        their memory for the first gradients of layers.
         """
         one = "one layer or head"
         if not self._is_alone:
@@ -490,7 +495,7 @@ class Footprint:
 
     @property
     def _keeps_freed(self) -> bool:
-        """Whether what has been freed is counted: a CPU's process keeps it, for a while."""
+        """Whether freed memory is counted: a process on a CPU keeps it for a while."""
         return not (self.has_gpu or self.has_tensors_alone)
 
     @property
@@ -500,8 +505,8 @@ class Footprint:
     def _activation_bytes(self) -> int:
         """Return the bytes of the tensors kept for one micro-batch's backward pass.
 
-        With checkpointing they are the layers' inputs; of offloaded ones that of a layer and of the
-        next one.
+        With checkpointing they are the layers' inputs; if these are offloaded, only the inputs of a
+        layer and of the next one.
         """
         if self._offloads_inputs:
             return min(2, self.facts.num_layers) * self._input_bytes // self.facts.num_layers
@@ -511,19 +516,19 @@ class Footprint:
 
     @property
     def _input_bytes(self) -> int:
-        """Bytes of what goes into all layers."""
+        """Bytes of the inputs of all layers."""
         facts = self.facts
         per_token = self._compute_bytes * facts.hidden_size * facts.num_layers
         return per_token * self._pass.num_tokens
 
     def _layer_bytes(self, now: _Pass) -> int:
-        """Return what autograd keeps of a layer.
+        """Return the bytes of the tensors that autograd keeps for a layer.
 
-        Of each number of the hidden state, two times: the input of a norm in float32, what it
-        normalises it to if its own weight is trained, and its output. Queries, keys, values and
-        what attention makes of them, in float32 on a CPU; that once more as the input of a product,
-        and on a GPU, where it is no other tensor, the rotated query. Norms of heads likewise. Four
-        of the MLP's middle. The small matrices of an adapter have inputs of their own.
+        For each of the layer's two norms: its input in float32, the normalised value if the norm's
+        weight is trained, and its output. For attention: queries, keys, values and the output, in
+        float32 on a CPU; the output again as the input of a product; and on a GPU the rotated
+        query. Norms of heads count like the other norms. For the MLP: four tensors of its inner
+        width. The small matrices of an adapter have their own inputs.
         """
         facts, width = self.facts, self._compute_bytes
         rank = self.config.lora.rank
@@ -540,9 +545,9 @@ class Footprint:
 
     @property
     def _passing_bytes(self) -> int:
-        """Bytes of gradients inside of a layer: two of the MLP's middle, or those of a norm.
+        """Bytes of gradients inside a layer: two of the MLP's inner width, or those of a norm.
 
-        On a GPU they were not seen: they come to lie where the layer's activations have been.
+        On a GPU measurements did not show them: they reuse the memory of the layer's activations.
         """
         if self.has_gpu:
             return 0
@@ -552,20 +557,20 @@ class Footprint:
 
     @property
     def _code_bytes(self) -> int:
-        """Bytes that a CPU keeps of bfloat16 products for row sizes, those of an octave.
+        """Bytes that a CPU caches for bfloat16 products, for each row size of an octave.
 
-        They are a layer's weights once more for each size.
+        The cache has a copy of a layer's weights for each size.
         """
         if not self._keeps_freed or self._compute_bytes != 2 or not self._is_alone:
             return 0
         return SIZES_PER_OCTAVE * 2 * self._params_per_layer
 
     def _working_bytes_of_a_rank(self) -> int:
-        """Return the most that is there for a moment only.
+        """Return the largest number of bytes that exist for a moment only.
 
-        A layer that is computed again, with its gradients; or the head; or what has come together
-        of the gradients of embedding and head, which are no one layer's: by then no activation is
-        there any more, and no layer is put together.
+        The candidates are a layer that is computed again, with its gradients; the head; and the
+        gathered gradients of embedding and head, which belong to no layer. When the latter are
+        gathered, activations are freed already and no layer is gathered.
         """
         facts, width = self.facts, self._compute_bytes
         # Under an adapter neither of them has a gradient.
@@ -579,11 +584,11 @@ class Footprint:
         return max(layer, max(self._head_bytes()) + head, gathered)
 
     def _head_bytes(self) -> tuple[int, int]:
-        """Return what log-probabilities take, forward and backward.
+        """Return the bytes for log-probabilities, in the forward and in the backward pass.
 
         In kernels/torch_kernels.py: logits, their exponentials and the product of both; states and
         their gradient in float32, and a chunk of the head's gradient. On a GPU in bfloat16,
-        kernels/triton_kernels.py takes as much both times.
+        kernels/triton_kernels.py takes the same in both passes.
         """
         facts, rows = self.facts, self._pass.num_scored
         chunk, hidden = min(VOCAB_CHUNK, facts.vocab_size), facts.hidden_size
@@ -596,7 +601,7 @@ class Footprint:
         return 3 * logits + states, again + states + 4 * hidden * rows + 4 * chunk * hidden
 
     def _unsharded_bytes(self) -> int:
-        """Return what is whole on a rank: embedding and head, one layer, and the next one."""
+        """Return the bytes of gathered weights on a rank: embedding and head, and two layers."""
         return self._compute_bytes * (self.facts.num_outside_layers + 2 * self._params_per_layer)
 
     @property
@@ -640,34 +645,36 @@ class Saving:
     """A setting that saves memory."""
 
     setting: str
-    """As for --set: section.key=value."""
+    """The setting as an argument of --set: section.key=value."""
     saved_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Needs of a role against the machine's memory."""
+    """The memory that a role needs, compared with the machine's."""
 
     fits: bool
     line: str
     """The whole budget in one line of text."""
     items: tuple[Item, ...]
     needed_bytes: int
-    """In the memory that is short, or else in the one that the model lies in."""
+    """Bytes needed in the memory that is short, or in the model's memory if none is."""
     max_concurrent_rollouts: int | None = None
-    """Contents of a worker's memory; None for other roles."""
+    """Number of rollouts that fit into a worker's memory; None for other roles."""
     gradient_checkpointing: bool | str = False
-    """A learner's handling of activations, as set or as they fit."""
+    """The learner's gradient checkpointing, as set or as chosen to fit."""
     recompute_above: int = 0
-    """Tokens of the largest micro-batch whose activations fit, where a learner that may choose
-    computes those of larger ones again."""
+    """Tokens of the largest micro-batch whose activations fit. A learner that may choose recomputes
+    the activations of larger micro-batches.
+    """
     has_versions_on_gpu: bool = False
-    """Whether a learner keeps the last version on its GPU, where there is room for it."""
+    """Whether a learner keeps the last version on its GPU, which has enough memory for it."""
     evaluation_bytes: int = 0
-    """Memory for held-out rollouts under way beside a learner that is one process: half of what all
-    else leaves, and what one of them takes in any case."""
+    """Bytes for concurrent held-out rollouts in a learner of a single process: half of the memory
+    that everything else leaves, and at least the bytes of one rollout.
+    """
     remedies: tuple[Saving, ...] = ()
-    """Settings that save by themselves, the milder first; empty if it fits or nothing helps."""
+    """Settings that each save memory, the mildest first; empty if it fits or nothing helps."""
 
 
 def memory_budget(
@@ -679,9 +686,9 @@ def memory_budget(
     prompt_tokens: int = ASSUMED_PROMPT_TOKENS,
     num_ranks: int = 1,
 ) -> Budget:
-    """Return what `role` needs on `machine`, and which settings help if it does not fit.
+    """Return the memory that `role` needs on `machine`, and the settings that help if it is short.
 
-    Of several ranks of a learner each needs as much, and `machine` is what one of them has.
+    Each of several ranks of a learner needs this much; `machine` is then the share of one rank.
     """
     footprint = Footprint(
         config=config,
@@ -728,9 +735,9 @@ def memory_budget(
 
 
 def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
-    """Return a learner's footprint with what it may choose by itself, the quicker first.
+    """Return the footprint of the fastest of a learner's own choices that fits.
 
-    Versions in host memory cost a step nothing, and computing activations again a third of it.
+    Versions in host memory do not slow a step; computing activations again slows it by a third.
     """
     told = footprint.config.learner.gradient_checkpointing
     choices = tuple(CHECKPOINTING)[: 3 if footprint.has_gpu else 2]
@@ -749,13 +756,13 @@ def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
 
 
 def _recompute_above(footprint: Footprint, own: _Memory) -> int:
-    """Return the tokens of the largest micro-batch that need not be computed again.
+    """Return the tokens of the largest micro-batch whose activations need no recomputation.
 
-    Its activations take half of what is left at most: the evaluation takes the other half.
+    Its activations take at most half of the free memory; the evaluation takes the other half.
 
     Args:
         footprint: of a learner with gradient checkpointing.
-        own: the memory that the model lies in, with what such a learner takes.
+        own: the model's memory, with the items of this learner.
     """
     limit = own.needed_bytes + max(0, -own.missing_bytes) // 2
     plain = footprint.changed({"learner.gradient_checkpointing": False})
@@ -773,7 +780,7 @@ def _who(footprint: Footprint, role: Role) -> str:
 
 
 def _chosen(footprint: Footprint, role: Role) -> str:
-    """Return the settings, given or chosen, that decide a learner's memory."""
+    """Return a text of the settings, given or chosen, that decide a learner's memory."""
     if role != "learner":
         return ""
     config = footprint.config
@@ -818,7 +825,7 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
 
 
 def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, Any]]:
-    """Return settings that may save memory, the milder first.
+    """Return settings that may save memory, the mildest first.
 
     Settings that change no number of the run come before those that do, or that slow each step.
     """
@@ -838,9 +845,9 @@ def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, An
 
 
 def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, ...], str]:
-    """Return the remedies in order, and the first of them that together are enough, in words.
+    """Return the remedies in order, and a sentence with the first ones that suffice together.
 
-    A remedy without which the later ones are enough is left out. If all are too little, say so.
+    The sentence omits a remedy if the others suffice without it, and says if all do not suffice.
     """
     now = _model_bytes(footprint)
 
@@ -870,14 +877,14 @@ def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, .
 
 
 def _bare(value: Any) -> str:
-    """Return a value as --set takes it from a shell, without quotes."""
+    """Return a value as text for --set in a shell, without quotes."""
     return value if isinstance(value, str) else show(value)
 
 
 def _model_bytes(footprint: Footprint) -> int:
-    """Return the learner's bytes that lie beside the model, which its settings can change.
+    """Return the learner's bytes in the model's memory, which settings can change.
 
-    On a CPU the versions lie there too; none of those settings changes them.
+    On a CPU this memory also holds the versions, which no setting changes.
     """
     return sum(item.num_bytes for item in footprint.learner_items() if item.is_on_gpu)
 
@@ -900,7 +907,7 @@ def _too_short(missing: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """One memory of the machine and what is to lie in it."""
+    """One memory of the machine, the GPU's or the host's, with the items to be held there."""
 
     items: tuple[Item, ...]
     available_bytes: int
@@ -911,21 +918,21 @@ class _Memory:
 
     @property
     def missing_bytes(self) -> int:
-        """The bytes that are missing; negative if memory is left."""
+        """Bytes needed minus bytes available; negative if memory is left."""
         return self.needed_bytes - self.available_bytes
 
 
 def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
-    """Return the memory that decides: the model's, unless main memory beside it is short.
+    """Return the memory that decides whether all fits: the model's, unless main memory is short.
 
-    The memory beside a GPU holds versions of the weights, and no setting makes those smaller.
+    Main memory beside a GPU holds versions of the weights, which no setting makes smaller.
     """
     own, *others = _memories(items, machine)
     return next((memory for memory in others if memory.missing_bytes > 0), own)
 
 
 def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
-    """Return each memory of the machine, the one that the model lies in first."""
+    """Return each memory of the machine, the model's memory first."""
     items = tuple(items)
     if machine.gpu_bytes is None:
         return [_Memory(items, machine.host_bytes)]
@@ -945,10 +952,10 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def find_model(name: str, revision: str | None = None, *, key: str = "model.name") -> Path | None:
-    """Return the directory that a key names; None if that is the id of a model on the hub.
+    """Return the model directory that a key names; None if it names a model on the hub.
 
     Raises:
-        ConfigError: if a revision is asked of a directory.
+        ConfigError: if a revision is set for a directory.
         DataError: if there is no such directory, no model in it, or a quantised one.
     """
     path = local_path(name)
@@ -981,7 +988,7 @@ def check_unquantised(directory: Path) -> None:
     """Refuse a model whose weights are quantised: no optimizer step fits into their few values.
 
     Raises:
-        DataError: naming the method, or a tensor of such weights where config.json says nothing.
+        DataError: if they are; it names the method, or a quantised tensor if config.json has none.
     """
     try:
         table = json.loads((directory / "config.json").read_bytes())
@@ -1010,8 +1017,8 @@ def check_unquantised(directory: Path) -> None:
 def read_model_facts(directory: Path) -> ModelFacts:
     """Return the dimensions of the model in `directory` from its config.json.
 
-    Parameters are counted in the safetensors files, or, where those are absent, estimated from
-    the dimensions.
+    Parameters are counted in the safetensors files, or estimated from the dimensions if files are
+    missing.
 
     Raises:
         DataError: if config.json is missing, damaged or of no causal language model.
@@ -1050,7 +1057,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
 
 
 def read_machine(gpu_bytes: int | None = None) -> Machine:
-    """Return the memory that this process may still take.
+    """Return the memory that is available to this process.
 
     Args:
         gpu_bytes: free bytes of the GPU that the model will run on; None on a CPU.
@@ -1077,9 +1084,9 @@ def _dimension(dims: Mapping[str, Any], path: Path, *names: str, default: int | 
 
 
 def _count_stored(directory: Path) -> int:
-    """Return the parameters in the directory's safetensors files, 0 unless all of them are there.
+    """Return the number of parameters in a directory's safetensors files, 0 if files are missing.
 
-    In the hub's cache some may be missing, or still on their way.
+    In the hub's cache some files may be missing, or still being downloaded.
     """
     paths = sorted(directory.glob("*.safetensors"))
     totals = [re.search(r"-of-(\d+)\.safetensors$", path.name) for path in paths]
@@ -1089,7 +1096,7 @@ def _count_stored(directory: Path) -> int:
 
 
 def _count_in_file(path: Path) -> int:
-    """Add up the shapes in one file's header."""
+    """Return the number of parameters in a safetensors file, from the shapes in its header."""
     return sum(math.prod(entry["shape"]) for entry in _read_header(path).values())
 
 
