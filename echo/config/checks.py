@@ -1,4 +1,4 @@
-"""Rules that join several keys, each with the reason it exists.
+"""Rules that compare several keys, each with the reason for it.
 
 A rule yields at most a few problems and reads only values that are valid on their own: load.py
 drops the problems of a rule that read a value already reported.
@@ -22,9 +22,9 @@ MAX_CURVE_CHUNK_BYTES = 1 << 20
 MAX_GROUP_BYTES = 60 << 20
 """A little below the largest message of the transport (runtime/node.py)."""
 RATIO_UNDER_TOP_K = 0.9
-"""Ratio that a loss has to reach down to with top-k. The probability that it takes away has no
-bound, so this is a judgement: ranges of .2, as PPO's, are used with it; those of some percent clip
-every token.
+"""Ratio that a loss's range must include if top-k is set. The probability that top-k removes has no
+bound, so this value is a judgement: ranges of .2, as in PPO, are used with top-k; ranges of some
+percent clip every token.
 """
 
 
@@ -91,7 +91,7 @@ def _check_sync(config: Config) -> Iterator[Problem]:
 
 
 def _check_exact_version(config: Config) -> Iterator[Problem]:
-    """Report settings that need groups of several versions where each group has one version."""
+    """Report settings that need groups of several versions if each group has one version."""
     rollout, key = config.rollout, "rollout.exact_version"
     if not rollout.exact_version:
         return
@@ -154,7 +154,7 @@ def _check_dual_clip(config: Config) -> Iterator[Problem]:
 
 
 def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
-    """Refuse top-p and top-k with ranges of the ratio that end above it (losses.py says why)."""
+    """Refuse top-p and top-k with a loss whose range of ratios begins above theirs (losses.py)."""
     if role != "learner":  # others do not know the loss
         return
     sampling, loss = config.sampling, config.loss

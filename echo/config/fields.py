@@ -281,6 +281,6 @@ class Section(Strict):
 
 
 def kind_of(value: Any) -> str:
-    """Return the name of the section class that a table or an object belongs to."""
+    """Return the `kind` of a section, given as table or object; OWN_KIND for an import path."""
     kind = value["kind"] if isinstance(value, Mapping) else value.kind
     return OWN_KIND if ":" in kind else str(kind)

@@ -1,7 +1,7 @@
-"""Rules that join several rows of fleet and scenario files.
+"""Rules that compare several rows of fleet and scenario files.
 
 The rules read invalid rows as well, so that one pass finds every problem. fleet_file.py drops the
-problem of a rule that read a value reported before.
+problems of a rule that read a value already reported.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from echo.core.errors import nearest
 from echo.fleet.gpus import GPUS, MODELS
 
 Rows = Mapping[str, Sequence[tuple[KeyPath, Any]]]
-"""By table: each row's path and the row. An invalid row keeps the values that the file has,
-and its missing values are None; nothing is built from it."""
+"""The rows of each table, with their paths. An invalid row has the values of the file, and None for
+missing ones; it is only checked, never used.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,12 @@ def fleet_rules(rows: Rows) -> Iterator[Problem]:
 
 
 def _names(rows: Rows, table: str) -> list[str]:
-    """Return how rows call themselves, bad ones as well: a reference to one is right."""
+    """Return the names of a table's rows, invalid rows included, so that references are found."""
     return [row.name for _, row in rows.get(table, ()) if isinstance(row.name, str)]
 
 
 def _check_name(path: KeyPath, name: object, known: Collection[str]) -> Iterator[Problem]:
-    """Report a name that is not among `known`, with the nearest that is."""
+    """Report a name that is not in `known`, with the most similar known name."""
     if not isinstance(name, str) or name in known:
         return
     by_fold = {_fold(other): other for other in known}
@@ -126,12 +127,12 @@ def _of_job(text: str, *keys: str) -> Problem:
 
 
 def _are_numbers(*values: object) -> bool:
-    """Return whether values can be compared; those of a bad row may be anything."""
+    """Return whether all values are numbers; an invalid row may have values of any type."""
     return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
 def _fold(name: str) -> str:
-    """Drop what spellings of one product differ in."""
+    """Return a name without the differences between spellings of one product."""
     return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia")
 
 
@@ -139,8 +140,8 @@ def scenario_rules(rows: Rows, plan: Plan | None, left_out: Collection[str]) -> 
     """Check a scenario.
 
     Args:
-        rows: of its file.
-        plan: what is rented, where a plan.json says so.
+        rows: the rows of the scenario file.
+        plan: the plan.json that says which nodes are rented, or None.
         left_out: offers whose nodes cannot run the model.
     """
     yield from fleet_rules(rows)
@@ -207,10 +208,10 @@ def _check_faults(
 def rented_nodes(
     offered: Mapping[str, int], rent: Mapping[str, int], plan: Plan | None
 ) -> dict[str, int]:
-    """Return the nodes of each offer: what [sim] rents of it, or the plan, or all there are.
+    """Return the number of rented nodes per offer, by [sim], else by the plan, else all offered.
 
-    A number above the offered one is reported and left out: memory may not hold that number of
-    nodes.
+    A rented number above the offered one is ignored here and reported elsewhere: memory may not
+    hold that number of nodes.
     """
     counts = dict(offered)
     if plan is not None:

@@ -1,8 +1,8 @@
-"""Fleet and scenario files: how they are read, and the planner's request.
+"""Reading fleet and scenario files, and making the planner's request from them.
 
-A fleet and a job may share one file or stand in two; each table stands in one of them. A scenario
-is a fleet file with more tables, and each of these may be left out. layers.py reads the files, as
-it reads the file of a run. A message names a row by its table, its number from 1 and its own names.
+A fleet and a job may share one file or be in two files; each table is in one of them. A scenario is
+a fleet file with more tables, and each of these may be left out. layers.py reads these files like
+the file of a run. A message names a row by its table, its number from 1 and the names in the row.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def read_files(paths: Sequence[Path]) -> list[Source]:
     """Return the tables of TOML files.
 
     Raises:
-        ConfigError: if files cannot be read, or a table stands in two.
+        ConfigError: if a file cannot be read, or two files have the same table.
     """
     found: list[Source] = []
     problems: list[str] = []
@@ -97,7 +97,7 @@ def read_files(paths: Sequence[Path]) -> list[Source]:
 
 
 def _read_tables(kind: type[FleetFile], tables: Table, source: str) -> Layer:
-    """Return the layer of a file; rows of lists stand in it by their numbers from 1."""
+    """Return the layer of a file, in which the rows of a list have their numbers from 1 as keys."""
     opened: dict[str, Any] = {}
     problems = []
     for name, value in tables.items():
@@ -117,7 +117,7 @@ def _read_tables(kind: type[FleetFile], tables: Table, source: str) -> Layer:
 
 
 def _read_override(kind: type[FleetFile], text: str, source: str, below: Settings) -> Layer:
-    """Return the layer of an override, in which rows of lists have names in place of numbers."""
+    """Return the layer of an override, whose text gives rows of lists by name, not by number."""
     layer = read_override(SCHEMAS[kind], text, source)
     path = next(iter(layer.settings), ())
     if not path or not repeats(kind, path[0]):
@@ -137,7 +137,7 @@ def _read_override(kind: type[FleetFile], text: str, source: str, below: Setting
 
 
 def _find_row(table: str, name: str, settings: Settings) -> tuple[list[str], str]:
-    """Return the numbers of the rows that call themselves so, and what is wrong if not one does."""
+    """Return the numbers of the rows with this name, and the error if it is not one row."""
     calls = [
         (path[1], str(setting.value))
         for path, setting in settings.items()
@@ -157,7 +157,7 @@ def _load(
     overrides: Sequence[Override],
     rules: Callable[[Rows], Iterable[Problem]],
 ) -> AnyFile:
-    """Return the file that these sources make together.
+    """Return the merged and checked file of these sources.
 
     Raises:
         ConfigError: listing every problem found, each with its source and its row.
@@ -187,7 +187,7 @@ def _load(
 
 
 def _rows(kind: type[FleetFile], tables: Table) -> tuple[Rows, list[Problem]]:
-    """Return the rows of all tables, and what is wrong with their values."""
+    """Return the rows of all tables, and the problems of their values."""
     rows: dict[str, list[tuple[KeyPath, Any]]] = {}
     problems: list[Problem] = []
     for name, value in tables.items():
@@ -208,7 +208,7 @@ def _rows(kind: type[FleetFile], tables: Table) -> tuple[Rows, list[Problem]]:
 
 
 def _as_it_stands(table: type[BaseModel], row: object) -> Any:
-    """Return a row that is not valid, its values as they are."""
+    """Return an invalid row as an object, with unchecked values and None for missing ones."""
     values: dict[str, Any] = {
         key: None for key, info in table.model_fields.items() if info.is_required()
     }
@@ -218,7 +218,7 @@ def _as_it_stands(table: type[BaseModel], row: object) -> Any:
 def _locate(
     kind: type[FleetFile], row: KeyPath, place: tuple[int | str, ...]
 ) -> tuple[KeyPath, Leaf | None]:
-    """Return the key that pydantic means, without the member of a union."""
+    """Return the path and key of a place in pydantic's error, without the member of a union."""
     path = (*row, *map(str, place))
     while SCHEMAS[kind].find(path) is None and len(path) > len(row):
         path = path[:-1]
@@ -269,7 +269,7 @@ def parse_fleet(tables: Table, source: str = "fleet.toml") -> FleetRequest:
 def parse_scenario(
     files: Sequence[Source], overrides: Sequence[Override] = (), plan: Plan | None = None
 ) -> tuple[ScenarioFile, FleetRequest]:
-    """Check a scenario, and return it with the fleet that it is made of.
+    """Check a scenario, and return it with the planner's request for its fleet.
 
     Raises:
         ConfigError: listing every problem found, each with its source and its row.
@@ -284,7 +284,7 @@ def parse_scenario(
 
 
 def _request(file: FleetFile) -> FleetRequest:
-    """Return what the planner is asked.
+    """Return the planner's request of a fleet file.
 
     Raises:
         ConfigError: if no node can run the model.
@@ -322,7 +322,7 @@ def _request(file: FleetFile) -> FleetRequest:
 
 
 def _catalogues(file: FleetFile) -> tuple[dict[str, Gpu], dict[str, ModelShape]]:
-    """Return the known GPUs and models, with the file's own."""
+    """Return the GPUs and models of the catalogue and of the file, by name."""
     gpus, models = dict(GPUS), dict(MODELS)
     for row in file.gpus:
         gpus[row.name] = Gpu(
@@ -411,10 +411,10 @@ def _job(row: JobRow, learner: LearnerRow, gpu: Gpu, model: ModelShape, notices:
 
 
 def read_plan(path: Path) -> Plan:
-    """Return a plan.
+    """Read a plan.json of `echo-rl plan`.
 
     Raises:
-        ConfigError: if it cannot be read or is none.
+        ConfigError: if it cannot be read or is not a plan.
     """
     try:
         record = json.loads(read_text(path))

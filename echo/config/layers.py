@@ -1,8 +1,8 @@
 """Layers of settings: overrides on top of files, and every problem with its source.
 
-Run, fleet and scenario files are read by this one code. A layer is one file or one `--set`; a later
-one wins, key by key. A `Schema` says which keys there are. All problems are reported at
-once, each with its source, its key, its value and what to write instead.
+Run, fleet and scenario files are all read by this module. A layer is one file or one `--set`; a
+later one wins, key by key. A `Schema` says which keys there are. All problems are reported at once,
+each with its source, its key, its value and what to write instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value and who set it."""
+    """A value and its source."""
 
     value: Any
     source: str
@@ -54,8 +54,9 @@ class Problem:
     setting: Setting | None = None
     """The value at fault, if it is not among the accepted settings."""
     is_idle: bool = False
-    """Whether nothing is wrong but that the value at the first path has no effect beside others:
-    one that a resumed run has merely saved gives way."""
+    """Whether the only problem is that the value at the first path has no effect beside others. In
+    a resumed run a saved value of this kind is replaced by its default.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Schema:
     say_unknown: Callable[[KeyPath], str]
     """Why a path is no key, and which one was probably meant."""
     place: Callable[[KeyPath, Settings], str]
-    """How messages call a path."""
+    """The name of a path in messages."""
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def merge(layers: Iterable[Layer]) -> dict[KeyPath, Setting]:
 def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
     """Yield every value of nested tables with its path; an empty table is a value.
 
-    So is one that stands so deep that it will be refused.
+    A table nested so deeply that it will be refused is a value, too.
     """
     for key, value in table.items():
         path = (*parent, key)
@@ -193,7 +194,7 @@ def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[Ke
 
 
 def nest(settings: Settings) -> dict[str, Any]:
-    """Return the nested tables that `settings` flatten; an empty table gives way to its keys."""
+    """Return the settings as nested tables, the inverse of `flatten`."""
     root: dict[str, Any] = {}
     for path in sorted(settings, key=len):
         table = root
@@ -209,16 +210,16 @@ def nest(settings: Settings) -> dict[str, Any]:
 
 _NO_UTF8 = re.compile("[\ud800-\udfff]")
 MAX_DEPTH = 32
-"""Tables and lists within each other, in a value."""
+"""Largest depth of nested tables and lists in a value."""
 
 
 def _say_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
-    """Return why a message or config.json would change a value; None if neither does.
+    """Return why a message or config.json cannot hold a value unchanged, or None if both can.
 
     Args:
-        value: of a key, or within it.
-        in_table: whether it is the user's own, so that no type of ours will as_error it.
-        depth: of tables and lists that it stands in.
+        value: the value of a key, or a part of it.
+        in_table: whether it is in a table of the user's own keys, which no type of ours checks.
+        depth: the number of tables and lists around it.
     """
     if isinstance(value, Mapping | list):
         if depth == MAX_DEPTH:
@@ -246,8 +247,8 @@ def value_problems(
     """Return one problem per key; a union reports once for each of its members.
 
     Args:
-        error: of pydantic.
-        locate: returns the path of a place of pydantic's, and the key that is there.
+        error: pydantic's error.
+        locate: returns the path and the key of a place in pydantic's error.
     """
     by_path: dict[KeyPath, Problem] = {}
     for detail in error.errors():
@@ -277,7 +278,7 @@ def say_expected(leaf: Leaf, value: object) -> str:
 
 
 def unreported(found: Iterable[Problem], problems: Iterable[Problem]) -> list[Problem]:
-    """Return the problems of values that are each valid on their own."""
+    """Return those of the `found` problems whose values have not been reported in `problems`."""
     reported = {path for problem in problems for path in problem.paths}
     return [problem for problem in found if reported.isdisjoint(problem.paths)]
 
@@ -288,10 +289,10 @@ def as_error(
     """Return the error that lists all problems.
 
     Args:
-        schema: of the file.
-        problems: one at least.
-        settings: those that were made, with where from.
-        file_name: the source of a setting that is missing.
+        schema: the schema of the file.
+        problems: at least one problem.
+        settings: the accepted settings with their sources.
+        file_name: the source to name for a missing setting.
     """
     lines = [_describe(schema, problem, settings, file_name) for problem in problems]
     return ConfigError(in_one(schema.what, lines))
@@ -310,7 +311,7 @@ def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: s
 
 
 def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
-    """Return the setting of a missing key, with the source of its neighbours."""
+    """Return a setting for a missing key, with the source of other keys in its table."""
     for depth in range(len(path), 0, -1):
         for other, setting in settings.items():
             if other[:depth] == path[:depth] and not setting.is_default:
@@ -319,6 +320,6 @@ def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
 
 
 def brief(value: object) -> str:
-    """Return a value as it is written in TOML, cut off where it is long."""
+    """Return a value as TOML text, shortened if it is long."""
     text = show(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

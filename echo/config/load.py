@@ -133,7 +133,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), role: str | Non
     Args:
         path: the file, for all roles.
         overrides: "section.key=value" each, values in TOML, else taken as text.
-        role: learner, worker or relay: its required keys must be there. None asks for none.
+        role: learner, worker or relay, whose required keys must be set; None requires no key.
 
     Raises:
         ConfigError: listing every problem with file, key, value and remedy.
@@ -152,13 +152,13 @@ def parse_config(
     """Check nested tables as `load_config` checks a file.
 
     Args:
-        table: what a file would hold.
+        table: the tables of a file.
         overrides: "section.key=value" each.
-        role: whose required keys must be there, or None.
-        source: what messages call `table`.
-        is_saved: whether `table` is what a run has saved, every key of it: values that are without
-            effect, which no user has asked for, then give way to their defaults. A value of a file
-            gives way, with a note, if an override has left it without effect.
+        role: the role whose required keys must be set, or None.
+        source: the name of `table` in messages.
+        is_saved: whether `table` is a run's saved configuration, which has every key. Saved values
+            without effect are then replaced by their defaults. Otherwise a value of the file is
+            replaced, with a note, only if an override left it without effect.
     """
     if role is not None and role not in ROLES:
         raise ConfigError(f'role "{role}" does not exist; choose one of {", ".join(ROLES)}')
@@ -191,7 +191,7 @@ def _cause_in_override(problem: Problem, user: Settings) -> bool:
 
 
 def _say_idle(problem: Problem, settings: Settings) -> str:
-    """Return the note on a setting of the file that gives way to the command line."""
+    """Return the note on a setting of the file that has no effect beside the command line."""
     path, *causes = problem.paths
     setting = problem.setting or settings[path]
     beside = " and ".join(f"{'.'.join(c)} = {brief(settings[c].value)}" for c in causes)
@@ -261,7 +261,7 @@ def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[P
 
 
 def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict[KeyPath, Setting]:
-    """Return the settings without saved ones that were defaults of a kind that has gone."""
+    """Return the settings without saved defaults of a kind that is no longer chosen."""
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
     known, profile = leaves(before), _profile_of(saved)
@@ -355,7 +355,7 @@ def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config
 def _locate(
     known: Mapping[KeyPath, Leaf], place: tuple[int | str, ...]
 ) -> tuple[KeyPath, Leaf | None]:
-    """Return the key that pydantic means."""
+    """Return the path and key of a place in pydantic's error."""
     path = tuple(map(str, place))
     if path[0] in KINDS:
         path = (path[0], *path[2:])  # without the class of the section
@@ -364,7 +364,7 @@ def _locate(
 
 
 def _sources(settings: Settings, known: Mapping[KeyPath, Leaf]) -> dict[str, str]:
-    """Return where each key came from; a table of the user's keys may have several sources."""
+    """Return the source of each key; a table of the user's own keys may have several sources."""
     found: dict[str, list[str]] = {leaf.key: [] for leaf in known.values()}
     for path, setting in settings.items():
         leaf = _leaf_at(path, known)
@@ -423,7 +423,7 @@ def dry_run_text(
 
 
 def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
-    """Return the configuration as TOML, each line with where its value came from."""
+    """Return the configuration as lines of TOML, each with the source of its value."""
     lines: list[str] = []
     values = resolved(config)
     for (name, _), group in _by_section(leaves(kinds_of(config)).values(), role).items():
@@ -570,7 +570,7 @@ _AGENTS = "agent.listen"
 
 
 def inherited_settings(config: Config) -> dict[str, Any]:
-    """Return what the learner sends to workers, by dotted key, as plain JSON-able values.
+    """Return the settings that the learner sends to workers, by dotted key, as JSON values.
 
     Raises:
         ConfigError: if the chat template's file cannot be read.
@@ -601,7 +601,7 @@ def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
 def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
     """Return the worker's configuration with the learner's settings in it.
 
-    The chat template stays as it is: its key holds a path, `settings` its text.
+    The chat template's key is not changed: it holds a path, and `settings` has the text.
 
     Raises:
         ConfigError: if a setting does not fit this version's schema.
@@ -620,8 +620,8 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
 def has_own_model(config: Config) -> bool:
     """Return whether model.name is meant for this worker.
 
-    One file serves all machines, so the name in it is the learner's, unless that directory is here,
-    too. A name given by --set on this worker is its own, a hub id as well.
+    One file serves all machines, so the name in a file is meant for the learner, unless it is a
+    directory that exists here, too. A name given by --set, even a hub id, is meant for this worker.
     """
     name = config.model.name
     return name is not None and (

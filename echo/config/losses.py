@@ -1,13 +1,14 @@
-"""Keys of [loss]: a class per loss, with those of its equation.
+"""Keys of [loss]: a class per loss, with the keys of its equation.
 
-The losses in echo/algo, which a relay cannot load, say what the keys mean to the gradient: it has
-no torch. A test holds names and defaults to the classes there.
+The losses in echo/algo document the effect of each key on the gradient. A relay, which has no
+torch, cannot import them, so the keys are repeated here; a test compares names and defaults.
 
-Truncated sampling. With top-p or top-k a worker's log-probabilities are of the distribution that
-is left, the learner's of the whole one, so a token's ratio of learner to sampler is Z, the
-probability that was left, even on-policy: between top_p and 1 with top-p, anything up to 1 with
-top-k. A loss whose range of ratios ends above that learns nothing from rollouts with a negative
-advantage, or leaves all rollouts out. `least_ratios` says where the ranges end.
+Truncated sampling. With top-p or top-k a worker's log-probabilities are of the truncated and
+renormalised distribution, the learner's of the whole one. So even on-policy a token's ratio of
+learner to sampler is Z, the probability that truncation has kept: between top_p and 1 with top-p,
+any value up to 1 with top-k. A loss whose range of ratios begins above Z learns nothing from
+rollouts with a negative advantage, or leaves all rollouts out. `least_ratios` returns where the
+ranges begin.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class LossSection(Section):
         return {name: None if value is False else value for name, value in own.items()}
 
     def masks(self) -> dict[str, float | None]:
-        """Return the fields of the masks around it."""
+        """Return the fields of the masks that leave out rollouts."""
         return {}
 
     def least_ratios(self) -> dict[str, float]:
@@ -78,7 +79,7 @@ class MaskedLossSection(LossSection):
     """Leave out bad rollouts further off-policy than this, nats per token; 1e-4 is usual."""
 
     def masks(self) -> dict[str, float | None]:
-        """Return the four above."""
+        """Return the four fields of this class."""
         own = MaskedLossSection.model_fields.keys() - LossSection.model_fields.keys()
         return self.model_dump(include=set(own))
 
@@ -99,7 +100,7 @@ class ClippedSection(MaskedLossSection):
     clip_high: ClipHigh = 0.28
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the lower end of the clip, too."""
+        """Return the lower ends of the masks and of the clip."""
         return super().least_ratios() | _end_of_clip(self.clip_low)
 
 
@@ -177,7 +178,7 @@ class DecoupledPpoSection(ClippedSection):
     """Ratio at which the weight is cut or drops."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the lower ends; the ratio of the learner to itself is 1 and never clipped."""
+        """Return the lower ends, without the clip's if it compares the learner with itself."""
         ends = super().least_ratios()
         if self.proximal == "recompute":
             ends.pop("clip_low", None)
@@ -192,7 +193,7 @@ class M2poSection(MaskedLossSection):
     """Bound on the mean squared log-ratio."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the ratio at which a token alone would be at the bound, too."""
+        """Return the lower ends of the masks, and the ratio of a single token at the bound."""
         end = math.exp(-math.sqrt(self.max_second_moment))
         return super().least_ratios() | {"max_second_moment": end}
 
@@ -220,7 +221,7 @@ class DppoTvSection(MaskedLossSection):
     """Weight of the distance to the sampler."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the lower end for a token that the sampler was sure of, too."""
+        """Return the lower ends of the masks, and of a token with a sampler probability of 1."""
         end = 1 - self.max_probability_gap
         return super().least_ratios() | {"max_probability_gap": end}
 
@@ -250,7 +251,7 @@ LOSSES: Mapping[str, type[LossSection]] = {
     "dppo_tv": DppoTvSection,
     OWN_KIND: OwnLossSection,
 }
-"""By kind; the last is for any import path."""
+"""The section classes by kind; the last one is for any import path."""
 
 AnyLoss = Annotated[
     Annotated[GrpoSection, Tag("grpo")]

@@ -1,4 +1,4 @@
-"""Names of settings in other trainers, and what they are here.
+"""Names of settings in other trainers, and their names here.
 
 An unknown key that another trainer knows is answered with ours. The table is also that of
 docs/coming-from-other-frameworks.md, which `python docs/reference_pages.py names` prints.
@@ -216,7 +216,7 @@ def our_name(path: Sequence[str]) -> str | None:
     """Return the answer to an unknown key that another trainer has; None if no trainer has it.
 
     Args:
-        path: of the key; its last parts are compared, so that the section does not matter.
+        path: the path of the key; its last parts are compared, so that the section does not matter.
     """
     text = next((text for name, text in ELSEWHERE.items() if name in path), None)
     if text is not None:
@@ -237,7 +237,7 @@ def our_name(path: Sequence[str]) -> str | None:
 
 
 def translations() -> Iterator[tuple[str, str, str]]:
-    """Yield (framework, name there, our key in words)."""
+    """Yield (framework, its name of a setting, text with our key) for each name in the table."""
     for *others, ours in OTHER_NAMES:
         keys = re.sub(r" \(.*\)|, such as .*|`", "", ours)
         for framework, cell in zip(FRAMEWORKS, others, strict=True):

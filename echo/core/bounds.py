@@ -62,13 +62,13 @@ Key: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 
 GroupId: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 48)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 10)]
-"""Number of the lease of a group; after some twenty leases the group is given up."""
+"""Index of a lease among the leases of its group; after some twenty the group is given up."""
 Seed: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
 Step: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 NumTokens: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 60)]
-"""A count, or bytes, since the start of a process."""
+"""A number of events or bytes since the start of a process."""
 Progress: TypeAlias = Annotated[int, Meta(ge=-1, le=1 << 48)]
 Size: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
 """Size in bytes."""
@@ -87,7 +87,7 @@ Finite: TypeAlias = Annotated[float, Meta(ge=-1.7976931348623157e308, le=1.79769
 
 
 def clamped_rate(bytes_per_s: float | None) -> float | None:
-    """Return a measured rate within the range of `Rate`."""
+    """Return a measured rate, limited to the range of `Rate`."""
     return None if bytes_per_s is None else min(max(bytes_per_s, MIN_RATE), MAX_RATE)
 
 

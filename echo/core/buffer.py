@@ -28,12 +28,12 @@ class StalenessBuffer:
     def __init__(
         self, *, max_staleness: int, lineages: Sequence[Lineage], trims_stale: bool = False
     ) -> None:
-        """Start empty.
+        """Start with no groups.
 
         Args:
             max_staleness: the bound S, inclusive.
             lineages: the learner's lineages; a new lineage begins with a new buffer.
-            trims_stale: whether a group stays without its stale tokens.
+            trims_stale: whether stale tokens of a group are masked, so that the group can stay.
         """
         self.trims_stale = trims_stale
         self.num_trimmed_tokens = 0

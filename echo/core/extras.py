@@ -128,7 +128,7 @@ def _is_installed(requirement: str) -> bool:
 def _requirements(extra: str) -> set[str]:
     """Return the requirements of an extra by our metadata, with the extras that it includes.
 
-    The relay is no extra: its requirements are the ones that every installation has.
+    The relay is not an extra: it needs only the requirements of every installation.
     """
     try:
         lines = metadata.requires(DISTRIBUTION) or []

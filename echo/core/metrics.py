@@ -39,7 +39,7 @@ class NodeView:
     version: str = "-"
     """Installed policy version, as text."""
     staleness: int | None = None
-    """The learner's step minus the installed step; None if it has no meaning."""
+    """The learner's step minus the installed step; None without an installed version."""
     tokens_per_s: float = 0.0
     bytes_per_s: float = 0.0
     """Weight bytes received per second over the last seconds."""
@@ -51,7 +51,7 @@ class NodeView:
     mismatch_kl: float | None = None
     """Mismatch of a worker's newest trained groups, nats per token; None before the first one."""
     reward: float | None = None
-    """Mean reward of the same groups."""
+    """Mean reward of the groups of `mismatch_kl`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class Snapshot:
     idle_ratio: float = 0.0
     """Share of the learner's time spent waiting for rollouts since it started, 0..1."""
     recent_idle_ratio: float = 0.0
-    """The same over the last minute, or over the last steps if they took longer."""
+    """Share of the last minute, or of the last steps if they took longer, spent waiting."""
     last_step: StepView | None = None
     """The newest step; None before this process has made one."""
     speed: SpeedView | None = None

@@ -27,7 +27,7 @@ class Granted(Record, tag="granted"):
     version: PolicyVersion | None = None
     """The version that the worker had installed."""
     copy_of: int | None = None
-    """The attempt of which this is a copy on a faster worker."""
+    """The attempt that this lease repeats on a faster worker; None if it repeats none."""
 
 
 class Cancelled(Record, tag="cancelled"):

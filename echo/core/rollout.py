@@ -19,8 +19,9 @@ Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 """Every token has its version as two int32."""
 
 KEEP_VERSIONS = 2
-"""Whole versions that a node keeps: the one in use, and the previous one, which children may still
-be fetching and which deltas are coded against."""
+"""Whole versions that a node keeps: the version in use, and the previous one, which children may
+still be fetching and which is the base of deltas.
+"""
 
 MAX_UNACKED_GROUPS = 64
 """Finished groups that a worker keeps until the learner has them, and that a relay buffers: several

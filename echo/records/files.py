@@ -20,7 +20,7 @@ def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> i
     Args:
         directory: created if missing, readable by its owner only.
         name: the file that is locked and has the process id.
-        called: the directory's name in messages.
+        called: the name of the directory in messages.
         in_use: the message if another process has locked it; its process id replaces "{}".
 
     Raises:
@@ -78,7 +78,7 @@ def make_private_directory(path: Path) -> None:
     """Create a directory, and let only its owner read it.
 
     Raises:
-        OSError: if the directory cannot be created or its mode not be changed.
+        OSError: if the directory cannot be created or its mode cannot be changed.
     """
     path.mkdir(parents=True, exist_ok=True)
     path.chmod(0o700)

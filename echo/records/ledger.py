@@ -25,8 +25,8 @@ the records survive a kill of the process (write-ahead log, synchronous = NORMAL
 survive a power cut too (FULL). So a record is committed before other nodes are informed of it. It
 is synced before another copy is dropped: a worker's copy of an acknowledged group, or a checkpoint
 that a newer one replaces. After a kill or a power cut the ledger has a prefix of the committed
-records, with all synced ones. The write-ahead log needs memory that all processes share that have
-the ledger open: on a network volume these must run on the learner's machine.
+records, with all synced ones. All processes that have the ledger open share memory for the
+write-ahead log, so on a network volume they must run on the learner's machine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ READ_ROWS = 2000
 """Rows per query; this bounds the time for which a reader holds a lock."""
 
 _SQLITE_ERRORS = sqlite3.Error, UnicodeDecodeError
-"""Errors that reading raises; the second if damage reaches the text of an error."""
+"""Errors that reading raises; UnicodeDecodeError if the text of SQLite's error is damaged."""
 _SCHEMA = """
 CREATE TABLE records (
     seq INTEGER PRIMARY KEY,
@@ -540,7 +540,7 @@ class Ledger(LedgerQueue):
             yield
 
     def _note(self, record: AnyRecord) -> None:
-        """Update the groups by file that have not ended, and the step at which others ended."""
+        """Update the accepted groups of each file, and the step at which each group ended."""
         match record:
             case Accepted():
                 self._unended.setdefault(record.place.file, set()).add(record.group)
@@ -620,7 +620,7 @@ class Ledger(LedgerQueue):
 
 @contextmanager
 def _named(directory: Path, what: str = "the ledger") -> Iterator[None]:
-    """Turn an error of the disk into a StorageError with the file and the remedy."""
+    """Raise a StorageError with the file and the remedy for an error of the disk."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -753,7 +753,7 @@ def read_lines(run_dir: Path) -> Iterator[str]:
 def read_records(run_dir: Path) -> Iterator[AnyRecord]:
     """Yield the records of a run, oldest first.
 
-    The run may be going on: records that are written meanwhile are left out.
+    The run may still be running: records that are written during the reading are left out.
 
     Raises:
         DataError: if the run has no ledger.
@@ -864,7 +864,7 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
 
 @dataclass(slots=True)
 class LedgerTotals:
-    """Totals of the records of a run; of steps only those on the surviving line."""
+    """Totals of the records of a run; steps count only if they are on the surviving line."""
 
     num_tokens: int = 0
     """Completion tokens of the accepted groups."""

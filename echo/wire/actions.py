@@ -29,18 +29,18 @@ class Work(Action):
     __slots__ = ()
 
     def run(self) -> str:
-        """Do the work, in any thread; return the fault, or empty."""
+        """Do the work, in any thread; return what is wrong with it, or an empty string."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Action):
-    """Pass frames to the transport. If it refuses them they are lost, which is permitted."""
+    """Pass frames to the transport; frames that it refuses are lost, which the protocol permits."""
 
     peer: str
     frames: Sequence[Frame]
     is_public: bool = False
-    """Whether they may travel unencrypted: they are not secret, or are encrypted already."""
+    """Whether the frames may be sent unencrypted: they are not secret, or already encrypted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,12 @@ MAX_ROUTES = 100_000
 
 
 class Routes:
-    """The link over which each node last sent a message, and over which it is answered."""
+    """The link to each node: the one over which its last message came."""
 
     def __init__(
         self, counters: Counters, channel_of: Callable[[str], Channel | None] = lambda node_id: None
     ) -> None:
-        """Start without routes.
+        """Start with no routes.
 
         Args:
             counters: counts messages that cannot be sent.

@@ -97,7 +97,7 @@ def payload_bytes(payload: Sequence[Frame]) -> int:
 
 
 def _size_fault(frames: Sequence[Frame]) -> str | None:
-    """Return the size bound that these frames exceed, for a message, or None."""
+    """Return an error text that names the size bound these frames exceed, or None."""
     if len(frames[0]) > MAX_HEADER_BYTES:
         return f"a header of {len(frames[0])} bytes; at most {MAX_HEADER_BYTES} are accepted"
     if len(frames) > MAX_FRAMES:
@@ -212,7 +212,7 @@ class GroupHeader(msgspec.Struct, frozen=True):
     num_prompt_tokens: NumTokens
     num_tokens: Annotated[tuple[NumTokens, ...], Meta(max_length=MAX_MEMBERS)]
     rewards: Annotated[tuple[Finite | None, ...], Meta(max_length=MAX_MEMBERS)]
-    """None means that the task has no opinion."""
+    """The reward of each rollout; None if the task gave no reward."""
     finish_reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_MEMBERS)]
 
 

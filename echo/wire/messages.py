@@ -310,7 +310,7 @@ class Refuse(Message, frozen=True):
     detail: Line
     """Both values and the remedy, for the operator."""
     answers: Key = b""
-    """As in Welcome, like the next two fields."""
+    """This field and the next two are as in Welcome."""
     public_key: Key = b""
     signature: Key = b""
 
@@ -324,7 +324,7 @@ class Finish(Message, frozen=True):
 
     reason: Line
     answers: Key = b""
-    """As in Welcome, like the next two fields; all are empty if it is sealed."""
+    """This field and the next two are as in Welcome; all are empty if the message is sealed."""
     public_key: Key = b""
     signature: Key = b""
 
@@ -350,8 +350,9 @@ class TopologyPlan(Message, frozen=True):
 
     epoch: Count
     parents: Parents
-    """(Node id, address) of each parent. An empty address stands for the one that this node dialled
-    itself. Without parents the node is on standby and needs no weights."""
+    """(Node id, address) of each parent. An empty address means the address that this node dialled
+    itself. Without parents the node is on standby and needs no weights.
+    """
 
     @property
     def is_standby(self) -> bool:
@@ -370,8 +371,9 @@ class LeaseState(Message, frozen=True, array_like=True, tag=False):
     group_id: GroupId
     attempt: Attempt
     num_tokens: Progress
-    """Number of tokens sampled and of rewards and tool results received for the lease; an increase
-    renews it. 0 before the group has begun; -1 once it is done and until it is acknowledged."""
+    """Tokens sampled plus rewards and tool results received for the lease; an increase renews the
+    lease. 0 before the group has begun; -1 from its end until the learner acknowledges it.
+    """
     is_waiting: bool = False
     """Whether the group waits to begin or continue; then progress of running groups renews it."""
     running_s: Seconds = 0.0
@@ -516,7 +518,9 @@ REASONS = frozenset(
         "prompt_error", "lost", "attempts_exhausted", "run_finished",
     }
 )  # fmt: skip
-"""Why a group was not trained on. They name counters; other words of a peer never do."""
+"""Reasons why a group was not trained on. Counters are named by these only, never by other words of
+a peer.
+"""
 
 
 def known_reason(reason: str) -> str:
@@ -525,7 +529,7 @@ def known_reason(reason: str) -> str:
 
 
 class Failed(Message, frozen=True):
-    """A group that the worker could not finish, and would not finish in another attempt."""
+    """Reports a group that the worker could not finish, and could not in another attempt."""
 
     group_id: GroupId
     attempt: Attempt

@@ -14,15 +14,15 @@ Welcome is the learner's. A relay that replaces either key is detected. The shar
 pairs, both nonces and the Hello's hash determine the keys of this **channel**. (On links without
 CURVE there is no fingerprint, and the node accepts the first learner that answers.)
 
-The learner can verify less: the sender of a message is also the sender of the Hello. A relay may
-send a Hello in the name of an absent node, as any member may send a Hello for itself. It cannot
-send messages in a channel that another node has begun.
+The learner can verify less: only that a message comes from the node that sent the Hello. A relay
+may send a Hello in the name of an absent node, because any member may send a Hello. It cannot send
+messages in a channel that another node has begun.
 
-**Seal.** (channel, number, code): eight bytes that name the channel, the number of the message in
-its direction, and BLAKE3, keyed with the direction's key, over number, source, target, message and
-payload frames. A receiver accepts each of the last WINDOW numbers once, in any order: a role may
-send messages in another order than it made them, and a relay that changes its own link may reorder
-a few.
+**Seal.** (channel, number, code). `channel` is eight bytes that name the channel. `number` counts
+the messages of one direction. `code` is BLAKE3, keyed with the direction's key, over number,
+source, target, message and payload frames. A receiver accepts each of the last WINDOW numbers once,
+in any order: a role may send messages in another order than it made them, and a relay that changes
+its own link may reorder a few.
 
 **Replay.** Each joining has new nonces. So a message that was sealed before a reconnect, a change
 of parent or a restart belongs to an earlier channel. It is dropped without a complaint, since
@@ -141,7 +141,7 @@ class Channel:
 
     keys: SealKeys
     theirs: bytes
-    """The public key of the other end."""
+    """The public key of the process at the other end."""
     channel: bytes
     is_learner: bool
     """Whether this is the learner's end."""
@@ -149,7 +149,7 @@ class Channel:
     newest: int = 0
     """The highest number of an opened message."""
     _opened: int = 0
-    """Bit i is set if the message with the number newest - i was opened."""
+    """Bitmap: bit i is set if message number `newest - i` was opened."""
 
     @property
     def name(self) -> bytes:
@@ -203,12 +203,12 @@ class Channel:
 
 @dataclass(slots=True)
 class Seals:
-    """The channels of a node and its learner at one end: the one in use, and its successor."""
+    """One end's view of the channels between a node and its learner: the current and the next."""
 
     confirmed: Channel | None = None
     """The channel of the last message that was opened here."""
     offered: Channel | None = None
-    """A channel that was agreed on later; no message of it was opened yet."""
+    """A channel that was agreed on later, of which no message has been opened yet."""
 
     @property
     def newest(self) -> Channel | None:
