@@ -278,7 +278,7 @@ def parse_scenario(
     request = _request(file)
     left_out = {row.name or row.gpu for row in file.offers}
     left_out -= {offer.name for offer in request.fleet.offers}
-    if left_out:  # nothing may ask for their nodes
+    if left_out:  # other tables must not refer to the nodes of these offers
         _load(ScenarioFile, files, overrides, lambda rows: scenario_rules(rows, plan, left_out))
     return file, request
 
@@ -338,7 +338,7 @@ def _catalogues(file: FleetFile) -> tuple[dict[str, Gpu], dict[str, ModelShape]]
 def _region(row: RegionRow) -> Region:
     return Region(
         name=row.name,
-        # A region without a path has no offers: that was checked.
+        # The rules have checked that a region without a path has no offers.
         bytes_per_s=(row.mbit_per_s or math.inf) * MBIT,
         latency_s=row.latency_s,
         price_per_gb=row.price_per_gb,

@@ -285,7 +285,7 @@ class ScenarioFile(FleetFile):
 
 AnyFile = TypeVar("AnyFile", bound=FleetFile)
 ROW = "*"
-"""Stands in the path of a list's key for the number of its row."""
+"""Placeholder for the number of a row in the path of a list's key."""
 
 
 @cache
@@ -306,14 +306,14 @@ def repeats(kind: type[FleetFile], name: str) -> bool:
 
 
 def expected_table(kind: type[FleetFile], name: str) -> str:
-    """Return how a table is written."""
+    """Return the text on how to write a table, such as "written [job], one table"."""
     is_list = repeats(kind, name)
     return f"written [[{name}]], a list of tables" if is_list else f"written [{name}], one table"
 
 
 @cache
 def _leaves(kind: type[FleetFile]) -> Mapping[KeyPath, Leaf]:
-    """Return every key of a kind of file, and every table as a key that takes one."""
+    """Return the keys of a kind of file by path; each table is a key, too."""
     found: dict[KeyPath, Leaf] = {}
     for name, (table, is_list) in tables_of(kind).items():
         path: KeyPath = (name,)
@@ -346,7 +346,7 @@ def _table_leaf(path: KeyPath, expected: str) -> Leaf:
 
 
 def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
-    """Return the key at a path of a file, or the user's own table that it reaches into."""
+    """Return the key at a path of a file, or the user's own table that contains the path."""
     if len(path) > 1 and repeats(kind, path[0]):
         path = (path[0], ROW, *path[2:])
     leaf, table = _leaves(kind).get(path), _leaves(kind).get(path[:-1])
@@ -354,7 +354,7 @@ def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
 
 
 def _say_unknown(kind: type[FleetFile], path: KeyPath) -> str:
-    """Say why a path of a file is no key, and which one was probably meant."""
+    """Return why a path of a file is not a key, and which key was probably meant."""
     tables, known, name = tables_of(kind), _leaves(kind), path[-1]
     if path[0] not in tables and path[0] in tables_of(ScenarioFile):
         return "only a scenario has this table, for `echo-rl sim`; remove it from this file"
@@ -372,11 +372,11 @@ def _say_unknown(kind: type[FleetFile], path: KeyPath) -> str:
 
 
 MAX_OWNERS = 4
-"""Keys of other tables that are named in place of one that is unknown."""
+"""Largest number of keys of other tables that are suggested for an unknown key."""
 
 
 def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
-    """Return how messages call a path; of a row its table, its number, what it calls itself."""
+    """Return the name of a path in messages; for a row its table, its number and its names."""
     if len(path) < 2:
         return "".join(path)
     if not repeats(kind, path[0]):
@@ -389,7 +389,7 @@ def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
 
 
 NAMES = ("name", "gpu", "region")
-"""Keys by which a row calls itself."""
+"""Keys whose values name a row in messages."""
 MAX_NAMED = 80
 """Characters of a row's names in a message."""
 

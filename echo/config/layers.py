@@ -78,9 +78,8 @@ class Schema:
 
 
 # --- reading --------------------------------------------------------------------------------------
-#
-# Of a table of the user's own keys `--set task.options.digits=3` sets one and leaves the others;
-# `--set task.options={digits=3}` sets the table: the keys that it had before are gone.
+# In a table of the user's own keys `--set task.options.digits=3` sets one key and keeps the others;
+# `--set task.options={digits=3}` replaces the whole table.
 
 
 @dataclass(slots=True)

@@ -93,7 +93,7 @@ def _say_unknown(path: KeyPath) -> str:
     if alike != name and 0 < len(with_unit) <= MAX_GUESSES:
         elsewhere = with_unit  # it may stand for any of them
     if len(elsewhere) == 1 or elsewhere is with_unit:
-        # Of another section a name that is only alike is a guess, and may be another framework's.
+        # A similar name in another section is only a guess; the key may be another framework's.
         others = "" if alike == name else f"; {OTHER_NAMES}"
         return f"unknown key; did you mean {' or '.join(elsewhere)}?{others}"
     kind = "key" if names or len(path) == 1 else "section"
@@ -475,9 +475,8 @@ def _describe_start(config: Config, role: Role) -> str:
 
 
 # --- a changed configuration of a resumed run -----------------------------------------------------
-#
-# Safe: everything stored, and every rollout already sampled, still means the same; only what comes
-# next changes. Unsafe: it does not, or other processes that were not restarted would disagree. A
+# A change is safe if it affects only later steps: stored data and sampled rollouts keep their
+# meaning. It is unsafe if they do not, or if processes that were not restarted would disagree. A
 # key is safe unless it, or its section, is listed here.
 
 
@@ -556,9 +555,8 @@ def _at(table: Any, path: Sequence[str]) -> Any:
 
 
 # --- what workers inherit -------------------------------------------------------------------------
-#
-# A worker needs nothing but an address. These settings travel to it when it joins; one that its
-# user wrote down must agree, because it would be ignored otherwise.
+# A worker needs only an address. The learner sends it these settings when it joins. A setting in
+# the worker's own configuration must agree with the learner's, because it would be ignored.
 
 
 _TEMPLATE = "model.chat_template"
@@ -584,7 +582,7 @@ def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
     del own[_TEMPLATE]
     given = config.model.chat_template
     if given is not None and (given == NO_TEMPLATE or Path(given).exists()):
-        # One file serves all machines, and only the learner needs to have what it names.
+        # One file serves all machines, and only the learner needs the files that it names.
         own[_TEMPLATE] = _template_text(config)
     return [
         f"{config.sources.get(key, 'configuration')}: {key} = {brief(own[key])} contradicts the "

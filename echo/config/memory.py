@@ -28,12 +28,12 @@ from echo.core.units import format_bytes
 # --- footprint ------------------------------------------------------------------------------------
 #
 # Sums for pre-norm decoders with gated MLPs whose attention never stores its score matrix; buffers
-# of a few MiB are left out. tests/train/test_footprint.py holds them against the tensors of real
-# steps, and bench/bench_memory.py against the memory of real processes.
+# of a few MiB are left out. tests/train/test_footprint.py compares the sums with the tensors of
+# real steps, and bench/bench_memory.py with the memory of real processes.
 #
 # A step's own memory, beside the permanent one, differs from moment to moment: the head's logits
-# come when all activations are there, and most gradients when these have gone. So a footprint has
-# several moments, and counts the fullest one.
+# exist together with all activations, and most gradients once these have been freed. So a footprint
+# has several moments, and counts the one with the most bytes.
 
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -273,7 +273,7 @@ class Footprint:
             "base": frozen if config.lora.rank else 0,
             "masters": 4 * num_trained,
             "Adam moments": 0 if self._offloads_moments else self._moment_bytes,
-            # Taken to be as large as the model that is trained.
+            # The reference is assumed to be as large as the trained model.
             "reference": frozen if config.reference.kl_coef else 0,
             "attribution": 4 * num_params if config.metrics.attribution_steps else 0,
         }

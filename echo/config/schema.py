@@ -87,7 +87,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "loss.kind": "gspo",
     },
 }
-"""Default by profile and dotted key; both profiles list the same keys."""
+"""Defaults by profile and dotted key; both profiles list the same keys."""
 
 
 PULL: Mapping[str, Any] = {"sync.max_staleness": 0, "sync.publish_period": 1}
@@ -202,7 +202,7 @@ class SyncSection(Section):
 
     @property
     def initial_publish_period(self) -> int:
-        """The period before anything has been measured."""
+        """The publish period until training and broadcast have been measured."""
         if self.publish_period == "auto":
             return preset_publish_period(self.max_staleness)
         return self.publish_period
@@ -573,16 +573,16 @@ class Config(Section):
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Where each value came from, by dotted key: a file, --set, a profile or the default."""
+        """The source of each value, by dotted key: a file, --set, a profile or the default."""
         return self._sources
 
     @property
     def notes(self) -> Sequence[str]:
-        """Settings of a file that the command line has left without effect, a line each."""
+        """One line for each setting of a file that the command line has left without effect."""
         return self._notes
 
     def with_sources(self, sources: Mapping[str, str], notes: Sequence[str] = ()) -> Config:
-        """Return the same configuration that knows where its values came from."""
+        """Return a copy of the configuration with the sources of its values."""
         copy = self.model_copy()
         copy._sources, copy._notes = dict(sources), tuple(notes)  # noqa: SLF001, its own class
         return copy
@@ -594,15 +594,15 @@ class Config(Section):
 
     @property
     def trims_stale(self) -> bool:
-        """Whether a group with some tokens beyond the bound keeps the others.
+        """Whether a group stays when some of its tokens are too stale, with these masked.
 
-        On policy, and where old tokens are to be dropped, such a group is of no use.
+        Otherwise, on policy or with rollout.stale_tokens = "drop", the group is discarded.
         """
         return self.sync.max_staleness > 0 and self.rollout.stale_tokens != "drop"
 
 
 KINDS: Mapping[str, Mapping[str, type[Section]]] = {"loss": LOSSES, "engine": ENGINES}
-"""Sections with a class for each kind: what is no key of the chosen class is unknown."""
+"""Sections with a class for each kind; only the keys of the chosen class are known."""
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -639,15 +639,15 @@ class Leaf:
 
     path: KeyPath
     expected: str
-    """Condition on its value, as in "must be ..."."""
+    """The condition on its value, as text that follows "must be"."""
     choices: tuple[str, ...]
-    """The words it takes, where it takes only certain ones."""
+    """The words that it accepts; empty if it accepts other values."""
     help: str
     roles: tuple[Role, ...]
     defaults: Mapping[str, Any]
     """Default by profile."""
     kinds: tuple[str, ...] = ()
-    """Of its section, where only these have it with this meaning."""
+    """The kinds of its section that have this key with this meaning; empty if all have it."""
     is_inherited: bool = False
     """Whether the learner decides it for its workers."""
 
@@ -658,13 +658,13 @@ class Leaf:
 
     @property
     def is_table(self) -> bool:
-        """Whether it takes keys of the user's choice."""
+        """Whether its value is a table with keys of the user's choice."""
         return self.expected == _TYPES["object"]
 
 
 @cache
 def every_leaf() -> tuple[Leaf, ...]:
-    """Return every key of the schema in its order; one of several kinds once for each kind."""
+    """Return every key in the schema's order; a key of several kinds once for each kind."""
     definitions = Config.model_json_schema()
     profile = leaf_of(("profile",), definitions["properties"]["profile"], Config)
     found = [profile]
@@ -696,13 +696,13 @@ def leaves(kinds: Mapping[str, str]) -> Mapping[KeyPath, Leaf]:
 
 
 def kinds_of(config: Config) -> dict[str, str]:
-    """Return which class each section with several is of, by the name of the section."""
+    """Return the kind of each section that has several kinds, by the section's name."""
     return {name: kind_of(getattr(config, name)) for name in KINDS}
 
 
 @cache
 def sections() -> Mapping[str, Mapping[str, type[Section]]]:
-    """Return the classes of every section by name and kind; "" where there is one."""
+    """Return the classes of every section by name and kind; the kind is "" if there is only one."""
     return {
         name: KINDS.get(name) or {"": cast("type[Section]", info.annotation)}
         for name, info in Config.model_fields.items()
@@ -716,7 +716,7 @@ def _paths() -> Mapping[KeyPath, Leaf]:
 
 
 def find_leaf(path: KeyPath) -> Leaf | None:
-    """Return the key at `path`, or the table that `path` reaches into, of any kind; or None."""
+    """Return the key of any kind at `path`, or the table that contains `path`, or None."""
     leaf = _paths().get(path)
     if leaf is None:
         table = _paths().get(path[:2])
@@ -730,13 +730,13 @@ def inherited_keys() -> tuple[str, ...]:
 
 
 SHOWN_DEPTH = 64
-"""Tables and lists within each other that are written; more are refused (`layers.MAX_DEPTH`)."""
+"""Largest depth of nested tables and lists that is written; above `layers.MAX_DEPTH`."""
 
 
 def show(value: object, depth: int = SHOWN_DEPTH) -> str:
-    """Return a value as it is written in TOML; `None`, which TOML lacks, as "unset".
+    """Return a value as TOML text; `None`, which TOML lacks, as "unset".
 
-    The secrets of join strings are left out, since what is shown ends up in logs.
+    The secrets of join strings are left out, since the text is logged.
     """
     if value is None:
         return "unset"
@@ -755,7 +755,7 @@ def show(value: object, depth: int = SHOWN_DEPTH) -> str:
 
 
 def default_text(leaf: Leaf) -> str:
-    """Write one default, or one per profile; unset keys of all profiles as "unset"."""
+    """Return the text of a key's default, or of one per profile; "unset" if no profile has one."""
     texts = {name: show(value) for name, value in leaf.defaults.items()}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -767,7 +767,7 @@ def _show_key(key: str) -> str:
 
 
 def leaf_of(path: KeyPath, fragment: Mapping[str, Any], table: type[BaseModel]) -> Leaf:
-    """Return the record of one key, whose JSON schema is `fragment`, of a table's class."""
+    """Return the Leaf of one key of the class `table`; `fragment` is the key's JSON schema."""
     info = table.model_fields[path[-1]]
     default = info.get_default(call_default_factory=True)
     defaults = {name: keys.get(".".join(path), default) for name, keys in PROFILES.items()}
@@ -783,7 +783,7 @@ def leaf_of(path: KeyPath, fragment: Mapping[str, Any], table: type[BaseModel]) 
 
 
 def _leaf_of_kind(leaf: Leaf, classes: Mapping[str, type[Section]]) -> Leaf:
-    """Return the key that chooses among classes."""
+    """Return the Leaf of a `kind` key, which chooses among classes."""
     words = tuple(kind for kind in classes if kind != OWN_KIND)
     expected = f"one of {', '.join(map(show, words))}"
     if OWN_KIND in classes:
@@ -803,7 +803,7 @@ def _choices(fragment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def expected_text(fragment: Mapping[str, Any], name: str) -> str:
-    """Say in words what JSON schema `fragment` accepts."""
+    """Return a text of the values that the JSON schema `fragment` accepts."""
     if "anyOf" in fragment:
         parts = [part for part in fragment["anyOf"] if part.get("type") != "null"]
         return " or ".join(expected_text(part, name) for part in parts)
