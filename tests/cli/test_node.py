@@ -226,7 +226,6 @@ def test_a_run_that_is_finished_says_so_before_anything_is_made(
             return quickstart.main(["--resume", str(run_dir), *changes])
         return run("--role", "learner", "--config", run_dir / "config.json", "--resume", *changes)
 
-    monkeypatch.setattr(quickstart, "import_nodes", lambda _: None)
     monkeypatch.setattr(quickstart, "run_nodes", lambda *_: 7)
     monkeypatch.setattr(node_module, "check_model", lambda *_: 1 / 0)
     began = pytest.raises(ZeroDivisionError) if command == "node" else nullcontext()
