@@ -114,7 +114,7 @@ class DiskThread:
         )
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a function, which must handle its errors, in the thread; after `close` directly."""
+        """Call a function in the thread (after `close`, directly); it must handle its errors."""
         if self._pool is None:
             function()
         else:
@@ -174,7 +174,7 @@ class Saved:
 
     version: PolicyVersion
     signed_manifest: bytes
-    """As given to `create` or `sealed`; the caller must verify the learner's signature."""
+    """The manifest with the learner's signature, which the caller must verify."""
     storage: memoryview
     """The image's bytes, writable; `verify_held` finds the chunks that were written."""
 
@@ -234,7 +234,7 @@ class MemoryStore(VersionStore):
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the version stores that were not dropped."""
+        """Total bytes of the version stores that were not dropped."""
         return sum(map(len, self._live.values()))
 
     def create(
@@ -271,7 +271,7 @@ class MemoryStore(VersionStore):
             self._free(pages)
             return
         self._spares.append(pages)
-        # Keep the largest: small ones are cheap to make again.
+        # Keep the largest spares: small ones are cheap to make again.
         self._spares.sort(key=len, reverse=True)
         for spare in self._spares[MAX_SPARES:]:
             self._free(spare)
@@ -330,7 +330,7 @@ class MemoryStore(VersionStore):
             ) from error
 
     def _enter(self, version: PolicyVersion, pages: Pages) -> None:
-        """Name the file of pages after a version, or raise StorageError; does nothing in memory."""
+        """Rename the mapped file to a version's name, or raise StorageError; a no-op in memory."""
 
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Remove the name of a dropped version's pages; return whether they may be reused."""
@@ -601,7 +601,7 @@ class DiskStore(MemoryStore):
     # --- files of an earlier process -------------------------------------------------------------
 
     def _sift(self, known: set[Path | None]) -> list[PolicyVersion]:
-        """Return the versions in the directory, newest first; remove files without a version."""
+        """Return this run's versions here, newest first; remove temporary and other runs' files."""
         versions: set[PolicyVersion] = set()
         foreign = []
         for entry in os.scandir(self.directory):

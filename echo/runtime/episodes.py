@@ -66,7 +66,7 @@ MAX_THREADS = 64
 """Threads that wait for replies; the host decides how many replies run concurrently."""
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Difference between the seeds of two consecutive turns of an episode."""
+"""The difference between the seeds of consecutive turns in an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -189,8 +189,7 @@ class EpisodeRunner:
         finally:
             for play in everybody:
                 if play.episode is not None:
-                    # When the node ends, the threads may have ended already; the host has then
-                    # ended, too.
+                    # When the node ends, `close` may already have ended the threads and the host.
                     with suppress(RuntimeError):
                         self._threads.submit(_close, play.episode)
 
@@ -200,7 +199,7 @@ class EpisodeRunner:
         plays: Sequence[_Play],
         watcher: Watcher,
     ) -> None:
-        """Call a function for each play, in threads; store a RewardError as the play's fault."""
+        """Call a function for each episode, in threads; store a RewardError as its fault."""
 
         def guarded(play: _Play) -> None:
             try:
@@ -244,7 +243,7 @@ class EpisodeRunner:
                 self._host.count("env/token_limit")
 
     def _take_rewards(self, groups: Sequence[Sequence[_Play]], watcher: Watcher) -> None:
-        """Get the rewards of finished episodes, of whole groups if the task compares answers."""
+        """Compute the rewards of finished episodes; per group if the task compares answers."""
         together = {
             group[0]: group
             for group in groups
@@ -312,7 +311,7 @@ class _Play:
         self._num_tokens += len(ids)
 
     def add_said(self, ids: Sequence[int]) -> bool:
-        """Append the environment's tokens if they and one more fit; return whether they did."""
+        """Append the environment's tokens; if they and one more do not fit, return False."""
         if self._num_tokens + len(ids) >= self._max_tokens:
             return False
         length = len(ids)
@@ -347,7 +346,7 @@ class _Play:
 def _result(group: Sequence[_Play]) -> list[Rollout] | RewardError:
     faults = [play.fault for play in group if play.fault is not None]
     if faults:
-        # Prefer a fault with a cause of its own to the loss of a process.
+        # A lost process is reported only if it is the only fault: the group is then played again.
         return min(faults, key=lambda fault: fault.reason == "reward_lost")
     if any(not play.reason for play in group):
         return RewardError("the node ended first", reason="reward_lost")
@@ -366,7 +365,7 @@ MAX_AUTO_PROCESSES = 4
 
 
 def code_settings(section: TaskSection, reward: RewardSection) -> dict[str, Any]:
-    """Return the setting with which workers compare their code of the task to the learner's."""
+    """Return the setting that identifies the task's code: workers compare theirs with it."""
     if reward.where == "learner":
         return {}  # only the learner runs the code
     return {CODE: code_of(section.kind, section.options)}
@@ -420,7 +419,7 @@ def make_local_host(section: TaskSection, reward: RewardSection, task: Task) -> 
 
 
 def turns_of(section: TaskSection, task: Task) -> int | None:
-    """Return the most turns of an episode; None if an answer is a single turn."""
+    """Return the largest number of turns in an episode; None if an answer is a single turn."""
     if not isinstance(task, Environment) or not task.has_turns:
         return None
     return task.max_turns or section.max_turns

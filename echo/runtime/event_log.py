@@ -8,8 +8,8 @@
 
 `now` is the loop's clock, the only clock that a role sees; the first line of a process also has the
 time of day. Bytes are logged as their length and the first digits of their hash, so the log
-contains no weights and no keys of versions. Of settings, which may hold options of users' code,
-only the names are logged. Join strings are logged without their secret.
+contains no weights and no keys of versions. Settings may hold options of users' code, so only
+their names are logged. Join strings are logged without their secret.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MAX_FILE_BYTES = 128 << 20
 lines are kept, and a log that runs for days does not fill the disk.
 """
 MAX_ITEMS = 16
-"""Elements of a list that are logged, followed by the list's length."""
+"""Elements of a list that are logged; the length of a longer list follows them."""
 MAX_CHARACTERS = 200
-"""Characters of a text that are logged, followed by the text's length."""
+"""Characters of a text that are logged; the length of a longer text follows them."""
 
 MAX_DEPTH = 16
-"""Levels of a nested value that are logged: no message of a node has more."""
+"""Levels of a nested value that are logged; messages of nodes have no more."""
 
 
 class EventLog:

@@ -238,9 +238,9 @@ class JoinSource:
     def fingerprint(self) -> bytes | None:
         """Return the fingerprint of the learner's signing key; None if it is not known here.
 
-        The join string contains it. An unencrypted run has no join string: then, if every address
-        is a loopback address, the fingerprint is that of the key in the run directory. Otherwise it
-        is not known.
+        The join string contains the fingerprint. An unencrypted run has no join string: then, if
+        every address is a loopback address, the fingerprint is computed from the key in the run
+        directory. Otherwise it is not known.
         """
         join = self.find() if self.security.curve else None
         if join is not None:

@@ -71,7 +71,7 @@ from echo.wire.codec import Frame, describe, is_public
 from echo.wire.seals import SealKeys
 
 REPEAT_S = 60.0
-"""Seconds between two lines of one topic."""
+"""Seconds between two log lines on the same topic."""
 
 INTERRUPTED = "interrupted"
 """Reason for the end of a node that its operator has stopped."""
@@ -96,7 +96,7 @@ class Topics:
         self._waiting: dict[str, tuple[Note, int]] = {}
 
     def tell(self, note: Note, *, now: float) -> None:
-        """Log a note, or count it."""
+        """Log a note; if its topic was logged within REPEAT_S, only count it."""
         self.tell_due(now=now)
         self._waiting.pop(note.ends, None)
         if note.topic in self._logged_at:
@@ -108,7 +108,7 @@ class Topics:
         self._write(note, note.text)
 
     def tell_due(self, *, now: float) -> None:
-        """Log the notes that were counted for a minute, and drop topics without new notes."""
+        """Log the notes counted during each topic's last minute; forget a topic without any."""
         due = [topic for topic, at in self._logged_at.items() if now >= at + REPEAT_S]
         for topic in due:
             del self._logged_at[topic]
@@ -133,7 +133,7 @@ class Node:
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Take a started transport; `threads` of None are real threads (`ThreadPools`)."""
+        """Take a started transport; if `threads` is None, use real threads (`ThreadPools`)."""
         self.transport = transport
         self.log = log
         self._role = role
@@ -415,7 +415,7 @@ class DialingNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Take the arguments of `Node`, and a store; without it, stored bytes are not bounded."""
+        """Start like a `Node`; without a version store, stored bytes are not bounded."""
         super().__init__(role, transport, threads=threads, log=log)
         self.role = role
         self.version_store = version_store

@@ -21,27 +21,27 @@ MAX_BLOCKING = min(32, (os.cpu_count() or 1) + 4)
 
 
 class Pool(Protocol):
-    """Threads for one purpose, which start calls in the order of `run`."""
+    """Threads for one purpose; calls start in the order in which `run` received them."""
 
     def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
-        """Call a function in a thread; the future has its result or exception."""
+        """Call a function in a thread; return a future of its result or exception."""
 
 
 class Threads(Protocol):
     """The pools in which a node makes its blocking calls."""
 
     def pool(self, name: str, num_threads: int = 1) -> Pool:
-        """Return a new pool, which `close` ends."""
+        """Return a new pool of threads; `close` ends it."""
 
     def close(self) -> None:
-        """Start no further calls; running calls go on to their end."""
+        """Start no further calls; running calls continue to their end."""
 
 
 class ThreadPools:
     """The real threads of a process."""
 
     def __init__(self) -> None:
-        """Start no thread yet: each starts when a call needs it."""
+        """Start without threads; each is started when a call needs it."""
         self._executors: list[ThreadPoolExecutor] = []
 
     def pool(self, name: str, num_threads: int = 1) -> Pool:

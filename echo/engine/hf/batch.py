@@ -1,4 +1,4 @@
-"""The rows that a transformers engine advances together, token by token.
+"""A batch of rows that the transformers engine samples together, token by token.
 
 Shapes: B rows in the batch, U distinct prompts, L longest prompt, T most tokens of a completion.
 """
@@ -20,11 +20,11 @@ from echo.engine.engine import Completion, FinishReason, Request, Sampling
 #
 # Shapes: B rows, V vocabulary.
 #
-# Each draw consumes one uniform number that depends on nothing but the row's seed and the token's
-# position, and inverts the cumulative distribution at it. So a request's choices do not depend on
-# its batch-mates, and a vocabulary of 150,000 costs no more random numbers than one of 32. Floating
-# point remains: a matrix product may round differently in a batch of another size, which moves
-# probabilities by some 1e-7 and so changes a choice about once in a million tokens.
+# Each draw inverts the cumulative distribution at one uniform number, which depends only on the
+# row's seed and the token's position. So a request's tokens do not depend on the other rows of its
+# batch, and a vocabulary of 150,000 takes no more random numbers than a vocabulary of 32. Rounding
+# is the exception: a matrix product may round differently in a batch of another size, which moves
+# probabilities by some 1e-7 and so changes a token about once in a million.
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -73,7 +73,7 @@ def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         beyond = before >= sampling.top_p
-        beyond[:, 0] = False  # the most likely token always stays, whatever rounding says
+        beyond[:, 0] = False  # the most likely token always stays, even if rounding would drop it
         logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
     return logits.log_softmax(-1)
 
@@ -85,7 +85,7 @@ def draw_tokens(
 
     Args:
         logits: [B, V] in any floating-point dtype.
-        sampling: how.
+        sampling: how tokens are drawn.
         uniforms: [B] in [0, 1); not used when greedy.
 
     Returns:
@@ -95,12 +95,12 @@ def draw_tokens(
     if sampling.greedy:
         token_ids = logprobs.argmax(-1, keepdim=True)
     else:
-        # In float64, so that the sum over a large vocabulary rounds away no small probability.
+        # In float64: a float32 sum over a large vocabulary would lose small probabilities.
         cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         target = torch.from_numpy(uniforms).to(logits.device)[:, None] * cumulative[:, -1:]
-        # "right" never lands on a token of probability 0: its sum equals the one before it.
+        # "right" skips tokens of probability 0: their sum equals the sum of the token before.
         token_ids = torch.searchsorted(cumulative, target, right=True)
-        token_ids.clamp_(max=logits.shape[-1] - 1)  # reached by NaN only; its row ends
+        token_ids.clamp_(max=logits.shape[-1] - 1)  # only NaN needs it; that row ends
     return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0]
 
 
@@ -111,11 +111,11 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 COMPACT_BELOW = 0.75
-"""Share of rows still running at which the ended ones are cut out of the batch."""
+"""Largest share of running rows at which `compact` drops the ended rows."""
 
 
 class StaticBatch:
-    """The rows that run together: what was sampled for each, and which are still running.
+    """The rows that are sampled together: the tokens of each row, and whether it still runs.
 
     `rows` maps each row of the current batch to its request; compaction shortens it.
     """
@@ -132,7 +132,7 @@ class StaticBatch:
             self._limits = np.minimum(self._limits, window - prompt_lengths)
         self.max_tokens = int(self._limits.max())
         self.num_tokens = 0
-        """Tokens sampled so far of each row that is running."""
+        """Tokens sampled so far for each running row; all have the same number."""
         self._token_ids = np.zeros((num_rows, self.max_tokens), np.int32)
         self._logprobs = np.zeros((num_rows, self.max_tokens), np.float32)
         self._versions = np.zeros((num_rows, self.max_tokens, 2), np.int32)
@@ -143,11 +143,11 @@ class StaticBatch:
         self._is_running = np.ones(num_rows, np.bool_)
         self._seeds = np.array([r.seed & 0xFFFFFFFFFFFFFFFF for r in requests], np.uint64)
         self.lengths = prompt_lengths
-        """[B] prompt tokens of each row of the batch."""
+        """[B] context tokens of each row, before the first token sampled here."""
         # Padding is on the left.
         self._prompts, self._mask, self._prompt_of_request = _distinct_prompts(contexts)
         self.prompt_length = self._prompts.shape[1]
-        """L, padding included."""
+        """L, the padded length of the prompts."""
 
     @property
     def is_done(self) -> bool:
@@ -159,11 +159,11 @@ class StaticBatch:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch, B."""
+        """Number of rows in the batch, B."""
         return len(self._rows)
 
     def parts(self, max_rows: int) -> list[StaticBatch]:
-        """Return the running rows as smaller batches; what they sample is found here, too."""
+        """Return the running rows as smaller batches, which write their samples into this one."""
         running = np.flatnonzero(self._is_running)
         parts = []
         for start in range(0, len(running), max_rows):
@@ -173,7 +173,7 @@ class StaticBatch:
         return parts
 
     def keep(self, rows: npt.NDArray[np.int64]) -> None:
-        """Drop all other rows from the batch."""
+        """Keep only the rows at these indices of the batch."""
         self._rows, self._seeds, self.lengths = (
             self._rows[rows],
             self._seeds[rows],
@@ -182,7 +182,7 @@ class StaticBatch:
         self._is_running = self._is_running[rows]
 
     def prompts(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return each distinct prompt of the batch once, and which one each row has.
+        """Return the distinct prompts of the batch, and the index of each row's prompt.
 
         Returns:
             Ids [U, L], the mask [U, L] or None if nothing is padded, and [B] indices of prompts.
@@ -192,7 +192,7 @@ class StaticBatch:
         return self._prompts[used], mask, torch.from_numpy(prompt_of_row)
 
     def final_mask(self) -> Tensor | None:
-        """Return the mask as it is once every row is as long as it can get, [B, L + T]."""
+        """Return the mask [B, L + T] for rows of the full length; None if nothing is padded."""
         if self._mask is None:
             return None
         shown = self._mask[self._prompt_of_request[self._rows]]
@@ -200,7 +200,7 @@ class StaticBatch:
         return torch.cat([shown, grown], dim=1)
 
     def contexts(self) -> tuple[Tensor, Tensor | None]:
-        """Return all that each row of the batch holds by now; K tokens were sampled for each.
+        """Return the tokens of each row so far: its prompt and the K tokens sampled here.
 
         Returns:
             Ids [B, L + K] and the mask [B, L + K], or None if nothing is padded.
@@ -213,7 +213,7 @@ class StaticBatch:
         return ids, torch.cat([self._mask[prompt], torch.ones_like(sampled)], dim=1)
 
     def uniforms(self, step: int) -> npt.NDArray[np.float64]:
-        """Return the random number of each row of the batch for its token `step`."""
+        """Return the uniform random number with which each row draws its token `step`."""
         return uniform_at(self._seeds, step)
 
     def append(
@@ -223,10 +223,10 @@ class StaticBatch:
         logprobs: npt.NDArray[np.float32],
         version: PolicyVersion,
     ) -> list[int]:
-        """Record token `step` of the rows that are running, and end those that end with it.
+        """Record token `step` of each running row, and end the rows for which it is the last.
 
         Returns:
-            Which requests have ended.
+            Indices of the requests that have ended.
         """
         running = self._is_running
         rows = self._rows[running]
@@ -249,7 +249,7 @@ class StaticBatch:
         return [int(row) for row in self._rows[running & ~self._is_running]]
 
     def compact(self) -> npt.NDArray[np.int64] | None:
-        """Drop ended rows from the batch if they are many; return the rows kept, or None."""
+        """Drop the ended rows if they are a quarter of the batch; return the rows kept, or None."""
         if self._is_running.sum() > COMPACT_BELOW * len(self._rows):
             return None
         kept = np.flatnonzero(self._is_running)
@@ -257,11 +257,11 @@ class StaticBatch:
         return kept
 
     def completions(self) -> list[Completion]:
-        """Return what was sampled, in the order of the requests."""
+        """Return the completions in the order of the requests."""
         return [self.completion(row) for row in range(len(self._requests))]
 
     def completion(self, row: int) -> Completion:
-        """Return what was sampled for one request so far."""
+        """Return the completion of one request, as far as it is sampled."""
         num_tokens = self._lengths[row]
         return Completion(
             self._requests[row].request_id,

@@ -1,18 +1,18 @@
 """Sample with a transformers model: the engine that runs wherever torch does.
 
-Any causal language model directory with a config.json; the weights may come through `load` alone.
+It takes any causal language model directory with a config.json. The weights come through `load`.
 Shapes: B rows in the batch, U distinct prompts, L longest prompt, V vocabulary.
 
 A call of `generate` is cut into batches that fit the memory budget. In a batch every distinct
 prompt runs through the model once, its keys and values are repeated for the rollouts of its group,
 and all rows then advance together, one token at a time. Prompts of unequal length are padded on the
-left; where all are equal no mask is made at all. Rows that have ended are cut out of the batch
-whenever they are a quarter of it, so that in all they cost at most a constant factor.
+left; prompts of equal length need no mask. Ended rows are dropped from the batch as soon as they
+are a quarter of it, so they cost at most a constant factor.
 
-New weights are installed between two tokens, by the thread that generates. On a CPU that computes
-in the dtype that is published nothing is copied: the parameters are views of the version's image,
-and what a patch changes of the image it changes of the model. Elsewhere the words that changed are
-scattered into the parameters.
+New weights are installed between two tokens, by the thread that generates. If the model computes
+on the CPU in the published dtype, nothing is copied: the parameters are views of the version's
+image, so a patch of the image also changes the model. Otherwise the changed words are scattered
+into the parameters.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ Job = Callable[[], None]
 
 
 class Mailbox:
-    """Jobs for the thread that holds it open; where no thread does, they are done at once."""
+    """Passes jobs to the thread that holds it open; a closed mailbox runs them in the caller."""
 
     def __init__(self) -> None:
-        """Start closed."""
+        """Start closed and without jobs."""
         self._owner = threading.Lock()
         self._lock = threading.Lock()
         self._is_open = False
         self._jobs: list[tuple[Job, Future[None]]] = []
 
     def do(self, job: Job) -> None:
-        """Return when `job` has been done, by the thread that holds the mailbox open or this one.
+        """Run `job` and wait for its end; the thread that holds the mailbox open runs it, if any.
 
-        An exception of the job is raised here.
+        Otherwise the calling thread runs it. An exception of the job is raised here.
         """
         with self._lock:
             if not self._is_open:
@@ -92,7 +92,7 @@ class Mailbox:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Promise to call `empty` again and again; one thread at a time, the others wait."""
+        """Hold the mailbox open, one thread at a time; the block must call `empty` regularly."""
         with self._owner:
             with self._lock:
                 self._is_open = True
@@ -104,7 +104,7 @@ class Mailbox:
                     self._do_all()
 
     def empty(self) -> bool:
-        """Do what has come in; return whether there was anything."""
+        """Run the jobs that have arrived; return whether there were any."""
         if not self._jobs:
             return False
         with self._lock:
@@ -115,7 +115,7 @@ class Mailbox:
         for job, done in self._jobs:
             try:
                 job()
-            except BaseException as error:  # noqa: BLE001 -- belongs to the thread that asked
+            except BaseException as error:  # noqa: BLE001 -- raised in the thread that called `do`
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -123,7 +123,7 @@ class Mailbox:
 
 
 SAMPLING_BYTES_PER_LOGIT = 32
-"""Logits, their float32 copy, log-probabilities, probabilities and the float64 sum, with room."""
+"""Logits, their float32 copy, log-probabilities, probabilities, the float64 sum, and a margin."""
 
 
 class TransformersEngine(Engine):
@@ -133,16 +133,16 @@ class TransformersEngine(Engine):
         model_dir: directory with config.json; weights in it are not read.
         device: "cpu", "cuda" or another torch device.
         dtype: the dtype to compute in: "float32", "bfloat16" or "float16".
-        rollout_bytes: memory for rollouts; it holds one in any case. None where no other estimate
-            includes them: half of what is available now is for weights and rollouts then.
-        is_beside: whether another thread computes on the same device meanwhile. On a GPU this goes
-            on in a stream of its own then: in the other's, each token would wait for all that it
-            has launched.
-        attn_implementation: transformers' name of the attention; "auto" is sdpa where it can be.
+        rollout_bytes: memory for rollouts; one rollout is always allowed. None if no plan has
+            set memory aside: then weights and rollouts take half of the memory free now.
+        is_beside: whether another thread computes on the same device meanwhile. On a GPU the
+            engine then uses a CUDA stream of its own: in a shared stream, each token would wait
+            for all kernels that the other thread has launched.
+        attn_implementation: transformers' name of the attention; "auto" is sdpa if supported.
         num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
         kv_cache: what becomes of keys and values when weights are swapped in flight.
-        lora: the adapter that `load` takes, and its base in place of `model_dir`; None where it
-            takes all weights.
+        lora: the adapter that `load` takes, and its base model, which replaces `model_dir`; None
+            if `load` takes all weights.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class TransformersEngine(Engine):
         self._version = UNVERSIONED
         self._tensors: Mapping[str, Tensor] | None = None
         self._is_view = False
-        """Whether the parameters are the memory of `_tensors`."""
+        """Whether the parameters share the memory of `_tensors`."""
         self.takes_patches = lora is None
         self._adapter: dict[str, Tensor] | None = None
         if lora is None:
@@ -183,7 +183,7 @@ class TransformersEngine(Engine):
             head.register_forward_pre_hook(_in_one_piece)
         self._stream: torch.cuda.Stream | None = None
         if is_beside and self._device.type == "cuda":
-            # Its work is short, and goes first.
+            # Sampling kernels are short, so they go before the other thread's.
             self._stream = torch.cuda.Stream(self._device, priority=-1)
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._least_rollouts = 0 if rollout_bytes is None else 1
@@ -203,17 +203,17 @@ class TransformersEngine(Engine):
         return self._installed.installed
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        """Copy weights in, between two tokens; a tied tensor is wanted once, under any name.
+        """Install weights between two tokens; a tied tensor is given once, under any of its names.
 
-        Where that fails half way, what was overwritten is taken from the version before again,
-        which is why the engine holds on to what it was given.
+        If this fails half way, the previous version is installed again. For this the engine
+        keeps the tensors that it was given.
         """
         check_weights(self._loadable(), tensors)
         with self._installed.swap(version), self._in_stream():
             self._mailbox.do(lambda: self._install(tensors, version))
 
     def _in_stream(self) -> AbstractContextManager[object]:
-        """Have a GPU do what the body launches beside others, if it is to."""
+        """Launch the block's GPU work in the engine's own stream, if it has one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _loadable(self) -> Mapping[str, Tensor]:
@@ -231,7 +231,7 @@ class TransformersEngine(Engine):
         self._tensors, self._version = tensors, version
 
     def _roll_back(self, version: PolicyVersion, why: str) -> None:
-        """Copy the version before in again, every bit of it."""
+        """Install the whole previous version again, if any; raise EngineError if that fails."""
         if self._tensors is None:
             return
         try:
@@ -247,7 +247,7 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the tensors as the model's own where it computes in them as they are, or copy."""
+        """Use the tensors as parameters if all have the right dtype and device; otherwise copy."""
         if self._adapter is not None:
             for name, tensor in tensors.items():
                 self._adapter[name].copy_(tensor)
@@ -262,12 +262,12 @@ class TransformersEngine(Engine):
             if self._is_view:
                 places[name].data = tensor
                 continue
-            if was_view:  # never written to: it is the caller's
+            if was_view:  # the caller's memory, which must not be written
                 places[name].data = torch.empty_like(places[name])
             places[name].copy_(tensor)
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
-        """Write what changed; between two tokens what is sampled from, and not the image if not."""
+        """Write the changed words into image and parameters; into parameters between two tokens."""
         with self._installed.swap(patch.version):
             if not self._is_view:
                 with self._whole_or_not_at_all(patch, image):
@@ -284,7 +284,7 @@ class TransformersEngine(Engine):
 
     @contextmanager
     def _whole_or_not_at_all(self, patch: Patch, image: memoryview) -> Iterator[None]:
-        """Have image and parameters as they were before the patch if the body fails."""
+        """Restore image and parameters to their state before the patch if the block fails."""
         try:
             yield
         except Exception as error:  # PyTorch, and the memory behind the tensors, raise anything
@@ -306,7 +306,7 @@ class TransformersEngine(Engine):
     ) -> list[Completion]:
         """Sample a completion for each request; see `Engine.generate`.
 
-        A completion also ends with "length" where the model's window does.
+        A completion also ends with "length" at the end of the model's window.
         """
         with self._installed.request(version), self._in_stream(), self._mailbox.opened():
             return self._generate(requests, sampling, watcher)
@@ -322,11 +322,11 @@ class TransformersEngine(Engine):
                 vocab_size=self._vocab_size,
                 max_completion_tokens=sampling.max_completion_tokens,
             )
-        # Each thread has its own setting, and this may not be the one that built the engine.
+        # torch keeps this setting per thread, and another thread may have built the engine.
         set_num_threads(self._num_threads)
         max_tokens = sampling.max_completion_tokens
         self.max_concurrent_rollouts(max(len(r.prompt_ids) for r in requests), max_tokens)
-        # Beside a row that has nothing yet, what is to be continued is padded; alone it is not.
+        # Rows that continue a completion have longer contexts; the other rows are padded to them.
         padded = max(len(request.context_ids) for request in requests)
         completions: list[Completion] = []
         while len(completions) < len(requests):
@@ -338,7 +338,7 @@ class TransformersEngine(Engine):
         return completions
 
     def _run_in_parts(self, batch: StaticBatch, watcher: Watcher) -> None:
-        """Run a batch; where memory does not hold it, run the rest in ever smaller ones."""
+        """Run a batch; if memory runs out, run its remaining rows in batches of half the size."""
         waiting = [batch]
         while waiting:
             batch = waiting.pop()
@@ -349,11 +349,11 @@ class TransformersEngine(Engine):
             failure = ""
             try:
                 self._run(batch, watcher)
-            except (RuntimeError, MemoryError) as error:  # PyTorch's own is a RuntimeError
+            except (RuntimeError, MemoryError) as error:  # PyTorch raises a RuntimeError
                 if not is_out_of_memory(error):
                     raise
                 failure = describe_error(error)
-            if failure:  # outside of the handler, which keeps all tensors of the batch alive
+            if failure:  # after the handler: inside it, the traceback keeps the tensors alive
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
                 longest = int(batch.lengths.max())
@@ -362,7 +362,7 @@ class TransformersEngine(Engine):
                 waiting.append(batch)
 
     def _numbers(self, prompt_tokens: int, completion_tokens: int) -> str:
-        """Say what a rollout needs and what there is."""
+        """Describe the memory that a rollout needs, the budget and the free memory."""
         weights, one = self._needs(prompt_tokens, completion_tokens)
         return (
             f"the weights take {format_bytes(weights)}, one rollout of {prompt_tokens} + "
@@ -383,7 +383,7 @@ class TransformersEngine(Engine):
         return weight_bytes(self._model.state_dict())
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Divide what the weights leave of the memory budget by the need of one rollout."""
+        """Return the number of rollouts that fit beside the weights; EngineError if none does."""
         number = self._num_rollouts(prompt_tokens, completion_tokens)
         if number < 1:
             weights, one = self._needs(prompt_tokens, completion_tokens)
@@ -396,13 +396,13 @@ class TransformersEngine(Engine):
         return number
 
     def _num_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts of this size memory holds at once; it may hold none."""
+        """Return the number of rollouts of this size that fit into memory at once; may be 0."""
         weights, one = self._needs(prompt_tokens, completion_tokens)
         number = max(self._least_rollouts, (self._budget_bytes - weights) // one)
         return self._concurrency.bounded(int(number))
 
     def take_counts(self) -> dict[str, int]:
-        """Return how often memory ran out since this was last asked."""
+        """Return how often memory ran out since the last call."""
         return self._concurrency.take_counts()
 
     def close(self) -> None:
@@ -417,7 +417,7 @@ class TransformersEngine(Engine):
         if watcher.should_stop():
             return
         logits, cache = self._begin(batch, watcher)
-        mask = batch.final_mask()  # each step shows the model one more column of it
+        mask = batch.final_mask()  # each step passes the model one more column
         mask = mask.to(self._device) if mask is not None else None
         for step in range(batch.num_tokens, batch.max_tokens):
             tokens, logprobs = draw_tokens(logits, batch.sampling, batch.uniforms(step))
@@ -447,10 +447,10 @@ class TransformersEngine(Engine):
             logits = self._forward(tokens[:, None], shown, positions, cache)
 
     def _begin(self, batch: StaticBatch, watcher: Watcher) -> tuple[Tensor, DynamicCache]:
-        """Run all that the rows of a batch hold through the model.
+        """Run the model over the present tokens of all rows (the prefill).
 
-        It may take a minute on a busy CPU, and no token comes before its end. So each layer is a
-        sign of life: without any the leases would expire.
+        This may take a minute on a busy CPU, and no token is sampled before its end. So each
+        layer is reported as progress: without progress the leases would expire.
 
         Returns:
             The logits [B, V] of each row's next token, and the keys and values before it.
@@ -460,7 +460,7 @@ class TransformersEngine(Engine):
 
     @contextmanager
     def _telling_layers(self, watcher: Watcher) -> Iterator[None]:
-        """Note a sign of life with each layer that has been run."""
+        """Report progress to the watcher after each layer of the model."""
         lists = [each for each in self._model.modules() if isinstance(each, torch.nn.ModuleList)]
         layers = max(lists, key=len, default=())
         hooks = [layer.register_forward_hook(lambda *_: watcher.on_progress(1)) for layer in layers]
@@ -487,7 +487,7 @@ class TransformersEngine(Engine):
         self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache
     ) -> Tensor:
         """Run the model over new tokens and return the logits [B, V] of the last of each row."""
-        # transformers 5.24 renames it, and warns of the old name.
+        # transformers 5.24 renames this argument, and warns about the old name.
         cache_name = "cache" if "cache" in self._forward_arguments else "past_key_values"
         arguments: dict[str, Any] = {
             "input_ids": ids.to(self._device),
@@ -496,7 +496,7 @@ class TransformersEngine(Engine):
         }
         if mask is not None:
             arguments["attention_mask"] = mask.to(self._device)
-        # Models with relative positions take no ids; older ones compute all logits.
+        # Models with relative positions take no ids; older models compute all logits.
         if "position_ids" in self._forward_arguments:
             arguments["position_ids"] = positions.to(self._device)
         if "logits_to_keep" in self._forward_arguments:
@@ -513,27 +513,27 @@ def _positions(mask: Tensor | None, shape: torch.Size) -> Tensor:
 
 
 def _in_one_piece(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Make the head's input contiguous: transformers cuts it out of the states of all tokens.
+    """Return the head's input as contiguous tensors.
 
-    torch multiplies the rows of a slice one by one, and in 16 bits on a CPU it copies the head's
-    whole weight for each of them.
+    transformers passes a slice of the states of all tokens. torch multiplies the rows of a slice
+    one by one, and in 16 bits on a CPU it copies the whole weight of the head for each row.
     """
     return tuple(part.contiguous() for part in states)
 
 
 def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
-    """Have a cache hold these of its rows, [B] indices; a row may come several times.
+    """Replace the rows of a cache by `rows`, [B] indices of its rows; an index may repeat.
 
-    As a beam search does it: the other way of transformers leaves out the states of convolutions
-    and of linear attention.
+    Uses the method for beam search: `batch_select_indices` of transformers leaves out the states
+    of convolutions and of linear attention.
     """
-    cache.reorder_cache(rows)  # type: ignore[arg-type]  # it says LongTensor, and means int64
+    cache.reorder_cache(rows)  # type: ignore[arg-type]  # annotated LongTensor; takes int64
 
 
 def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values of one token, with one layer counted twice.
+    """Return the bytes of one token's keys and values, with the largest layer counted twice.
 
-    While a layer's cache grows by a token, old and new copy exist side by side.
+    While a layer's cache grows by a token, its old and its new copy exist together.
     """
     widths = []
     for layer in layer_configs(config):

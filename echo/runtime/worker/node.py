@@ -95,7 +95,7 @@ from echo.wire.messages import Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """Parts of a worker once it knows the run."""
+    """The parts of a worker that it builds once it knows the run."""
 
     engine: Engine
     host: TaskHost
@@ -224,11 +224,11 @@ class EpisodeWatcher(NodeWatcher):
         self.call = call
 
     def on_tokens(self, number: int) -> None:
-        """Count tokens as progress."""
+        """Add sampled tokens to the progress of the call."""
         self.call.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Count progress."""
+        """Add to the progress of the call."""
         self.call.on_progress(number)
 
 
@@ -628,7 +628,7 @@ async def serve_agents(agents: Agents, *, log: logging.Logger) -> None:
 
 
 def _request(name: str, group: PartialGroup, index: int) -> Request:
-    """Return the request to sample a member from where it stopped."""
+    """Return the request that continues one rollout of a group from where it stopped."""
     return Request(
         request_id=name,
         prompt_ids=np.array(group.lease.prompt_ids, dtype=np.int32),

@@ -28,7 +28,7 @@ MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
 
 
 def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
-    """Return the terms of the release: after how long on standby or without the learner.
+    """Return the times on standby and without the learner after which a worker leaves.
 
     A worker waits at least `dead_after_s` for a silent learner. It waits at most `reconnect_for_s`,
     because after that it would end with an error and keep the machine.
