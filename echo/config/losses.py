@@ -70,11 +70,11 @@ class MaskedLossSection(LossSection):
     """A loss over rollouts that may leave some out."""
 
     geometric_low: float | None = Field(default=None, ge=0, le=1)
-    """Leave out rollouts with a geometric mean ratio below; drops nearly all under staleness."""
+    """Leave out rollouts whose geometric mean ratio is below this; under staleness nearly all."""
     geometric_high: float | None = Field(default=None, ge=1)
-    """The same above."""
+    """Leave out rollouts whose geometric mean ratio is above this."""
     veto: float | None = Field(default=None, ge=0, le=1)
-    """Leave out rollouts with a token whose ratio is below; 1e-4 is usual."""
+    """Leave out rollouts with a token whose ratio is below this; 1e-4 is usual."""
     opsm: float | None = Field(default=None, ge=0)
     """Leave out bad rollouts further off-policy than this, nats per token; 1e-4 is usual."""
 
@@ -205,7 +205,7 @@ class SapoSection(MaskedLossSection):
     tau_positive: float = Field(default=1.0, ge=1e-6)
     """How fast the gate closes for positive advantages."""
     tau_negative: float = Field(default=1.05, ge=1e-6)
-    """The same for negative ones."""
+    """How fast the gate closes for negative advantages."""
     aggregation: Aggregation = "sequence_mean"
 
 

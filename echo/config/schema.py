@@ -196,7 +196,7 @@ class SyncSection(Section):
     publish_period: Literal["auto"] | Annotated[int, Field(ge=1)]
     """Optimizer steps between publications; auto measures and follows training and broadcast."""
     adaptive: bool = False
-    """Let the bound for new leases follow what rollouts are still good for."""
+    """Adapt the bound for new leases to the metrics of each step, within max_staleness."""
     min_staleness: int = Field(default=0, ge=0)
     """Smallest bound that `adaptive` may choose, optimizer steps; max_staleness is the largest."""
 
@@ -212,7 +212,7 @@ class LeasesSection(Section):
     """Assignment of groups of prompts to workers."""
 
     hedge_factor: Annotated[float, Field(ge=1)] | Off = 2.0
-    """Idle workers repeat a group of a waiting batch if so much sooner; false: for its age only."""
+    """Idle workers repeat an awaited group if this many times sooner; false: only if it is old."""
 
 
 class BatchSection(Section):
@@ -272,7 +272,7 @@ class LoraSection(Section):
     rank: Inherited[int] = Field(default=0, ge=0)
     """Rank of the two matrices next to each target; 0 trains all weights."""
     alpha: Inherited[int | None] = Field(default=None, ge=1)
-    """Their product counts alpha / rank times; unset: twice the rank."""
+    """Their product is multiplied by alpha / rank; unset: twice the rank."""
     target_modules: Inherited[Names] = ("all-linear",)
     """Last parts of the names of linear layers, such as q_proj; all-linear: all but the head."""
 
@@ -313,7 +313,7 @@ class ActivationSection(Section):
     budget_per_h: float | None = Field(default=None, gt=0)
     """$ per hour for active workers and their traffic, without the learner; unset: no limit."""
     budget_per_run: float | None = Field(default=None, gt=0)
-    """$ for all that states a price; then the run ends with a checkpoint. Unset: no limit."""
+    """$ for all machines with a price; then the run ends with a checkpoint. Unset: no limit."""
 
 
 # --- roles ----------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ class CheckpointSection(Section):
     interval_steps: int = Field(ge=1)
     """Optimizer steps between checkpoints; one is always made at the end."""
     interval_s: OptionalSeconds = Field(gt=0)
-    """Seconds after which one is made even so; false is off."""
+    """Seconds after which a checkpoint is made before `interval_steps`; false is off."""
     keep_last: int = Field(default=3, ge=1)
     """Checkpoints kept; at least one, or nothing could be resumed."""
 
@@ -485,7 +485,7 @@ class NetworkSection(Section):
     codec: Literal["auto", "full", "delta"] = "auto"
     """How versions travel: deltas where they are shorter (auto), always (delta) or never (full)."""
     region: str = Field(default="", max_length=MAX_NAME_LENGTH)
-    """Where this node stands, any name: versions enter each region once, where that is not slow."""
+    """Any name for this node's location: versions enter each region once, unless that is slow."""
     price_per_gb: float = Field(default=0.0, ge=0)
     """Price of 1e9 bytes that leave this node's region, in any currency."""
     store_dir: str | None = Field(default=None, min_length=1)
@@ -521,7 +521,7 @@ class MetricsSection(Section):
     wandb_project: str = Field(default="echo", min_length=1)
     """Project on Weights & Biases."""
     attribution_steps: int = Field(default=0, ge=0)
-    """Optimizer steps between looks at where the mismatch with the sampler is from; 0: never."""
+    """Optimizer steps between analyses of the mismatch with the sampler; 0: never."""
 
 
 class UiSection(Section):
