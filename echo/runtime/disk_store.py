@@ -6,7 +6,7 @@ Files in the directory (network.store_dir) that this module creates:
     v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
     echo-image-<n>.tmp       files that are being made, and spares that wait to be reused
     echo-store-2.lock        flock held by the process that owns the directory, with its pid; 2 is
-                             the format of all this, and a directory of another one is refused
+                             the format; a directory in another format is refused
 
 Faults and their effects:
 * **Killed in mid-write** (kill -9, out of memory): the kernel keeps the written pages. The next
@@ -29,13 +29,14 @@ Faults and their effects:
 * **Slow disk**: a write into the mapping is a write into the page cache, which the kernel writes
   back in the background. When more than vm.dirty_ratio (20 % of memory) is dirty, the kernel makes
   the writer wait within a page fault. So chunks are written in threads (`write`, without the GIL),
-  and get credit when they are written: on a disk slower than the link the transfer slows down to
-  the disk's rate, and the rest of the node is not delayed (`echo/weights/receiver.py`). If that is
-  too slow, point store_dir to a tmpfs such as /dev/shm/echo (which survives the process, not the
-  machine), or raise vm.dirty_ratio. One thread writes manifests and removes files, in order. The
-  loop itself makes the file of an image, preallocates and renames it, once per version and mostly
-  in milliseconds (a spare only gets a new name), and unmaps the pages of a store without a reader.
-  A disk that fails to read a page back kills the process (SIGBUS), as for any mapped file.
+  and the parent gets credit when they are written: on a disk slower than the link the transfer
+  slows down to the disk's rate, and the rest of the node is not delayed
+  (`echo/weights/receiver.py`). If that is too slow, point store_dir to a tmpfs such as
+  /dev/shm/echo (which survives the process, not the machine), or raise vm.dirty_ratio. One thread
+  writes manifests and removes files, in order. The loop itself makes the file of an image,
+  preallocates and renames it, once per version and mostly in milliseconds (a spare only gets a new
+  name), and unmaps the pages of a store without a reader. A disk that fails to read a page back
+  kills the process (SIGBUS), as for any mapped file.
 * **Shared by mistake**: the second process gets StorageError with the pid of the first.
 * **Other runs**: their versions are removed in `recover`. Files of other names are never touched.
 """

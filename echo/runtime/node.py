@@ -76,13 +76,13 @@ REPEAT_S = 60.0
 INTERRUPTED = "interrupted"
 """Reason for the end of a node that its operator has stopped."""
 STALL_S = 0.5
-"""Seconds by which a timer must be late to show that the loop did not run."""
+"""A timer that fires this many seconds late shows that the loop was blocked."""
 CATCH_UP_S = 0.2
 """Seconds for reading messages that arrived during a stall, before deadlines are checked."""
 LEAST_WAIT_S = 0.001
 """Shortest delay of a timer, seconds."""
 MAX_WORKERS = 8
-"""Threads that decode deltas and write chunks; each takes some GB of weights per second."""
+"""Threads that decode deltas and write chunks; each handles some GB of weights per second."""
 LINGER_S = 2.0
 """Seconds for the last messages of a node to leave after its work has ended."""
 
@@ -476,7 +476,7 @@ _log = logging.getLogger(__name__)
 MAX_ASSET_BYTES = MAX_PAYLOAD_BYTES
 """Bytes of the largest file that a worker may inherit; the largest tokenizers have some 35 MB."""
 MAX_STRANGERS = 4096
-"""Open connections that have sent no message yet; a quarter of all open files at most."""
+"""Limit on connections that have sent no message yet; a quarter of the open files if lower."""
 FIRST_WINDOW_CHUNKS = 4
 """Chunks that a child requests ahead until the rate of its link is measured: several, to
 pipeline.
@@ -546,7 +546,7 @@ def make_broadcast(
     """Return a node's part of the weights plane with the configuration's bounds.
 
     The learner receives no versions and has no store. The node keeps `keep_versions` whole images,
-    and those that a child is fetching.
+    plus the images that a child is fetching.
     """
     return Broadcast(
         node_id=node_id,

@@ -51,8 +51,9 @@ def uniform_at(seeds: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.float
 def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the log-probabilities of the distribution that `sampling` draws from.
 
-    Temperature first, then top_k, then top_p, renormalised at the end; when greedy, the plain
-    softmax. Tokens that tie with the last one kept by top_k are kept too.
+    Temperature is applied first, then top_k, then top_p; the result is renormalised. Greedy
+    sampling uses the plain softmax. Tokens that tie with the last token kept by top_k are kept,
+    too.
 
     Args:
         logits: [B, V] float32.

@@ -140,7 +140,7 @@ class TransformersEngine(Engine):
             for all kernels that the other thread has launched.
         attn_implementation: transformers' name of the attention; "auto" is sdpa if supported.
         num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
-        kv_cache: what becomes of keys and values when weights are swapped in flight.
+        kv_cache: what happens to cached keys and values when weights change between two tokens.
         lora: the adapter that `load` takes, and its base model, which replaces `model_dir`; None
             if `load` takes all weights.
     """

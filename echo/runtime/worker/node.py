@@ -126,11 +126,11 @@ class WorkerParts:
     engine_name: str = ""
     """Kind and data type of the engine, for the comparison with other workers."""
     read_local_image: Callable[[], tuple[bytearray, bytes] | None]
-    """Lays out the weights of the worker's own model directory as a version's image; slow."""
+    """Returns the worker's own model as a version's image, and the image's hash; slow."""
 
     @property
     def facts(self) -> EngineFacts:
-        """The facts that the role needs."""
+        """The facts about the engine that the role needs."""
         sampler: Sampler = "engine" if self.runner is None else "episodes"
         return EngineFacts(
             group_size=self.group_size,
