@@ -1,7 +1,8 @@
 """One module per command.
 
-When a command is being started, Ctrl-C is handled before anything heavy is imported. Python shows
-that by "-m" while it locates the module, an installed script by its name.
+If this process starts a command, Ctrl-C is handled before any slow import. The process starts a
+command if sys.argv[0] is "-m", which Python sets while it locates the module, or the name of an
+installed script.
 """
 
 import sys

@@ -1,11 +1,11 @@
 """Signals: how Ctrl-C, SIGTERM and a closed terminal end commands.
 
-    while modules are imported, or figures computed   one line, and gone: there is nothing to undo
-    within `unwinding`                                one line, then SystemExit undoes what is begun
-    while a node runs (cli/node.py)                    the first drains it, the second stops it
+    while modules are imported, or figures computed   prints one line and exits: nothing to undo
+    within `unwinding`                                prints one line; SystemExit runs `finally`
+    while a node runs (cli/node.py)                   the first drains it, the second stops it
 
-The exit code is 128 + the signal's number everywhere, as shells have it. The package imports this
-module before all others, so that it holds during their imports too: keep it small.
+The exit code is always 128 + the signal's number, as in shells. The package imports this module
+before all others, so that signals are handled during the other imports too: keep this module small.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 HURRY_S = 5.0
-"""Seconds that a process may take to end after it was told to stop at once."""
+"""Seconds that a process may take to end after a signal to stop immediately."""
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the user wanted it
     """A node was drained, or stopped, by a signal."""
 
     def __init__(self, number: int) -> None:
-        """Take the signal's number."""
+        """Take name and exit code from the signal's number."""
         super().__init__(signal.Signals(number).name)
         self.exit_code = signal_exit_code(number)
 

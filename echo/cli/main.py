@@ -24,7 +24,7 @@ class Command(NamedTuple):
     help: str
     parser: Callable[[], ArgumentParser]
     extra: str = "relay"
-    """An extra of pyproject.toml; a line with a --role needs that role's."""
+    """An extra of pyproject.toml; the extra of a --role in the command line replaces it."""
 
 
 COMMANDS = {
@@ -42,11 +42,11 @@ COMMANDS = {
     ),
     "ledger": Command("print what happened to every group of a run", parsers.ledger_parser),
 }
-"""By name. `main` of the module of that name in echo.cli takes the rest of the line."""
+"""The commands by name; `main` in the module echo.cli.NAME gets the rest of the command line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the line names with the rest of the line, and return its exit code."""
+    """Run the command named first, with the remaining arguments; return its exit code."""
     name, *line = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("--version", "-V"):
         print(version())

@@ -89,7 +89,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartCheck:
-    """What a start would find, learned without starting anything."""
+    """The result of checking a start without starting anything."""
 
     problems: tuple[str, ...] = ()
     """Problems that would stop the node in its first minute."""
@@ -105,10 +105,10 @@ def dry_run(
     """Return the text of a dry run; it starts nothing, and fetches at most a config.json.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         role: of this node.
-        num_ranks: processes of the learner.
-        check: what `check_start` has found.
+        num_ranks: the number of the learner's processes.
+        check: the result of `check_start`.
     """
     check = check or StartCheck()
     notices: list[str] = []
@@ -198,8 +198,8 @@ def why_unwritable(directory: Path, *, is_made: bool = True) -> str:
     """Return why no file can be written into a directory; "" if one can.
 
     Args:
-        directory: of the file.
-        is_made: whether the start makes it, and those above it.
+        directory: the directory to write into.
+        is_made: whether the start makes the directory and its parents if they are missing.
     """
     place = directory.absolute()
     while is_made and not place.exists() and place != place.parent:
@@ -215,7 +215,7 @@ def _check_files(config: Config, role: Role) -> None:
     """Check, by the files on this machine, that a learner or worker can use its model.
 
     Raises:
-        EchoError: as the start would raise it.
+        EchoError: the error that the start would raise.
     """
     model = config.model
     if role == "relay" or model.name is None or (role == "worker" and not has_own_model(config)):
@@ -239,7 +239,7 @@ def _check_files(config: Config, role: Role) -> None:
 
 
 def check_model(config: Config, role: str) -> None:
-    """Check, without torch, the directories of the models that a learner or worker names itself.
+    """Check, without torch, the model directories that this node's configuration names.
 
     Raises:
         DataError: if a directory is missing, or its model is quantised.
@@ -320,13 +320,13 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
 
 SAME_SIGNAL_S = 1.0
 """Seconds within which a further signal counts as the same: a terminal sends Ctrl-C to a launcher
-and to the node, and the launcher passes its own on."""
+and to the node, and the launcher forwards the signal to the node."""
 
 
 class NodeSignals:
     """Drains a node at the first signal, stops it at the second, kills the process at the third.
 
-    A signal within SAME_SIGNAL_S of one that counts is the same.
+    A signal within SAME_SIGNAL_S of a counted signal is ignored.
     """
 
     def __init__(self, node: Node) -> None:
@@ -335,7 +335,7 @@ class NodeSignals:
         self.received: list[int] = []
 
     def receive(self, number: int) -> None:
-        """Carry out a signal."""
+        """Drain, stop or kill, depending on the number of earlier signals."""
         if number == signal.SIGHUP:
             interrupts.leave_terminal()
             if self.received:
@@ -362,7 +362,7 @@ async def run_node(node: Node, event_log: EventLog | None = None) -> str:
     Its events are written to `event_log`, which is closed at the end.
 
     Raises:
-        EchoError: if the node cannot go on.
+        EchoError: if the node cannot continue.
         Interrupted: if a signal has ended it.
     """
     node.event_log = event_log
@@ -416,7 +416,7 @@ class NoticeBoard(logging.Handler):
     """Keeps the newest log lines for the live view, and counts those that it has not shown."""
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start without lines."""
         super().__init__()
         self.lines: list[str] = []
         self.last = ""
@@ -446,7 +446,7 @@ def run_rank(
 ) -> int:
     """Run one of a learner's processes, which torchrun has started; return the exit code.
 
-    The first is the learner that other nodes know; the others follow it.
+    The first process is the learner that other nodes connect to; the others follow it.
 
     Raises:
         EchoError: if the processes do not find each other, or would share one GPU.
@@ -552,12 +552,12 @@ def tell_finished(config: Config) -> bool:
 
 
 class Operator:
-    """The program that started the learner; metrics go to sinks, snapshots and logs to the view."""
+    """Writes a learner's metrics to the sinks; shows its snapshots and log lines in the view."""
 
     is_watching = True
 
     def __init__(self, metrics: MetricsWriter, view: LiveView, board: NoticeBoard) -> None:
-        """Take the sinks, the view and the log lines."""
+        """Use these sinks, this view and the log lines of `board`."""
         self.write_metrics = metrics.write
         self._view = view
         self._board = board
@@ -593,7 +593,7 @@ async def _run(
 
 
 def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
-    """Return what the run has learned so far; None, with a warning, if that cannot be read."""
+    """Return the run's learning curve so far; None, with a warning, if it cannot be read."""
     try:
         history = read_metrics(run_dir)
     except EchoError as error:
@@ -608,7 +608,7 @@ def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
 
 
 def show_join(join_path: Path) -> None:
-    """Print how a worker on another machine joins; to a terminal only, since it is a secret."""
+    """Print how a worker on another machine joins, to a terminal only: the text is secret."""
     join = Join.parse(join_path.read_text(encoding="utf-8"))
     if not is_loopback(join.address):
         line = f"ECHO_JOIN={join} {command('node', elsewhere=True)} --role worker"
@@ -729,13 +729,13 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: 
 
     Args:
         path: of the configuration.
-        overrides: of the configuration.
+        overrides: of the configuration, from the command line.
         role: of this node.
-        patience: whether to wait for a learner that is to run on this machine, for as long as a
-            node waits for it elsewhere.
+        patience: whether to wait for a learner that starts later on this machine, for as long as a
+            node waits for a learner on another machine.
 
     Raises:
-        ConfigError: if that learner does not write its join string meanwhile.
+        ConfigError: if that learner does not write its join string within this time.
     """
     try:
         config = read_run_file(path, overrides, None)
@@ -823,7 +823,7 @@ def _saved_config(run_dir: Path) -> Config:
     """Return the configuration of the run being resumed.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if the run has saved none.
     """
     path = run_dir / "config.json"
     if not path.exists():
@@ -859,7 +859,7 @@ def run_role(
     """Run one node until it ends; return the exit code.
 
     Raises:
-        EchoError: if it cannot begin; nothing has been written then, not even a log.
+        EchoError: if the node cannot start; nothing has been written then, not even a log.
     """
     if resume and tell_finished(config):
         return 0
@@ -893,7 +893,7 @@ def open_event_log(path: Path | None, log: logging.Logger) -> EventLog | None:
 
 
 def _is_first_rank() -> bool:
-    """Return whether this is the process of a learner that prints and listens."""
+    """Return whether this is the one process of the learner that prints and listens."""
     return os.environ.get("RANK", "0") == "0"
 
 

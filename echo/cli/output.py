@@ -40,8 +40,8 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 class LogFormatter(logging.Formatter):
     """Formats a record so that a peer's text neither imitates a record nor controls a terminal.
 
-    Unprintable characters are escaped, and keys are cut from addresses. Later lines, such as of
-    a traceback, are indented.
+    Unprintable characters are escaped, and keys are cut from addresses. All lines of a record after
+    the first, such as a traceback, are indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -60,7 +60,7 @@ class _Forward(logging.Handler):
 
 
 class LogFile(logging.FileHandler):
-    """Writes lines to a file; the first line that a full disk refuses is logged elsewhere."""
+    """Writes lines to a file; if the disk is full, it reports the first lost line in a log."""
 
     def __init__(self, path: Path, log: logging.Logger) -> None:
         """Open the file.
@@ -73,13 +73,13 @@ class LogFile(logging.FileHandler):
         self._has_failed = self._fails = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line; one that cannot be written is lost."""
+        """Write a line, or drop it if it cannot be written."""
         self._fails = False
         super().emit(record)
         self._has_failed &= self._fails
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging calls it so
-        """Log why a line is lost, unless the line before was lost too."""
+        """Log why a line is lost, unless the preceding line was lost too."""
         self._fails = True
         if not self._has_failed:
             self._has_failed = True
@@ -90,8 +90,8 @@ class LogFile(logging.FileHandler):
 def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.Logger:
     """Return a node's log: into a file, onto standard error, or both.
 
-    Warnings of the transport, of tasks and of the rest of the runtime go there too, and messages of
-    engines.
+    The log also gets the warnings of the transport, of tasks and of the rest of the runtime, and
+    the messages of engines.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -126,8 +126,8 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
 def others_in_log(log: logging.Logger) -> Iterator[None]:
     """Redirect what libraries write to the terminal of a status line into the log's file.
 
-    Libraries warn there, in C++ as well, and so do the processes that they start; it would break
-    the status, and be gone with the next one.
+    Libraries, their C++ code and the processes that they start write warnings to the terminal.
+    There a warning would break the status line, and the next status would erase it.
     """
     from echo.ui.worker_status import StatusLine  # here, since --help answers without rich
 

@@ -1,7 +1,7 @@
 """Command lines of all commands, read without an installed package.
 
-So `--help` and `--version` answer at once, in a fresh clone too; what a command does is imported
-after its line has been found right.
+`--help` and `--version` therefore answer immediately, in a fresh clone too. The module of a command
+is imported after its command line has been parsed without an error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _text(argument: str) -> str:
 
 
 def _path(argument: str) -> Path:
-    """Return the path of a file or directory, if a disk could hold it."""
+    """Return an argument as a path; refuse names that are too long for any disk."""
     path = Path(argument)
     if any(len(os.fsencode(part)) > MAX_FILE_NAME_BYTES for part in path.parts):
         raise argparse.ArgumentTypeError(

@@ -1,7 +1,7 @@
 """`echo-rl plan FILE`: what to rent, its cost, how to start it.
 
-Everything is computed here and now from the file, a run's own records and the catalogue; nothing
-is looked up, rented or started.
+The plan is computed from the file, a run's records and the catalogue alone; no price is looked up,
+and nothing is rented or started.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def run_report(rates: RunRates) -> str:
 def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
     """Return the request with a run's recorded rates in place of estimates.
 
-    The learner's step is scaled by the tokens of a step. An offer takes the mean rate of the
-    workers that carry its name, or its name, a dash and more ("fra-4090-3").
+    The learner's step is scaled by the tokens of a step. An offer gets the mean rate of its
+    workers: those whose name is the offer's name, or the offer's name followed by a dash and more
+    ("fra-4090-3").
 
     Raises:
         ConfigError: if no worker of the run belongs to an offer.
@@ -365,7 +366,7 @@ def _used(request: FleetRequest, plan: Provisioning) -> list[tuple[OfferRow, str
 
 
 def divide_site(request: FleetRequest) -> Division:
-    """Return the best division of the learner's GPUs and all offers' between the two jobs.
+    """Return the best division of all GPUs between training and generation.
 
     Raises:
         PlanError: if the model fits nowhere for training, or nowhere for generation.
@@ -417,7 +418,7 @@ def division_text(request: FleetRequest, division: Division) -> str:
 
 
 def _learner_commands(request: FleetRequest, division: Division) -> list[str]:
-    """Return how to start the training: in one process, one machine, or the same on several."""
+    """Return the command of the training, for one process, one machine or several machines."""
     command = node_command("learner", [f"learner.advertise={request.learner.address}"])
     number = division.num_train_gpus
     per_machine = min(number, request.gpus[division.train_gpu].num_per_node)
@@ -495,7 +496,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Do what the arguments say."""
+    """Print a run's figures, a fleet's plan or a division, as requested; return the exit code."""
     if not arguments.files:
         return show_run(arguments, console)
     import_extra("scipy", extra="planner", wanted_by="echo-rl plan")

@@ -1,8 +1,8 @@
 """`echo-rl quickstart`: four processes train a small model on this machine.
 
-The learner, the relay and the two workers are ordinary `echo-rl node` processes, joined by nothing
-but sockets on loopback; this command makes the model they start from, starts them, and prints what
-came out.
+The learner, the relay and the two workers are ordinary `echo-rl node` processes that communicate
+only over sockets on loopback. This command makes their first model, starts them, and prints a
+summary of the run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeProcess:
-    """One node that was started here."""
+    """A node that this command has started."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -133,10 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class WarmupBar:
-    """The bar of a warm-up under way."""
+    """The progress bar of a running warm-up."""
 
     def __init__(self, bar: Progress) -> None:
-        """Begin without a step."""
+        """Start before the first step."""
         self._bar = bar
         self._job = bar.add_task("starting", total=None)
 
@@ -206,7 +206,7 @@ OWN_ADDRESSES = (
     "relay.listen",
     "worker.connect",
 )
-"""The link between the four processes."""
+"""The settings of the addresses over which the four processes communicate."""
 
 
 def check_addresses(config: Config) -> None:
@@ -228,7 +228,7 @@ def free_settings(config: Config, held: ExitStack) -> list[str]:
     """Return overrides for a run name and for ports that nothing else on this machine has.
 
     Args:
-        config: with the name and the ports to try first.
+        config: the configuration, with the name and the ports to try first.
         held: keeps the ports from other programs until it is closed.
     """
     name, number = config.run.name, 1
@@ -239,13 +239,13 @@ def free_settings(config: Config, held: ExitStack) -> list[str]:
 
 
 def free_ports_of(path: Path, held: ExitStack) -> None:
-    """Give a run that is to be resumed other ports, in its config.json, where its own are taken.
+    """Replace the ports in a run's config.json that other programs have taken, for a resume.
 
-    There and not by overrides: to its learner a new address is an unsafe change, since nodes that
-    were not restarted would dial the old one. The quickstart restarts all of them.
+    Overrides cannot replace them: the learner refuses a changed address as unsafe, since nodes that
+    were not restarted would dial the old address. The quickstart restarts all nodes.
 
     Args:
-        path: of the run's config.json.
+        path: the run's config.json.
         held: keeps the ports from other programs until it is closed.
 
     Raises:
@@ -293,10 +293,11 @@ def _port_of(address: str) -> int:
 
 @contextmanager
 def _held_port(wanted: int) -> Iterator[int]:
-    """Hold a port of the loopback address: the wanted one, or another where it is taken.
+    """Hold a port of the loopback address: the wanted port, or another one if it is taken.
 
-    Linux refuses it to a program that does not set SO_REUSEADDR, such as another quickstart that
-    chooses its ports. A node sets it, so that it can bind the port as well, and then listens alone.
+    Linux refuses a held port to a program that does not set SO_REUSEADDR, such as another
+    quickstart that chooses its ports. A node sets SO_REUSEADDR, so it can bind the held port too,
+    and only the node listens on it.
     """
     with socket.socket() as holder:
         try:
@@ -400,7 +401,7 @@ def start_node(
     environment: Mapping[str, str] | None = None,
     output: Path | None = None,
 ) -> NodeProcess:
-    """Start one node; with an output, in a session of its own."""
+    """Start one node; if `output` is given, in a session of its own."""
     command = [sys.executable, "-m", "echo.cli.main", "node", "--role", role]
     command += ["--config", str(config_path)]
     command += [part for item in overrides for part in ("--set", item)]
@@ -424,7 +425,7 @@ def start_node(
 
 
 def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:
-    """Send a signal that this process has received to the learner, the first of the nodes."""
+    """Forward a signal to the learner, which is the first of the nodes."""
     if number == signal.SIGHUP:
         interrupts.leave_terminal()
     if not nodes:
@@ -437,7 +438,8 @@ def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:
 def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Console) -> int:
     """Wait for the learner to end and return its exit code.
 
-    Without a worker it would wait for hours; so it is told to end, saved, once all have failed.
+    Once all workers have failed, the learner is ordered to save and end, since it would wait for
+    other workers for hours.
     """
     reported: set[str] = set()
     workers = {node.name for node in nodes if node.role == "worker"}
@@ -469,8 +471,8 @@ def describe_end(node: NodeProcess) -> str:
 def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
     """Wait `grace_s` for the nodes to end by themselves, then send SIGTERM twice, then SIGKILL.
 
-    The first SIGTERM has a worker stop its engine and save unfinished rollouts. The second
-    has it end its engine and its reward processes, which would outlive a killed worker.
+    On the first SIGTERM a worker stops its engine and saves unfinished rollouts. On the second it
+    ends its engine and its reward processes, which would outlive a killed worker.
     """
     running = still_running(nodes, within_s=grace_s)
     for patience_s in (SAVE_S, STOP_S):

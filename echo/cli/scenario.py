@@ -24,7 +24,7 @@ def load_scenario(
     Args:
         files: as `read_files` returns them.
         overrides: options of the command line and their texts.
-        name: for headings.
+        name: the scenario's name, for headings.
         plan: a plan.json, whose nodes and publish period are taken where the scenario leaves
             them open; None for all nodes.
 

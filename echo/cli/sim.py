@@ -55,7 +55,7 @@ FIGURES: Mapping[str, Callable[[Summary], float]] = {
     "thrown away": lambda summary: summary.thrown_away,
     "$ per step": lambda summary: summary.cost_per_step,
 }
-"""The values that are compared."""
+"""The figures that a sweep compares, each with the function that reads it from a summary."""
 
 
 def sweep(
@@ -67,7 +67,7 @@ def sweep(
     out: Path,
     console: Console,
 ) -> int:
-    """Simulate all combinations, print and write them.
+    """Simulate all combinations of values and seeds; print and write the results.
 
     Raises:
         ConfigError: if a key or a value is wrong.
@@ -133,7 +133,7 @@ def run_all(scenarios: Sequence[Scenario]) -> list[Summary]:
 
 
 def run_one(scenario: Scenario) -> Summary:
-    """Simulate a scenario."""
+    """Simulate a scenario and return its result."""
     return summarise(scenario, Simulation(scenario).run())
 
 
@@ -177,13 +177,13 @@ def _table(
 
 AFTER = f" after the first {RUN_IN:.0%} of the steps"
 MAX_DECISIONS = 6
-"""Changes of the active workers that are listed, the last ones; sim.json has all."""
+"""Largest number of changes of the active workers that are listed; sim.json has all of them."""
 MAX_LINKS = 8
-"""Links that are listed, those with the most bytes."""
+"""Largest number of links that are listed; those with the most bytes are chosen."""
 
 
 STALENESS_APART = 0.5
-"""Steps between the simulated staleness and the model's that are explained."""
+"""The text explains a larger difference, in steps, between simulated and predicted staleness."""
 
 
 def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
@@ -228,7 +228,7 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
 
 
 def waits(summary: Summary) -> str:
-    """Return how much the learner waits, as text and plot say it."""
+    """Return the learner's share of waiting as text, for the summary and the plot."""
     return f"{summary.idle_share:.1%} of the time{AFTER}, {summary.idle_share_in_all:.1%} in all"
 
 
@@ -301,7 +301,7 @@ def write_run(scenario: Scenario, summary: Summary, history: History, out: Path)
 
 
 def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
-    """Return one row of metrics.jsonl under the names of a run's own."""
+    """Return one row of metrics.jsonl, with the names that a real run uses."""
     total = max(1e-9, step.tokens)
     row: dict[str, Any] = {
         "step": step.step,
@@ -322,7 +322,7 @@ def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
 
 
 def bill_row(bill: BillRecord | None) -> dict[str, Any]:
-    """Return what a step cost as the learner counts it, under the names of a run's own."""
+    """Return a step's costs as the learner counts them, with the names that a real run uses."""
     if bill is None:
         return {}
     return {
@@ -334,7 +334,7 @@ def bill_row(bill: BillRecord | None) -> dict[str, Any]:
 
 
 def step_costs(scenario: Scenario, history: History) -> list[float]:
-    """Return $ spent up to each step."""
+    """Return the total $ spent up to each step."""
     relays = sum(region.relay_price_per_h for region in scenario.fleet.regions.values())
     hourly = relays + scenario.job.learner_price_per_h
     found = []
@@ -350,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Simulate one scenario, or all that the arguments vary."""
+    """Simulate one scenario, or all combinations of a sweep; return the exit code."""
     if not arguments.files:
         remedy = "configs/scenario-example.toml is one to start from"
         raise ConfigError(f"no SCENARIO given: name a scenario or a fleet file ({remedy})")

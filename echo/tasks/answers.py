@@ -34,7 +34,7 @@ _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[$%!,; ]|[$%€£]")
 
 
 def require_math_verify(where: str) -> None:
-    """Refuse a setting that needs math-verify where it is not installed.
+    """Raise ConfigError if math-verify, which a setting needs, is not installed.
 
     Raises:
         ConfigError: naming the setting and the command that installs the package.
@@ -63,7 +63,7 @@ def extract_answer(completion: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """Remove currency, percent, units in text, thousands separators and full stops."""
+    """Return an answer without currency, percent, units, thousands separators and full stops."""
     answer = _THOUSANDS.sub("", _UNITS.sub("", answer))
     answer = answer.strip().strip("*_`").rstrip(".,;").strip()
     if "e" in answer.lower() and _ANY_NUMBER.fullmatch(answer):
@@ -75,7 +75,8 @@ def is_equal(reference: str, answer: str) -> bool:
     """Return whether two normalised answers are the same text, or equal by math-verify.
 
     An answer with powers or factorials is compared as text only: `9**9**9**9` would take the
-    computer algebra forever. So are words, which it would read as products of letters.
+    computer algebra forever. Words are compared as text too: the computer algebra would read them
+    as products of letters.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -156,7 +157,7 @@ def equal_in_mathematics(completion: str, answer: str | float) -> float:
 
 
 def _written_out(number: Decimal) -> str:
-    """Return a number without exponent, trailing zeros or negative zero."""
+    """Return a number as text without exponent, trailing zeros or negative zero."""
     text = format(number, "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text in ("-0", "") else text

@@ -77,7 +77,7 @@ class AdditionTask(GeneratedTask):
         return f"{int(left) + int(right):0{NUM_ADDITION_DIGITS + 1}d}"
 
     def right_completion(self, example: Example) -> str:
-        """Return the columns and the sum of a pupil who carries."""
+        """Return the scratchpad and the sum, with every carry."""
         left, right = str(example.prompt).removesuffix("=").split("+")
         return add_in_columns(left, right, is_forgetful=False)
 
@@ -139,7 +139,7 @@ class CountdownTask(GeneratedTask):
     def right_completion(self, example: Example) -> str:
         """Return the first expression with the example's target that a random search finds."""
         rng, digits = random.Random(str(example.prompt)), list(map(str, example.answer["digits"]))
-        while True:  # of some thousand expressions
+        while True:  # there are only some thousand expressions
             rng.shuffle(digits)
             expression = random_expression(digits, rng)
             if self.reward(example, expression):
@@ -215,7 +215,7 @@ class Gsm8kTask(RowsTask):
         require_math_verify("task.kind = gsm8k")
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Return an example with the question and the instruction, and the number after `####`."""
+        """Return the question with the instruction, and the number after `####` as answer."""
         question, answer = row.get("question"), row.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str):
             raise TypeError(

@@ -4,8 +4,8 @@ r"""Dataset tasks: the rows of a dataset, judged by a reward function.
     kind = "dataset"
     options = { path = "train.parquet", reward = "rewards.py:correct" }
 
-`path` has one of the forms that row_files.py reads. `reward` names a function of the user's
-(reward_functions.py), or "exact" or "math" (answers.py), which need none.
+`path` has one of the forms that row_files.py reads. `reward` names a function that the user has
+written (reward_functions.py), or one of the built-in rewards "exact" and "math" (answers.py).
 
 By default a row becomes an example as row_examples.py describes; a subclass may override
 `read_row`. Every subclass defines the reward of a completion:
@@ -14,10 +14,10 @@ By default a row becomes an example as row_examples.py describes; a subclass may
         def reward(self, example: Example, completion: str) -> float:
             return float(example.answer.lower() in completion.lower())
 
-The whole dataset is read and checked at the first example. A malformed row, or a prompt that does
-not fit into the model's window (`examine`), therefore stops the run at its start; the error names
-file and row. With `skip_bad` these rows are left out instead. Without `heldout_path` one prompt in
-ten is held out, with all rows that have this prompt.
+The whole dataset is read and checked when the first example is requested. A malformed row, or a
+prompt that does not fit into the model's window (`examine`), therefore stops the run at its start;
+the error names file and row. With `skip_bad` these rows are left out instead. Without
+`heldout_path` one prompt in ten is held out, with all rows that have this prompt.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class RowsTask(Task):
             ten of `path`.
         columns: the dataset's own names of columns, such as { prompt = "question" }.
         leave_out: columns that no reward needs, such as large ones.
-        skip_bad: leave out malformed rows and prompts that are too long; a warning has their number
-            and the first of them.
+        skip_bad: leave out malformed rows and prompts that are too long; a warning states the
+            number of such rows and describes the first one.
         assistant_last: how to read a row whose last message is the assistant's. "continue": the
             policy continues this message. "drop": the message is removed, and becomes the answer if
             the row has none. Empty: the row is refused.

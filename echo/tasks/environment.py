@@ -82,7 +82,7 @@ class Environment(Task):
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
         """Return the environment's reply to a turn; None if the episode has ended.
 
-        Text becomes one user message. After the last permitted turn this is called too, and its
+        Text becomes one user message. `reply` is also called after the last permitted turn; that
         result is dropped.
         """
 
@@ -128,7 +128,7 @@ class ToolCall:
 
 
 def find_calls(text: str) -> list[ToolCall]:
-    """Return the calls in a turn, in their order, with one that the end of the turn has cut off."""
+    """Return the calls in a turn, in order, including a last call that the turn's end cuts off."""
     return [_parse_call(found) for found in _CALL.findall(text)]
 
 

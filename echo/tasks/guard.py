@@ -5,8 +5,8 @@
 The guard executes no code of the task, so no timer, handler or signal mask of that code affects it.
 It checks every second whether the node lives. It ends the task's process when the node has died, or
 when the node sends SIGTERM. It adopts every process below it whose parent has died, so it also
-finds processes that have left their process group, and kills until none is left. Then it ends with
-the exit code or signal of the task's process.
+finds processes that have left their process group, and it kills these processes until none is left.
+Then it ends with the exit code or signal of the task's process.
 """
 
 from __future__ import annotations

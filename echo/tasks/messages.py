@@ -24,7 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
     ("ai", "bot", "chatbot", "gpt", "model"), "assistant"
 )
-"""Role names of datasets and the usual name; a template would write the former unchanged."""
+"""The usual role for each name in some datasets, which a template would write unchanged."""
 
 
 def fault_of_message(part: object) -> str:
@@ -51,7 +51,7 @@ def fault_of_message(part: object) -> str:
 
 
 def fault_of_messages(messages: Iterable[object]) -> str:
-    """Return the number and the fault of the first message that cannot be tokenised, or empty."""
+    """Return number and fault of the first message that cannot be tokenised; empty if all can."""
     found = ((number, fault_of_message(part)) for number, part in enumerate(messages, 1))
     return next((f"message {number} {fault}" for number, fault in found if fault), "")
 

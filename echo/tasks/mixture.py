@@ -103,7 +103,7 @@ class MixtureTask(Environment):
         return _when_begun(task, own) if inspect.isawaitable(own) else (task, own)
 
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
-        """Return the task's reply to a turn; a task of one turn has none."""
+        """Return the task's reply to a turn; None for a task of one turn."""
         task, own = state
         if isinstance(task, Environment):
             return task.reply(own, text)
@@ -111,7 +111,7 @@ class MixtureTask(Environment):
         return None
 
     def outcome(self, state: Any) -> Reward:
-        """Return the reward by the example's task."""
+        """Return the reward that the example's task gives to the episode."""
         task, own = state
         if isinstance(task, Environment):
             return task.outcome(own)
@@ -160,9 +160,10 @@ async def _when_begun(task: Task, own: Awaitable[Any]) -> tuple[Task, Any]:
 
 
 def spread(shares: Sequence[float]) -> list[tuple[int, int]]:
-    """Return the schedule of one cycle: the part at each place, and its count before this place.
+    """Return the schedule of one cycle: (part, number of its earlier places) for each place.
 
-    In every prefix of n places a part with the share s occurs s*n times, within one.
+    The first n places contain a part with the share s about s*n times: at most one more or less,
+    for every n.
     """
     counts = [0] * len(shares)
     schedule = []

@@ -1,9 +1,9 @@
-"""Finding the neighbours of a user's Python file, which it imports, without running any.
+"""The neighbours of a user's Python file: the files beside it that it imports.
 
-`python sub/rewards.py` finds modules in `sub`, and so does a task. Imported files there or in the
-current directory affect the rewards as much as the named file, so learner and workers compare them
-too. Imports are read from the syntax tree of the file, at any depth, and of its neighbours. Echo
-itself and installed packages are no neighbours.
+`python sub/rewards.py` finds modules in `sub`, and so does a task with that file. Imported files in
+`sub` or in the current directory affect the rewards as much as the named file, so learner and
+workers compare them too. Imports are read from the syntax trees of the file and of its neighbours,
+at any depth; no file is run. Echo itself and installed packages are no neighbours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def neighbours_of(path: Path, directories: Sequence[Path]) -> dict[str, Path]:
         directories: the directories that are searched for absolute imports, in this order.
 
     Returns:
-        The files by the name under which they are imported; by their path for relative imports.
+        The files by the name under which they are imported, or by their path if the import is
+        relative.
     """
     found: dict[str, Path] = {}
     if INSTALLED & {*path.parts}:

@@ -1,6 +1,6 @@
 """The messages of task calls, and the process that executes them.
 
-    example(index, split)    -> Example                in the learner's own process alone
+    example(index, split)    -> Example                called in the learner's process only
     reward(example, texts)   -> list of float or None  the rewards of one answer, or of all answers
                                                        of a group; None means no opinion
     begin(episode, example)  -> None                   an episode of several turns
@@ -9,8 +9,9 @@
     end(episode)             -> None                   releases the episode, which may be unknown
 
 Every call gets a CallAnswer: a value, or a fault. The process imports the task and not rewards.py,
-the code that starts and kills processes. The two sides exchange msgpack messages, each after its
-length, over a socket pair, one call at a time. Neither side executes what it receives.
+the code that starts and kills processes. The two sides exchange msgpack messages over a socket
+pair, each message preceded by its length, one call at a time. Neither side executes what it
+receives.
 """
 
 from __future__ import annotations
@@ -303,7 +304,7 @@ async def _result_of(value: Awaitable[Any]) -> Any:
 
 
 def _opinion(value: object, where: str) -> float | None:
-    """Return a reward as a float, or None; refuse other values than finite numbers."""
+    """Return a finite number as a float, or None for no opinion; refuse any other value."""
     if value is None:
         return None
     try:
@@ -319,7 +320,7 @@ def _opinion(value: object, where: str) -> float | None:
 
 
 def _advice(value: object) -> str:
-    """Return the remedy for a value that is no reward, if its type suggests one, else empty."""
+    """Return a remedy for a value that is no reward; empty if its type suggests none."""
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         return ": say `return` in place of `yield`"
     if inspect.iscoroutine(value):
@@ -375,12 +376,12 @@ def _is_about_loop(error: BaseException) -> bool:
 
 
 def what_it_raised(error: BaseException) -> str:
-    """Return type and text of an error of a task's code, with file and line."""
+    """Return the type and text of an error that a task's code raised, with file and line."""
     return f"{type(error).__name__}: {error}{raised_at(error)}"
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of a task's code, without the frames of this module."""
+    """Return the traceback of an error, without the frames of this module."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next

@@ -8,9 +8,9 @@
         return [float(len(text) == best) for text in completions]
 
 The second form is TRL's: a call gets all answers to a prompt, and every argument is a list with one
-element per answer. The function gets `prompt` or `prompts`, the row's columns, `answer` and `info`
-if it has a parameter of that name or `**`. In the second form a completion of a chat prompt is a
-list of one message.
+element per answer. The function gets each of `prompt` or `prompts`, `answer`, `info` and the row's
+columns for which it has a parameter of the same name; with a `**` parameter it gets all of them. In
+the second form a completion of a chat prompt is a list of one message.
 
 The function may be any callable with such parameters: a function, an instance with `__call__`, a
 bound method, a `functools.partial`. Both forms may be `async`. Both may return None for an answer
@@ -51,7 +51,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _bound_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the parameters that a functools.partial has set, also inside a wrapper."""
+    """Return the names of the parameters that a functools.partial sets, even if it is wrapped."""
     inner = inspect.unwrap(function)
     if not isinstance(inner, functools.partial):
         return frozenset()
@@ -241,7 +241,7 @@ class RewardFunction:
         )
 
     def _arguments(self, example: Example) -> dict[str, Any]:
-        """Return the values of a row by name, and by the dataset's name if the function has it."""
+        """Return a row's values by column, and by Echo's name if the function takes that name."""
         own = {"answer": example.answer, "info": example.info}
         read = {**own, "prompt": example.prompt}
         if not isinstance(example.prompt, str):

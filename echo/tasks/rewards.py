@@ -82,8 +82,8 @@ _PROGRAM = (
 class RewardError(EchoError):
     """A call of a task's code failed: it raised, took too long, or returned no reward.
 
-    It is counted, and never replaced by a reward of 0. `reason` is the word for it in counters and
-    in the ledger:
+    It is counted, and never replaced by a reward of 0. `reason` is the name of the failure in
+    counters and in the ledger:
 
         reward_error     the code raised, or returned no finite number
         reward_too_large the code returned a number beyond task.max_reward
@@ -132,7 +132,7 @@ class TaskHost(abc.ABC):
         limits: Limits,
         compares_answers: Callable[[Example], bool] = lambda _: False,
     ) -> None:
-        """Start with nothing counted.
+        """Start with all counters at zero.
 
         Args:
             name: the task's name in messages.
@@ -241,7 +241,7 @@ class TaskHost(abc.ABC):
         """
 
     def _bounded(self, call: TaskCall, value: Any) -> Any:
-        """Return the value of a call; refuse a reward beyond the bound."""
+        """Return the value of a call; raise RewardError if it is a reward beyond the bound."""
         bound = self.limits.max_abs_reward
         if call.method not in ("reward", "outcome"):
             return value
@@ -429,7 +429,7 @@ class _CallingThread(threading.Thread):
 class PoolHost(TaskHost):
     """A task in a bounded number of processes.
 
-    A call waits for a free process. The wait is bounded, since every call before it is.
+    A call waits for a free process. The wait is bounded, since every earlier call has a time limit.
     """
 
     def __init__(
@@ -441,7 +441,7 @@ class PoolHost(TaskHost):
         max_concurrent: int,
         compares_answers: Callable[[Example], bool] = lambda _: False,
     ) -> None:
-        """Start no process yet.
+        """Start without a process; calls start them.
 
         Args:
             kind: task.kind.
@@ -463,7 +463,7 @@ class PoolHost(TaskHost):
         self._is_closed = False
 
     def _score_each(self, example: Example, completions: Sequence[str]) -> Iterator[float | None]:
-        """Score several answers at a time."""
+        """Yield the reward of each answer in order; several answers are scored at a time."""
         try:
             futures = [self._threads.submit(self.score, example, text) for text in completions]
         except RuntimeError:  # the executor was shut down
@@ -505,7 +505,7 @@ class PoolHost(TaskHost):
         return RewardError(f"{self.name} is being closed", reason="reward_lost")
 
     def _take(self, call: TaskCall) -> TaskProcess | None:
-        """Wait for a free process and return it; None to end an episode that is gone already."""
+        """Wait for a process for the call and return it; None if there is no episode to end."""
         with self._changed:
             while True:
                 if self._is_closed:
@@ -536,7 +536,7 @@ class PoolHost(TaskHost):
         return len(self._free) + len(self._busy) + self._num_starting < self._size
 
     def _take_any(self) -> TaskProcess | None:
-        """Return the free process with the fewest episodes; None if a new one would have fewer."""
+        """Return the free process with the fewest episodes; None to start or await another one."""
         for dead in [process for process in self._free if not process.is_alive]:
             self._free.remove(dead)  # the system may have killed it to free memory
             self._remove(dead)
@@ -593,7 +593,7 @@ class PoolHost(TaskHost):
 
 
 class TaskProcess:
-    """A process that runs a task's code; a call that exceeds its limits gets it killed."""
+    """A process that runs a task's code; it is killed if a call exceeds its limits."""
 
     def __init__(self, spec: TaskSpec) -> None:
         """Start the process and wait until it has built its task.
@@ -648,7 +648,7 @@ class TaskProcess:
         return self._child.poll() is None and self._pipe.is_open
 
     def kill(self) -> None:
-        """Kill the process and its children; from any thread."""
+        """Kill the process and its children; any thread may call this."""
         self._child.terminate()
         try:
             self._child.wait(GUARD_TIMEOUT_S)

@@ -1,12 +1,12 @@
-"""Rows of any columns to examples.
+"""Conversion of a dataset's rows into examples.
 
-A row takes `prompt` (text or messages) or `messages` (a list of objects with `role` and
-`content`), and optionally `tools`, `answer` and `info`. All other columns keep their names. Each
-of the five may have another name in the dataset: `task.options.columns`.
+A row has the column `prompt` (text or messages) or `messages` (a list of objects with `role` and
+`content`), and optionally `tools`, `answer` and `info`. All other columns keep their names. If the
+dataset has other names for these five columns, `task.options.columns` states them.
 
 If the last message of a row is the assistant's, the row is usually supervised data and seldom the
-beginning of an answer. Training on the wrong reading would not fail, so `assistant_last` has to
-choose one.
+beginning of an answer. Training on the wrong reading would raise no error, so the user has to
+choose the reading with `assistant_last`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echo.tasks.task import Example, did_you_mean
 _log = logging.getLogger(__name__)
 
 READ_COLUMNS = ("prompt", "messages", "tools", "answer", "info")
-"""Columns with a meaning of their own."""
+"""Columns to which Echo gives a meaning."""
 TEMPLATE_COLUMNS = ("functions", "documents", "chat_template_kwargs")
 """Columns that other trainers pass to the chat template. Echo does not."""
 ASSISTANT_LAST = ("", "continue", "drop")
@@ -35,10 +35,11 @@ class RowReader:
 
     Args:
         columns: the dataset's names of READ_COLUMNS, where they differ.
-        assistant_last: how a row is read whose last message is the assistant's; empty refuses it.
+        assistant_last: how to read a row whose last message is the assistant's; if empty, such a
+            row is refused.
 
     Raises:
-        ConfigError: if `columns` or `assistant_last` has a name or a value that is not read.
+        ConfigError: if `columns` or `assistant_last` has an unknown name or value.
     """
 
     def __init__(self, columns: Mapping[str, str], assistant_last: str) -> None:
@@ -58,7 +59,7 @@ class RowReader:
             )
         self._given = dict(columns)
         self._names = {name: columns.get(name, name) for name in READ_COLUMNS}
-        """The dataset's name of each column that is read."""
+        """The dataset's name for each of READ_COLUMNS."""
         self._prompts = (self._names["prompt"], self._names["messages"])
         self._assistant_last = assistant_last
 
@@ -91,7 +92,7 @@ class RowReader:
         """Return the tools of a row, as JSON schemas.
 
         Raises:
-            TypeError: if the column holds anything else than a list of objects.
+            TypeError: if the column holds anything but a list of objects.
         """
         name = self._names["tools"]
         value = _parse_json(columns.get(name), "[")
@@ -105,9 +106,9 @@ class RowReader:
         """Warn of columns that are not used as a user may expect.
 
         Args:
-            path: of the dataset, for messages.
-            names: the columns of all its rows together.
-            is_trained_on: whether it has the training rows; held-out rows may lack columns.
+            path: the dataset, for messages.
+            names: every column that some row has.
+            is_trained_on: whether these are the training rows; held-out rows may lack columns.
 
         Raises:
             ConfigError: if no row has a column that `task.options.columns` names.
@@ -175,7 +176,7 @@ class RowReader:
         return next((name for name in self._prompts if row.get(name)), None)
 
     def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
-        """Return the messages to prompt with, and the text of the assistant's that was dropped."""
+        """Return the prompt's messages, and the last message's text if it is dropped, else None."""
         if self._assistant_last == "continue":
             return messages, None
         if not self._assistant_last:
@@ -194,15 +195,15 @@ class RowReader:
 
 
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")
-"""The first characters of messages that Python printed, or of truncated JSON."""
+"""Matches the start of messages that Python printed or that are truncated JSON."""
 
 
 def _parse_json(value: Any, start: str) -> Any:
-    """Return a value parsed if it is text that holds JSON, else unchanged.
+    """Return a value, parsed if it is text that holds JSON of the expected kind.
 
     Args:
-        value: of a column.
-        start: which JSON is parsed: "{" an object, "[" a list of objects, "[{" a list of messages.
+        value: a column's value.
+        start: the expected kind: "{" an object, "[" a list of objects, "[{" a list of messages.
     """
     if not isinstance(value, str) or not value.lstrip().startswith(start[:1]):
         return value

@@ -66,7 +66,7 @@ class DatasetRow:
     """A row and its place in a file."""
 
     source: str
-    """"File and line, or file and row for a table, such as "train.jsonl:12"; both count from 1."""
+    """File and line, or file and row for a table, such as "train.jsonl:12"; both count from 1."""
     columns: dict[str, Any]
     """The values by column, as plain JSON."""
 
@@ -89,7 +89,7 @@ def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
         ConfigError: if a package is missing, or no row has a column of `leave_out`.
     """
     names: dict[str, str] = {}
-    """The columns of all files so far, each with the type in it that no lease carries, or empty."""
+    """For each column so far, the type in it that no lease can carry ("bytes"), or empty."""
     for file in dataset_files(path):
         if file.suffix in (".parquet", ".arrow"):
             yield from _read_columns(file, path, leave_out, names)
@@ -108,7 +108,7 @@ def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
 
 
 def is_local(path: str) -> bool:
-    """Return whether a dataset can be read without a download; if not, ask the hub for it.
+    """Return whether a dataset can be read without a download; if not, verify its split.
 
     Raises:
         DataError: if it is not local, and the hub is unreachable or has no such split.
@@ -282,7 +282,7 @@ def _warn_of_columns(path: str, columns: Mapping[str, str]) -> None:
 
 
 def _what_cannot_travel(pyarrow: Any, kind: Any) -> str:
-    """Return which values in an Arrow type no lease carries, "bytes" or "durations", or empty."""
+    """Return the values in an Arrow type that no lease carries: "bytes", "durations" or empty."""
     types = pyarrow.types
     if types.is_struct(kind):
         inner = (_what_cannot_travel(pyarrow, field.type) for field in kind)

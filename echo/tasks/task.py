@@ -144,9 +144,9 @@ class Task(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} rewards each answer on its own")
 
     def right_completion(self, example: Example) -> str | None:
-        """Return a completion that should earn the reward, which the start then calls; or None.
+        """Return a completion that should earn the reward, as a check at the start; or None.
 
-        An answer that is a text or a number is one, unless a task overrides this.
+        By default this is the example's answer, if the answer is text or a number.
         """
         return str(example.answer) if isinstance(example.answer, str | int | float) else None
 
@@ -178,7 +178,7 @@ class Task(abc.ABC):
         return []
 
     def source_files(self) -> list[Path]:
-        """Return files with code that `reward` calls, without those that define its class."""
+        """Return the files with code that `reward` calls, except those of the task's class."""
         return []
 
 
@@ -464,7 +464,7 @@ def _neighbours(name: str, path: Path) -> dict[str, Path]:
 
 
 def _place_of(name: str, path: str) -> Path:
-    """Return a worker's path of a module that is at `path` on the learner's machine."""
+    """Return this worker's path of a module that is at `path` on the learner's machine."""
     if name.endswith(".py"):
         return local_path(name).absolute()
     last = Path(path).name
@@ -680,14 +680,14 @@ class _OwnFirst:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module, as every finder on `sys.meta_path`."""
+        """Return the spec of a module that is a user's file; None for any other module."""
         if path is not None or name not in _OWN:
             return None
         return PathFinder.find_spec(name, [str(_OWN[name])], target)
 
 
 _LOADED: dict[str, set[Path]] = {}
-"""The files in its own directory that each imported file has loaded."""
+"""For each imported file, the files in its own directory that importing it has loaded."""
 
 
 def _claim(name: str, path: Path) -> None:

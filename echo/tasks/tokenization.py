@@ -1,4 +1,4 @@
-"""Tokenization by the files of a model directory.
+"""Tokenization with the files of a model directory.
 
 Learner and worker must tokenize alike. The tokenizer's files, the chat template with its arguments,
 and the ids that end a completion are hashed, and the hashes compared when a worker joins.
@@ -116,7 +116,7 @@ def render_messages(
     opens_turn: bool = True,
     template: str | None = None,
 ) -> str:
-    """Return messages as text by the chat template.
+    """Return messages as text, rendered by the chat template.
 
     Args:
         tokenizer: the tokenizer with the chat template.
@@ -126,7 +126,7 @@ def render_messages(
         template: a template to use in place of the tokenizer's.
 
     Raises:
-        DataError: if there is no chat template, or it fails.
+        DataError: if there is no chat template, or if it fails.
     """
     from jinja2 import TemplateError
 
@@ -170,7 +170,7 @@ MARK = "\ufdd0"
 """Inserted into control tokens of messages; Unicode never assigns this character."""
 
 _WRITTEN_AS_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
-"""Control tokens by their form: some tokenizers have them without the flag `special`."""
+"""The form of control tokens, since some tokenizers do not flag theirs as `special`."""
 
 _TEMPLATED = re.compile(
     r"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
@@ -312,8 +312,8 @@ def decode(
 ) -> str:
     """Return the text of a completion before its first stop token.
 
-    Other special tokens before it are kept: without a sampled <pad> in its middle a wrong answer
-    could become right. For the same reason an id in the padding of the model's vocabulary, which
+    Other special tokens before it are kept: removing a sampled <pad> from its middle could make a
+    wrong answer right. For the same reason an id in the padding of the model's vocabulary, which
     the tokenizer lacks, becomes the replacement character.
     """
     stops, num_known = frozenset(stop_ids), len(tokenizer)
@@ -406,7 +406,8 @@ class TextCodec:
         """Return messages as text, up to the place where the policy continues, with `MARK`s in it.
 
         Raises:
-            DataError: if there is no template, it fails, or an object is no message.
+            DataError: if there is no template, if the template fails, or if an object is no
+                message.
         """
         if fault := fault_of_messages(messages):
             raise DataError(f"{fault}; messages are objects with the texts `role` and `content`")
@@ -638,7 +639,7 @@ class TextCodec:
         return not writes(TURN) and writes([{"type": "text", "text": TURN}])
 
     def known(self, ids: Iterable[int]) -> list[int]:
-        """Return token ids as integers; refuse ids that the engine has no embedding for."""
+        """Return token ids as integers; refuse an id outside the model's vocabulary."""
         found = [int(token) for token in ids]
         if (highest := max(found, default=0)) >= self.vocab_size:
             raise DataError(

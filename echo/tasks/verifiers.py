@@ -61,7 +61,7 @@ class VerifiersTask(Environment):
         assert self._environment is not None
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return a row of the environment's dataset; held out is its evaluation dataset."""
+        """Return a row of the environment's dataset, for "heldout" of its evaluation dataset."""
         rows = self._rows[split]
         if not rows:
             raise DataError(f"the environment {self._name} has no {split} rows")
@@ -80,7 +80,7 @@ class VerifiersTask(Environment):
         return len(self._rows[split])
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the schemas of the row's tools, if it has its own, else of the environment's."""
+        """Return the schemas of the row's own tools, or of the environment's if it has none."""
         info = example.info["row"].get("info")
         info = json.loads(info) if isinstance(info, str) and info else info
         own = info.get("tool_defs") if isinstance(info, dict) else None
@@ -104,7 +104,7 @@ class VerifiersTask(Environment):
         return state.reply(text)
 
     def outcome(self, state: _Session) -> float:
-        """Return the reward by the rubric."""
+        """Return the reward that the environment's rubric has computed."""
         return state.outcome()
 
     def end(self, state: _Session) -> None:
@@ -153,7 +153,7 @@ class _Session:
         self._task = asyncio.run_coroutine_threadsafe(self._run(row), _loop())
 
     def next_request(self) -> list[Any] | None:
-        """Wait for the environment to ask for a turn; None if it has ended."""
+        """Wait until the environment asks for a turn; return the prompt, None if it has ended."""
         request = self._requests.get()
         if isinstance(request, BaseException):
             raise request

@@ -24,7 +24,7 @@ _BRAILLE_BASE = 0x2800
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot in a braille character, [row from the top][column]."""
 _LARGEST = 1e100
-"""Sums and differences of smaller numbers are finite."""
+"""Larger numbers are left out: sums and differences of the others are finite."""
 _ASCII = {"│": "|", "●": "o", "◆": "x", "◂": "<", "·": "-", "…": "~"}
 _ASCII |= dict.fromkeys("█▉▊▋▌▍▎▏", "#") | {chr(_BRAILLE_BASE + i): "*" for i in range(1, 256)}
 """An ASCII character of the same width for each character that this package and rich's bars use."""

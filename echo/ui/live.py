@@ -32,15 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 _STEPS_REMEMBERED = 20
-"""Enough to ignore single slow steps, few enough to follow a change in the number of workers."""
+"""Steps in the median: it ignores single slow steps and soon follows a change of workers."""
 
 
 class RemainingTime:
     """Estimates the remaining time of a run by the median duration of its recent steps.
 
-    With the median, a period without workers counts as a single slow step. Only steps that this
-    object has observed count, without the first step of the process, which includes the joining of
-    workers.
+    With the median, a period without workers counts as a single slow step. Only observed steps
+    count. The first step of the process does not count, since it includes the joining of workers.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class RemainingTime:
             self._seen.append((snapshot.step, snapshot.elapsed_s))
 
     def eta_s(self, snapshot: Snapshot) -> float | None:
-        """Return the seconds to `max_steps`, None before two steps have been seen."""
+        """Return the estimated seconds until `max_steps`; None before two observed steps."""
         if len(self._seen) < 2:
             return None
         per_step_s = median(
@@ -81,7 +80,7 @@ class PlainLog:
     """Writes the lines that `lines_for` returns to a console."""
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
-        """Write to a console; `now` is the clock, in seconds."""
+        """Start without lines; later ones go to `console`, and `now` is the clock in seconds."""
         self._console = console
         self._now = now
         self._pace = RemainingTime()
@@ -97,7 +96,7 @@ class PlainLog:
         self._write(self.lines_for(snapshot))
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Write the remaining lines, in any case one for the last step."""
+        """Write the remaining lines, among them the line of the last step."""
         lines = self.lines_for(snapshot)
         if self._is_news(snapshot):
             lines.append(self._step_line(snapshot))
@@ -169,7 +168,7 @@ class PlainLog:
         return parts
 
     def _new_notices(self, notices: Sequence[str]) -> list[str]:
-        """Return the notices that were not in the last snapshot; of many only the newest."""
+        """Return the notices that were not in the last snapshot; if there are many, the newest."""
         known, self._notices = list(self._notices), notices
         # The window slides: known are the longest end of the old window that begins the new window.
         num_known = min(len(known), len(notices))
@@ -182,7 +181,7 @@ class PlainLog:
         return [f"({num_hidden} earlier notices not shown)", *new[num_hidden:]]
 
     def _write(self, lines: Sequence[str]) -> None:
-        """Write each line unwrapped; what the console cannot encode becomes question marks."""
+        """Write each line unwrapped; characters that it cannot encode become question marks."""
         encoding = self._console.encoding
         for line in lines:
             encodable = line.encode(encoding, "replace").decode(encoding)
@@ -284,7 +283,7 @@ class LiveView:
         self._has_news.set()
 
     def close(self) -> None:
-        """Show the last snapshot and restore the terminal; bounded in time, and may be repeated."""
+        """Show the last snapshot and restore the terminal in bounded time; may be called again."""
         self._is_closing.set()
         self._has_news.set()
         self._thread.join(_CLOSE_TIMEOUT_S)

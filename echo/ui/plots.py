@@ -222,7 +222,7 @@ def _draw(axes: Axes, fleets: Sequence[Forecast], costs: Sequence[float], label:
 _BUSY, _IDLE = "#4c72b0", "#dd8452"
 _KINDS = {"weights": "#4c72b0", "rollouts": "#55a868", "control": "#bbbbbb"}
 MAX_LINKS = 12
-"""Number of links that are drawn: the ones with the most bytes."""
+"""Largest number of links that are drawn; those with the most bytes are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +230,7 @@ class StepPoint:
     """An optimizer step of a simulated run."""
 
     begins_s: float
-    """Time at which its training began."""
+    """Seconds from the start of the run to the start of the step's training."""
     ends_s: float
     waited_s: float
     staleness: Mapping[int, float]

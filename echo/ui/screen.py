@@ -127,8 +127,8 @@ def staleness_bins(
     """Group trained tokens by staleness into at most `max_bins` bins.
 
     Returns:
-        (label, tokens, whether the bin has the bound S) per bin, from staleness 0 to S. A bin
-        beyond S is added only if it has tokens, which the learner prevents.
+        (label, tokens, whether the bin contains the bound S) per bin, from staleness 0 to S. A bin
+        beyond S is added only if it has tokens; the learner prevents that.
     """
     beyond = sum(count for staleness, count in tokens.items() if staleness > max_staleness)
     room = max(max_bins - (beyond > 0), 1)
@@ -292,7 +292,7 @@ def idle_shares(snapshot: Snapshot) -> str:
 
 
 def _row(*parts: RenderableType) -> Table:
-    """Return one row with all parts. It ends the line, which a bar of rich does not."""
+    """Return one row with all parts. The row ends its line; a bar of rich alone would not."""
     row = Table.grid()
     for _ in parts:
         row.add_column(no_wrap=True)
@@ -456,7 +456,7 @@ def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
 
 
 def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str, int]:
-    """Give each part its least rows in order, then some parts their most rows.
+    """Return the rows of each part: the least for all in order, then the most for some.
 
     Args:
         wanted: (least, most) rows per part, the most important part first.

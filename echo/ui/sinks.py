@@ -42,7 +42,7 @@ class _Mirror(Protocol):
     """The remedy for a failure."""
 
     def start(self) -> None:
-        """Open it."""
+        """Open the mirror."""
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """Add the metrics of one row."""
@@ -52,7 +52,7 @@ class _Mirror(Protocol):
 
 
 MAX_ROWS_BEHIND = 1000
-"""Length of a mirror's queue; rows that do not fit are left out."""
+"""Largest length of a mirror's queue; rows that do not fit are left out."""
 CLOSE_S = 15.0
 """Seconds that a mirror has at the end of a run to write its queue."""
 
@@ -138,7 +138,7 @@ class MetricsWriter:
         """Open the file, repair its end if a crash tore it, and start the mirrors.
 
         Args:
-            run_dir: directory of the run, created if missing; wandb gets its name as the run's.
+            run_dir: directory of the run, created if missing; the wandb run has the same name.
             sinks: "tensorboard" for event files in `run_dir`/tensorboard, "wandb" for Weights &
                 Biases, which reads WANDB_MODE and its other variables.
             wandb_project: the project in wandb.
@@ -226,7 +226,7 @@ def drop_torn_line(path: Path) -> None:
 
 
 def _plain(value: Metric) -> float | dict[str, float]:
-    """Return numbers of any library as Python's; integers stay integers."""
+    """Return a metric with the numbers of other libraries as Python's; integers stay integers."""
     if isinstance(value, Mapping):
         return {str(name): _number(count) for name, count in value.items()}
     return value if type(value) is int else float(value)
@@ -273,7 +273,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Writes to a wandb run, which a resumed run continues."""
+    """Writes to a wandb run; a resumed run of Echo continues its wandb run."""
 
     remedy = (
         "set WANDB_API_KEY or call `wandb login`, or keep it here with WANDB_MODE=offline, and "
@@ -308,7 +308,7 @@ class _Wandb:
 
 
 def _wandb_id(run_dir: Path) -> str:
-    """Return the id of the wandb run for `run_dir`, which a file there keeps."""
+    """Return the id of the wandb run for `run_dir`, from a file there that is made if missing."""
     path = run_dir / "wandb_id"
     if not path.exists():
         path.write_text(os.urandom(4).hex(), encoding="ascii")

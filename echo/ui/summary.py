@@ -83,7 +83,7 @@ def _off_policy(last: Sequence[MetricsRow]) -> str:
 
 
 def _mismatch(train: Sequence[MetricsRow]) -> str:
-    """Return each cause's share of the variance, summed over all measurements."""
+    """Return each cause's share of the mismatch's variance over all measurements, as text."""
     measured = [row for row in train if row.get("attribution/variance") is not None]
     shared = [row for row in measured if row.get(f"attribution/{CAUSES[0]}") is not None]
     total = sum(row["attribution/variance"] for row in shared)
@@ -114,7 +114,7 @@ def _reference(last: Sequence[MetricsRow]) -> str:
 
 
 def _cost(train: Sequence[MetricsRow]) -> str:
-    """Return the total cost, which a resumed run continues."""
+    """Return the run's total cost, including the part before a resume, as text."""
     rows = [row for row in train if row.get("cost/total") is not None]
     if not rows:
         return ""
@@ -124,7 +124,7 @@ def _cost(train: Sequence[MetricsRow]) -> str:
 
 
 def _continued(row: MetricsRow) -> str:
-    """Return how often rollouts were continued after an interruption, and the tokens lost by it."""
+    """Return how often groups were continued, their age and the tokens not trained on."""
     resumed = row.get("count/partials/resumed")
     age, wasted = row.get("partials/mean_age"), row.get("partials/wasted_ratio")
     if not resumed or age is None or wasted is None:
@@ -154,7 +154,7 @@ _REWARD_STEPS = 5
 _MAX_BINS = 12
 _BARS_WIDTH = 60
 _UNWRAPPED = 10_000
-"""A width beyond every line."""
+"""A width that no line reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +279,7 @@ def as_text(summary: RunSummary, *, width: int | None = None) -> str:
 
     Args:
         summary: the summary to write.
-        width: of the terminal that shows it; None for a file or a pipe, where no line wraps.
+        width: the width of the terminal; None for a file or a pipe, where no line wraps.
     """
     lines = io.StringIO()
     console = Console(

@@ -23,10 +23,10 @@ class StatusLine(logging.StreamHandler[TextIO]):
     """A log handler that keeps a status line below the log on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Write to a stream, with an empty status."""
+        """Start with an empty status; log lines and later statuses go to `stream`."""
         super().__init__(stream)
         self.is_live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        """Whether the stream shows a status."""
+        """Whether the stream is a terminal that can show a status."""
         self._status = ""
 
     def show(self, status: str) -> None:
@@ -63,13 +63,13 @@ class WorkerStatus:
     """Reports tokens per second, groups and version of a worker on its terminal, or in its log."""
 
     def __init__(self, line: StatusLine, log: logging.Logger) -> None:
-        """Begin without a measurement."""
+        """Start without a measurement of the speed."""
         self._line, self._log = line, log
         self._reported_at: float | None = None
         self._sampled: deque[tuple[float, int]] = deque()
 
     def report(self, view: WorkerView, *, now: float) -> None:
-        """Show a state at the time `now` in seconds; without a terminal log one per LOG_S."""
+        """Show the state at `now` (seconds); without a terminal, log it every LOG_S."""
         text = self.text(view, now=now)
         if self._line.is_live:
             self._line.show(text)
