@@ -262,6 +262,7 @@ def test_a_node_has_its_files_open_before_strangers_can_connect(
         descriptors_are_out = resource.getrlimit(resource.RLIMIT_NOFILE)[0] < limit[0]
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         await built.transport.close()
+        built.release()
         assert descriptors_are_out
 
     asyncio.run(scenario())
