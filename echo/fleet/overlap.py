@@ -117,15 +117,17 @@ def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) ->
 def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> float:
     """Return the least factor by which steps must be longer for a fleet to satisfy the rule.
 
-    With a period of S + 1, no step is long enough for the rule: workers and learner take turns. The
-    factor then says how much longer steps become, which is always above 1.
+    If workers keep generating and the period is S + 1, steps of any length break the rule, because
+    workers and learner take turns. The factor is then the time of a step, including the learner's
+    wait, divided by T_train. It is always above 1.
 
-    Example: S = 1, kappa = 1, T_train = 10 s, R = 64, 16 rollouts per second, T_bcast = 7 s and no
-    other time: a version, and the batch made with it, take 7 + 4 s; steps of 11 s suffice, 1.1.
-    With kappa = 2 two steps take 7 + 4 + 20 s: 15.5 s each, 1.55.
+    Example: S = 1, kappa = 1, T_train = 10 s, R = 64, 16 rollouts per second, T_bcast = 7 s and
+    T_group = 0. The broadcast of a version and its batch take 7 + 4 s, so steps must take 11 s: the
+    factor is 1.1. With kappa = 2, two steps take 7 + 4 + 20 s, which is 15.5 s per step: the factor
+    is 1.55.
 
     Returns:
-        1 if the fleet satisfies the rule, margin included; infinity if no step is long enough.
+        1 if the fleet satisfies the rule, margin included; infinity if the rate or T_train is 0.
     """
     period, batch = job.publish_period, job.rollouts_per_step
     if rate <= 0 or job.train_s <= 0:

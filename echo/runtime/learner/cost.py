@@ -635,7 +635,7 @@ class CostControl:
 
     @property
     def is_calm(self) -> bool:
-        """Whether only the costs are to be measured until the next version is published."""
+        """Whether activation is off and every published version has reached the workers."""
         return self._activation is None and not self._pace.is_awaited
 
     def look(self, *, now: float) -> list[Action]:

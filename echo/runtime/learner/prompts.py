@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a group."""
+    """A group's example, and the lease that sends its prompt to a worker."""
 
     example: Example
     """The example, with its answer."""

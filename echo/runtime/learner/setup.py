@@ -695,7 +695,7 @@ class RunParts:
         )
 
     def _checkpoints(self, now: float) -> Checkpoints:
-        """Return the checkpoints of a run."""
+        """Return the run directory's checkpoints, with the configured intervals and limits."""
         config, section = self.config, self.config.checkpoint
         return Checkpoints(
             config.run_dir / "checkpoints",
