@@ -340,7 +340,8 @@ def load_towers(directory: Path) -> dict[str, Tensor]:
 def _is_for_transformers(directory: Path, model: Any) -> bool:
     """Return whether transformers must read the files.
 
-    This is so if it translates their names, or if they contain weights of the model's towers.
+    This is so if transformers renames the tensors of the files, or if the files hold weights of the
+    model's towers.
     """
     if not has_other_names_on_disk(model) and not has_towers(model.config):
         return False
