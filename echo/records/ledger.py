@@ -794,7 +794,7 @@ def has_begun(run_dir: Path) -> bool:
 
 @dataclass(slots=True)
 class LedgerState:
-    """The state of a run's groups on the surviving line, after a return to a checkpoint."""
+    """The state of a run's groups, without the steps that a return to a checkpoint has undone."""
 
     lineages: tuple[Lineage, ...] = ()
     next_group_id: int = 0

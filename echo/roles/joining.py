@@ -849,7 +849,7 @@ class Admission:
         """Handle a routed message.
 
         Raises:
-            RemoteProtocolError: if nodes send no such message, or if its content is not valid.
+            RemoteProtocolError: if the message is of a kind that nodes never send, or is not valid.
         """
         if type(message) not in self.TABLE[self._presence_of(source)]:
             raise RemoteProtocolError(

@@ -144,7 +144,7 @@ class Task(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} rewards each answer on its own")
 
     def right_completion(self, example: Example) -> str | None:
-        """Return a completion that should earn the reward, as a check at the start; or None.
+        """Return a completion that should earn the reward, or None if none is known.
 
         By default this is the example's answer, if the answer is text or a number.
         """

@@ -136,9 +136,9 @@ class AdamW:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from the state that `tensors` of any kind of optimizer has returned.
+        """Restore a state that the method `tensors` of any kind of optimizer has returned.
 
-        No tensors at all are the state before the first step.
+        An empty mapping restores the state before the first step.
 
         Raises:
             DataError: if a tensor fits no parameter; the state is undefined then.
@@ -286,9 +286,9 @@ class EightBitAdamW(AdamW):
             update_weights(held[name].detach(), by_name[name], mean, square, updates[step])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from the state that `tensors` of any kind of optimizer has returned.
+        """Restore a state that the method `tensors` of any kind of optimizer has returned.
 
-        No tensors at all are the state before the first step.
+        An empty mapping restores the state before the first step.
 
         Raises:
             DataError: if a tensor fits no parameter; the state is undefined then.

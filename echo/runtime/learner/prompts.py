@@ -436,7 +436,7 @@ def note_origin(
     code: str,
     log: logging.Logger,
 ) -> None:
-    """Write down what a run's prompts and rewards are made with; tell what was another before.
+    """Record what a run's prompts and rewards are made with; log what has changed since.
 
     Args:
         run_dir: of the run.
