@@ -25,7 +25,7 @@ class AdaptiveBound:
         *,
         log: logging.Logger,
     ) -> None:
-        """Begin at the hard bound; nothing moves where it is off or nothing can be chosen."""
+        """Start at the hard bound; it never moves if `sync` is not adaptive or leaves no choice."""
         self._controller: StalenessController | None = None
         if sync.adaptive and sync.min_staleness < sync.max_staleness:
             settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
@@ -64,7 +64,7 @@ class AdaptiveBound:
         return decision.bound < decision.before
 
     def metrics(self) -> dict[str, float]:
-        """Return the present bound for the row of a step; empty where it never moves."""
+        """Return the present bound as a metric of the step; empty if the bound never moves."""
         if self._controller is None:
             return {}
         return {"staleness/bound": self._buffer.admission_staleness}

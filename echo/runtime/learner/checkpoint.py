@@ -72,7 +72,7 @@ class Checkpoints:
         are kept.
         """
         self.saved_step: int | None = None
-        """Step of the newest checkpoint, or of that of the resume; None without a checkpoint."""
+        """Step of the newest checkpoint, or of the resumed one; None if there is no checkpoint."""
         self._directory = directory
         self._run_id = run_id
         self._interval_steps = interval_steps
@@ -165,7 +165,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def find_whole(self) -> FoundCheckpoint | None:
-        """Return the newest checkpoint whose files are what was written; None if there is none.
+        """Return the newest undamaged checkpoint; None if there are no checkpoints.
 
         Raises:
             StorageError: if there are checkpoints and all are damaged, if `latest` names none of

@@ -24,7 +24,7 @@ class Commits:
         *,
         perform: Callable[[Iterable[Action]], None],
     ) -> None:
-        """Take the ledger, the thread of its disk, and what carries out the held actions."""
+        """Start with no held actions; `disk` is the thread of the ledger."""
         self._ledger = ledger
         self._disk = disk
         self._perform = perform
@@ -32,7 +32,7 @@ class Commits:
         self._has_records = asyncio.Event()
 
     def hold(self, actions: Sequence[Action]) -> None:
-        """Perform these actions after the next commit, which must follow."""
+        """Perform these actions after the next commit; the caller must see to that commit."""
         self._held.append(actions)
 
     def want(self) -> None:

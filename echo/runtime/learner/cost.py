@@ -202,9 +202,9 @@ class Activation:
         return median(times.step_s - times.waited_s for times in self._steps)
 
     def idle_share(self, waiting_s: float = 0.0) -> float:
-        """Return the share of the time that the learner has waited since the last change.
+        """Return the share of the time since the last change in which the learner has waited.
 
-        Before any step since then it counts as waiting.
+        Before the first step after a change the share is 1.
         """
         recent = list(self._steps)[-self._steps_since_change :] if self._steps_since_change else []
         step_s = sum(times.step_s for times in recent) + waiting_s
@@ -331,8 +331,8 @@ class Activation:
     def _links(self, role: Learner, members: Collection[Member]) -> Links:
         """Return the learner's links, and a forecast of the broadcast to any set of workers.
 
-        The plan does not know every link. So a set takes what the plan says, and what its latest
-        worker has needed beyond that. A worker's measurements are kept while it stands by.
+        The plan does not know every link. So a forecast adds the longest delay beyond the plan that
+        any worker of the set has shown. A worker's measurements are kept while it stands by.
         """
         relays = role.roster.members("relay")
         ahead = [relay.node_id for relay in relays]
@@ -367,7 +367,8 @@ class Activation:
     def _uplink(self, role: Learner) -> float | None:
         """Return the bytes per second that the learner can send; None if it never sent.
 
-        Its own estimate is too low where children are slow, and missing where versions are short.
+        The learner's own estimate is too low if its children are slow, and missing if versions are
+        small.
         """
         estimate = role.broadcast.uplink.bytes_per_s
         assumed = role.settings.site.uplink_bytes_per_s if estimate is None else None
@@ -385,8 +386,8 @@ class Activation:
     ) -> tuple[list[Action], ActivationDecision | None]:
         """Carry out an answer; return the actions, and the decision if anything changes.
 
-        Workers that came meanwhile stay active; of those that left, or left and came back, nothing
-        is said.
+        Workers that joined since the question stay active. The answer is not applied to workers
+        that have left since, even if they came back.
         """
         self.outlook = answer.after
         timed = answer.active - question.untried
@@ -770,8 +771,8 @@ class CostControl:
 def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
     """Return $ that a run has cost before it is resumed.
 
-    Machines went on billing while the learner was away; for how much of that time is not known,
-    and LOST_COUNTS_FOR_S of it count at most. `now` is unix time.
+    Machines went on billing while the learner was away. It is not known for how long, so at most
+    LOST_COUNTS_FOR_S of that time count. `now` is unix time.
     """
     last = totals_of(records).cost
     if last is None:

@@ -180,7 +180,7 @@ class Evaluator:
     ) -> list[float | RewardError | None] | None:
         """Return one reward or error per prompt; None in place of the list if told to stop.
 
-        None for one prompt is no opinion.
+        None in the list means that the reward function had no opinion on that answer.
         """
         if self._runner is not None:
             results = self._runner.play(self._openings, sampling, watcher)
@@ -218,19 +218,19 @@ class Evaluator:
 class EvaluationSchedule:
     """Decides which versions are evaluated.
 
-    An evaluation is due where a multiple of the interval was reached since the version before, for
-    not every step is published; it is skipped if the evaluation before still runs. The last version
-    is not among them: the end of the run always evaluates it.
+    Not every step is published, so a version is due if its step or an unpublished one before it is
+    a multiple of the interval. It is skipped while another evaluation runs. The last version is
+    never due here, because the end of the run always evaluates it.
     """
 
     def __init__(self, *, interval_steps: int, max_steps: int) -> None:
-        """Take the steps between evaluations, at least 1, and those of the run."""
+        """Evaluate every `interval_steps` steps, at least 1, of a run of `max_steps`."""
         self._interval_steps = interval_steps
         self._max_steps = max_steps
         self._seen_step: int | None = None
 
     def is_due(self, step: int, *, is_running: bool) -> bool:
-        """Return whether to evaluate the version of a step now; ask once for each, in order."""
+        """Return whether to evaluate a step's version now; call it once per version, in order."""
         seen_step = step - 1 if self._seen_step is None else self._seen_step
         self._seen_step = step
         is_reached = step // self._interval_steps > seen_step // self._interval_steps

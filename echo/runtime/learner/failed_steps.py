@@ -38,7 +38,7 @@ class FailedSteps:
         trainer_pool: Pool,
         log: logging.Logger,
     ) -> None:
-        """Begin without a failure."""
+        """Start with no failed step."""
         self._role, self._trainer = role, trainer
         self._buffer, self._ledger = buffer, ledger
         self._versions, self._check = versions, check
@@ -47,7 +47,7 @@ class FailedSteps:
         self._num_in_a_row = 0
 
     def succeeded(self) -> None:
-        """Note that a step was made: the next failure is the first again."""
+        """Reset the count of failed steps in a row, after a step that succeeded."""
         self._num_in_a_row = 0
 
     async def end_faulty(self, groups: list[Group], error: StepError) -> None:

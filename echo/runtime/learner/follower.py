@@ -21,7 +21,7 @@ from echo.weights.schedule import PublishPace
 Row = Mapping[str, float | Mapping[str, float]]
 
 MIN_TRAINED_SHARE = 0.5
-"""Of the tokens that agents sample; below it, one line says so."""
+"""Least share of the agents' sampled tokens to be trained on; a lower share is logged once."""
 REFRESH_S = 0.25
 """Seconds between snapshots for the display."""
 
@@ -143,7 +143,7 @@ class Reporter:
         }
 
     async def run(self) -> None:
-        """Draw again and again, until every node is told that the run has ended."""
+        """Draw the present state every REFRESH_S, until every node knows the run has ended."""
         while self._role.shutdown.reason is None:
             self.display(now=asyncio.get_running_loop().time())
             await asyncio.sleep(REFRESH_S)

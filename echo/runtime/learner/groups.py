@@ -4,7 +4,7 @@ A group from which the trainer would learn nothing is ended at once with its rea
 acknowledged, gives its admission back, and another is granted for it. All others are written to the
 ledger, and acknowledged and put into the buffer once they are on the disk.
 
-The role sets a worker aside that delivers no useful groups while others do.
+A worker that delivers no useful groups while others do is set aside by the role.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DeliveredGroups:
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """Begin without a group.
+        """Start without groups, and open to new ones.
 
         Args:
             role: admits the groups.
@@ -134,7 +134,7 @@ class DeliveredGroups:
             self._end(group, reason)
 
     async def run(self) -> None:
-        """Force written groups onto the disk, many at once, then acknowledge them."""
+        """Sync written groups to the disk in batches, then acknowledge them, until `close`."""
         try:
             while self.is_open or self._unsynced:
                 await self._store_wanted.wait()
@@ -201,7 +201,7 @@ class DeliveredGroups:
         self._wake_if_zero_signal()
 
     def _end(self, group: Group, reason: str) -> None:
-        """End a group from which nothing can be learned; its worker is told as of any other."""
+        """End a group from which nothing can be learned, and acknowledge it to its worker."""
         self._role.counters.add(f"discarded/{reason}")
         acknowledgement = self._role.stored(group.group_id, is_useful=False, now=self._clock())
         end = Discarded(group=group.group_id, reason=reason, step=self._role.step)

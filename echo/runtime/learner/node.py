@@ -113,7 +113,7 @@ class OpenedRun:
     export: Callable[[Path, Publication], None]
     """Writes a version as a directory for other programs."""
     prompts: PromptsAhead | None = None
-    """The source of prompts that the role asks; None where it need not wait for any."""
+    """Makes the role's prompts ahead; None if the role never waits for a prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class LearnerNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Take a run that was opened, and who follows it; otherwise as `Node`."""
+        """Wire the parts of an opened run; other arguments are as for `Node`."""
         super().__init__(run.role, transport, threads=threads, log=log)
         self.role: Learner = run.role
         self._buffer, self._ledger, self._progress = run.buffer, run.ledger, run.progress
@@ -288,7 +288,7 @@ class LearnerNode(Node):
             super().perform(batch)
 
     def _settle(self) -> None:
-        """Also have the records committed that were appended meanwhile."""
+        """Settle as `Node` does, and request a commit of any records still queued."""
         super()._settle()
         self._commits.want()
 
@@ -488,7 +488,7 @@ class LearnerNode(Node):
     # --- the end ---------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Evaluate, give every remaining group its end, save, export, tell every node."""
+        """Evaluate, end the remaining groups, save, export, and tell every node of the end."""
         self.role.is_granting = False
         if not self._versions.is_current:
             # The last weights are evaluated and exported even if no worker will use them.
@@ -524,7 +524,7 @@ class LearnerNode(Node):
         )  # fmt: skip
 
     async def _give_up(self, failure: EchoError) -> None:
-        """Save, so that --resume goes on once the cause is mended, tell every node, and fail."""
+        """Save for a later --resume, tell every node of the end, and stop with the failure."""
         await self._close_records()
         self._reporter.display(now=self.now)
         await self._shutdown.tell("the run cannot go on, see the learner's log")
@@ -542,7 +542,7 @@ class LearnerNode(Node):
         await self._commits.commit()
 
     async def drain(self) -> None:
-        """Let the running step come to its end and the state be saved."""
+        """Stop granting groups; return once the running step is finished and the state is saved."""
         self.is_stopping = True
         self.role.is_granting = False
         self.wake()

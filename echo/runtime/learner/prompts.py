@@ -111,9 +111,9 @@ class PromptSource:
         self._host.close()
 
     def check(self) -> None:
-        """Raise as `make` for prompts that cannot be turned into tokens, as far as some show it.
+        """Make the first CHECKED_PROMPTS prompts, and raise as `make` if one cannot become tokens.
 
-        Properties that are no fault, yet unexpected, get a line each.
+        An unexpected property that is no fault is logged, one line each.
         """
         number = min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)
         made = [self.make(group_id) for group_id in range(number)]
@@ -128,9 +128,9 @@ class PromptSource:
             )
 
     def examine(self, max_prompt_tokens: int, remedy: str) -> None:
-        """Look at each row of a dataset: one whose prompt is longer is refused, or left out.
+        """Check each row of a dataset; refuse or leave out rows with more than `max_prompt_tokens`.
 
-        Of the rows that surely fit only the one with the most bytes becomes tokens.
+        Rows whose size shows that they fit are not tokenized, except the largest of them.
 
         Raises:
             DataError: naming the row.
@@ -162,14 +162,14 @@ class PromptSource:
         self._num_examples = self._count("train")
 
     def sizes(self) -> dict[str, int | None]:
-        """Return the examples of each split; None for no end."""
+        """Return the number of examples of each split; None for a split without end."""
         return {split: self._count(split) for split in SPLITS}
 
     def preview(self, num_groups: int) -> list[str]:
         """Return the first prompts of a run of `num_groups`, in lines for a terminal.
 
-        Sizes of the splits, passes over the data, the first prompt as the model gets it, and what
-        the task's reward says of two answers to it.
+        The lines give the sizes of the splits, the passes over the data, the first prompt as the
+        model gets it, and the task's rewards of two answers to it.
 
         Raises:
             DataError: as `make`.
@@ -379,7 +379,7 @@ class PromptsAhead:
 
         Raises:
             DataError: as `PromptSource.make`.
-            PromptPendingError: if its prompt is still to be made, which is done first now.
+            PromptPendingError: if its prompt is not made yet; it is made next.
         """
         self._end = max(self._end, group_id + NUM_AHEAD)
         self._has_work.set()
@@ -481,7 +481,7 @@ def _read_origin(run_dir: Path) -> dict[str, str]:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Turn whatever a task's code or a chat template raises into an error that says what it was."""
+    """Turn any exception of a task's code or a chat template into a DataError that names `what`."""
     try:
         yield
     except EchoError:

@@ -116,7 +116,7 @@ class Progress:
         return (self._all_waits_s + now - since) / max(now - self._started_at, 1e-9)
 
     def recent_idle_ratio(self, now: float) -> float:
-        """Return the share of the last minute, or of more steps, that was spent waiting."""
+        """Return the share of waiting in the last minute, or in IDLE_WINDOW_STEPS if longer."""
         waits = list(self._waits)
         if self._waiting_since is not None:
             waits.append((self._waiting_since, now))
@@ -209,7 +209,7 @@ class Progress:
         is_rate: bool = True,
         num_errors: int = 0,
     ) -> None:
-        """Add a point to the held-out curves, in place of one that a resume has made again.
+        """Add a point to the held-out curves; it replaces an earlier point of the same step.
 
         Args:
             step: of the version.

@@ -7,7 +7,7 @@ entered as leases of an unknown worker: the worker that has them claims them wit
 heartbeat, otherwise they expire and are granted again. Checkpoints after the one that the run
 continues from are deleted: their steps are no longer on any history.
 
-Damaged files are not used. Instead of a damaged checkpoint the one before it is, and the steps
+Damaged files are not used. The checkpoint before a damaged one is used in its place, and the steps
 between them are void, as if the user had gone back; a damaged group ends as "lost", and another one
 is granted.
 """
@@ -95,7 +95,7 @@ class SavedRun:
     """A run's ledger and checkpoints on the disk, new or to be resumed."""
 
     def __init__(self, ledger: LedgerQueue, checkpoints: Checkpoints) -> None:
-        """Take both, the ledger open."""
+        """Hold a run's checkpoints and its ledger, which must be open."""
         self.ledger = ledger
         self.checkpoints = checkpoints
 
@@ -216,7 +216,8 @@ class SavedRun:
 def finished_step(run_dir: Path) -> int | None:
     """Return the last step of a finished run; None if the run is not finished.
 
-    There is, too, where the user has gone back to an earlier checkpoint, or taken the export away.
+    A run also counts as unfinished if the user has gone back to an earlier checkpoint or deleted
+    the export.
 
     Raises:
         EchoError: if its ledger cannot be read.

@@ -63,9 +63,9 @@ class StateSaver:
         return self._checkpoints.is_due(self._role.step, now=now)
 
     async def save(self, *, now: float) -> EngineError | None:
-        """Save the whole state; return why the run cannot go on where the weights hold NaN.
+        """Save the whole state; return the error that ends the run if the weights hold NaN.
 
-        A full disk is reported and survived: the checkpoint before stays the newest.
+        If the disk is full, that is logged, and the previous checkpoint stays the newest.
         """
         role, checkpoints, ledger = self._role, self._checkpoints, self._ledger
         lineage, step = role.lineages[-1].lineage, role.step

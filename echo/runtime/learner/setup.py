@@ -426,7 +426,7 @@ def _compute(config: Config) -> Compute:
 
 
 def check_alike(config: Config, ranks: Ranks) -> None:
-    """Raise on all ranks if one has other settings than the first: they would part in a step.
+    """Raise on all ranks if one has other settings than the first, since their steps would differ.
 
     Raises:
         ConfigError: naming the rank and the keys.
@@ -444,9 +444,10 @@ def check_alike(config: Config, ranks: Ranks) -> None:
 
 
 def with_checkpointing(config: Config, budget: Budget | None, crew: Crew | None = None) -> Config:
-    """Return the configuration with what `gradient_checkpointing = "auto"` means here and now.
+    """Return the configuration with `gradient_checkpointing = "auto"` replaced by a choice.
 
-    A model whose dimensions are not known has none. Of several processes all do what one needs.
+    The choice is off for a model whose dimensions are not known. If there are several processes,
+    all use the strongest setting that one of them needs.
     """
     if config.learner.gradient_checkpointing != "auto":
         return config
@@ -461,10 +462,11 @@ def with_checkpointing(config: Config, budget: Budget | None, crew: Crew | None 
 def budget_here(
     config: Config, model_dir: Path, crew: Crew | None = None, *, prompt_tokens: int = 0
 ) -> Budget | None:
-    """Return what the learner's memory is now; None for a model whose dimensions are not known.
+    """Return the learner's memory budget; None for a model whose dimensions are not known.
 
-    The longest prompt has `prompt_tokens`; 0 where that is not known. A process alone asks before
-    it builds anything. The first of several has its evaluation by then, which has taken its own.
+    The longest prompt has `prompt_tokens`; 0 where that is not known. A single process computes it
+    before it builds anything. With several processes, the first has already built its evaluation,
+    so no memory is reserved for that.
     """
     if crew is not None:
         off = config.eval.model_copy(update={"interval_steps": 0})
@@ -509,7 +511,7 @@ def check_models(config: Config, model_dir: Path, *, has_weights: bool = True) -
 
 
 def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
-    """Return what the run starts from; an adapter may start as nothing on its base."""
+    """Return the source of a run's initial weights; a new adapter has no tensors yet."""
     given = config.learner.init_from
     adapter = initial_adapter(config.lora, given)
     return ModelSource(
@@ -521,7 +523,7 @@ def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSo
 
 
 def build_loss(config: Config) -> Loss:
-    """Return the policy loss, with an entropy bonus and the pull to a reference where asked for."""
+    """Return the policy loss, with the configured masks, entropy bonus and KL to the reference."""
     section, reference = config.loss, config.reference
     options = section.own_options()
     if section.kind == "dr_grpo":
@@ -542,7 +544,7 @@ def build_loss(config: Config) -> Loss:
 
 
 def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource | None:
-    """Return where the reference policy comes from: the same after a resume as before."""
+    """Return the source of the reference policy, also after a resume; None without KL."""
     section = config.reference
     if not section.kl_coef:
         return None
@@ -581,8 +583,9 @@ class RunParts:
     advertise: str
     """Address at which workers reach the learner; "" if it is not known."""
     budget: Budget | None
-    """That of a process alone, before the evaluation was built; None where nothing is known. Then a
-    GPU keeps the last version for as long as it fits."""
+    """Memory budget of a single process; None with several processes, or if the model's dimensions
+    are not known. With None a GPU keeps the last version for as long as it fits.
+    """
 
     def open(self, evaluator: Evaluator | None) -> OpenedRun:
         """Open the ledger, build trainer and role, and enter the new lineage.
@@ -708,7 +711,7 @@ class RunParts:
         )
 
     def _buffer(self, start: StartingPoint, trainer: AnyTrainer) -> StalenessBuffer:
-        """Return the buffer with what waited on the disk, and note in `start` what is of no use."""
+        """Return the buffer with the stored groups; `start.ends` gets the refused ones."""
         buffer = StalenessBuffer(
             max_staleness=self.config.sync.max_staleness,
             lineages=start.lineages,
@@ -838,7 +841,7 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
 def invite(
     config: Config, keys: CurveKeys, secret: bytes, transport: Transport, *, log: logging.Logger
 ) -> None:
-    """Write the run's join string and tell where it is; the log, which others may read, has not it.
+    """Write the run's join string to a file, and log its path only: others may read the log.
 
     Raises:
         StorageError: if it cannot be written.
@@ -856,7 +859,7 @@ def invite(
 def assemble_learner(
     config: Config, data: Data, transport: Transport, options: Options
 ) -> LearnerNode:
-    """Join a learner on a transport that has been started; otherwise as `build_learner`."""
+    """Return a learner on a transport that has been started; otherwise as `build_learner`."""
     log, crew = options.log, options.crew
     budget = None
     if crew is None:  # of all that is free, before anything is built that takes of it
@@ -911,7 +914,7 @@ def build_evaluator(
 ) -> Evaluator | None:
     """Return the evaluator of versions on held-out prompts, or None if evaluation is off.
 
-    The budget says what it may take beside a trainer of this process; None where nothing does.
+    `budget` bounds its memory beside the trainer of this process; None for no bound.
 
     Raises:
         DataError: if there is no held-out prompt that the model can take.
@@ -979,7 +982,7 @@ def evaluation_engine(
 def export_directory(config: Config, data: Data, directory: Path, publication: Publication) -> None:
     """Write a version as a directory for transformers or peft.
 
-    Nothing is copied, but experts that files have one by one.
+    Tensors are written without a copy, except stacked experts, which the files hold separately.
     """
     assets, weights = tokenization.asset_files(data.model_dir), publication.tensors()
     if data.lora is not None:

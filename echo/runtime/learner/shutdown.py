@@ -23,7 +23,7 @@ class WaitUntil(Protocol):
     """Waits for a condition, for a while; returns whether it came true."""
 
     def __call__(self, is_done: Callable[[], bool], *, within_s: float) -> Awaitable[bool]:
-        """Look again and again."""
+        """Check `is_done` until it is true or `within_s` has passed; return whether it is true."""
 
 
 class RunShutdown:
@@ -38,15 +38,15 @@ class RunShutdown:
         wait_until: WaitUntil,
         clock: Callable[[], float],
     ) -> None:
-        """Begin without nodes of a former process."""
+        """Start with no nodes of a former process to wait for."""
         self._role, self._transport = role, transport
         self._perform, self._wait_until, self._clock = perform, wait_until, clock
         self._missing_until = -math.inf
-        """Until then nodes of the run may be dialling that this process has not heard."""
+        """Time until which nodes of a former process may still be dialling."""
 
     @property
     def return_s(self) -> float:
-        """Seconds in which a node has dialled twice, and was greeted each time."""
+        """Seconds that suffice for a node to dial twice and to be greeted each time."""
         heartbeat_s = self._role.settings.leases.heartbeat_s
         return max(LINGER_S, 2 * (self._transport.options.max_redial_s + heartbeat_s))
 

@@ -62,7 +62,7 @@ class BatchWait:
         self._is_told = False
         self._has_news = asyncio.Event()
         self.look_at = 0.0
-        """When to look next."""
+        """Time of the loop at which to look next."""
 
     def begin(self, *, now: float) -> None:
         """Start a wait: times without a worker, or with a reason, count from now."""
@@ -75,7 +75,7 @@ class BatchWait:
         self._has_news.set()
 
     async def wait(self) -> bool:
-        """Wait for `wake` or until it is time to look; return whether it is."""
+        """Wait for `wake`, at most until `look_at`; return whether `look_at` has passed."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(self.look_at):
                 await self._has_news.wait()

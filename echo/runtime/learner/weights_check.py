@@ -34,7 +34,7 @@ class WeightsCheck:
         trainer: Pool,
         log: logging.Logger,
     ) -> None:
-        """Take what the descriptions name, and the trainer's thread, which reads the weights."""
+        """Start with nothing suspect; the weights are read in the trainer's thread."""
         self.is_due = False
         """Whether the published weights may be why a worker cannot sample."""
         self.has_failed = False
