@@ -111,7 +111,7 @@ class Checkpoints:
             info = CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step)
             _seal(temporary, info)
             final = directory / name
-            # Of another lineage if it exists: a step is saved once in each.
+            # A directory of this name is from another lineage: each lineage saves a step once.
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
             sync_path(directory)
@@ -124,7 +124,7 @@ class Checkpoints:
             raise
         self.saved_step = step
         steps = list_checkpoints(directory)
-        # Not only the highest steps: one above this belongs to a history that was left.
+        # Steps above this one belong to an abandoned history, so they are not kept.
         kept = [each for each in steps if each <= step][-self._keep_last :]
         for each in steps.keys() - set(kept):
             shutil.rmtree(steps[each], ignore_errors=True)

@@ -88,14 +88,16 @@ class _State:
     active_s: float = 0.0
     """Seconds in which it had weights and was not on standby."""
     loaded_s: float = 0.0
-    """These seconds, each weighted by the share of the worker's places that had a group."""
+    """`active_s`, each second weighted by the share of the worker's places that had a group."""
     installed: PolicyVersion | None = None
     free_at: float = 0.0
     """When it received its last version, or became active without one: it can fetch from then
     on.
     """
     took_s: float | None = None
-    """Seconds from the publication of a version, or from `free_at`; None since the last change."""
+    """Seconds to install the last version, from its publication or from `free_at` if later; None
+    until a version is installed after a change.
+    """
     late_s: float | None = None
     """Seconds of `took_s` beyond the forecast for all active workers; None if never measured."""
     alone_s: float = 0.0
@@ -162,7 +164,7 @@ class Activation:
         """Record how long a worker needed to install a version."""
         state.took_s = now - max(self._published_at.get(version, now), state.free_at)
         if state.installed is not None and version == role.broadcast.newest_complete:
-            # The first version of a worker may be one that it had kept.
+            # Not for a worker's first version, which it may have kept from before.
             shown = role.plans.version_bytes / (state.took_s + LOOK_S)
             self._shown_bytes_per_s = max(self._shown_bytes_per_s, shown)
         state.installed, state.free_at = version, now

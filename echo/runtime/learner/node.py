@@ -384,7 +384,7 @@ class LearnerNode(Node):
                 result = await self._model_pool.run(self._train_on, groups)
             except StepError as error:
                 await self._failed_steps.end_faulty(groups, error)
-                # Others may be granted in place of those that have ended.
+                # Groups may be granted in place of those that have ended.
                 self.perform(role.grant(now=self.now))
                 continue
             self._failed_steps.succeeded()
@@ -411,7 +411,7 @@ class LearnerNode(Node):
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
             self._reporter.write_step(result.metrics | result.speed, staleness, now=self.now)
-            # Where memory ran short it may be gone altogether in the next step.
+            # A notice may mean that memory ran short, and the next step could run out of it.
             if result.notices or self._saver.is_due(now=self.now):
                 await self._checkpoint()
 
@@ -427,7 +427,7 @@ class LearnerNode(Node):
             num_groups = self._sections.batch.groups_per_step
             groups = self._buffer.take(num_groups, step=self.role.step)
             if groups is not None:
-                # There is room in the buffer again.
+                # The buffer has space again.
                 self.perform(self.role.grant(now=self.now))
                 return groups
             self._failure = await self._find_failure()
@@ -457,7 +457,7 @@ class LearnerNode(Node):
     def _evict(self) -> None:
         """End the groups in the buffer that the next step cannot be trained on."""
         if self._delivered.evict():
-            # Others may be granted in their place, now and not at the next heartbeat.
+            # Grant others in their place now, without waiting for the next heartbeat.
             self.perform(self.role.grant(now=self.now))
 
     async def _look(self) -> None:

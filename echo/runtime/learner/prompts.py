@@ -318,7 +318,7 @@ class PromptSource:
         example = whole = self._example(self._index(group_id), "train")
         prompt_ids = tuple(self._encode_named(example))
         if self._hides_answers:
-            # A source may be a name that tells the answer, so that stays here, too.
+            # The example's source is left out, too: its name may give the answer away.
             example = Example(index=example.index, split=example.split, prompt="")
         try:
             lease = Lease(

@@ -184,7 +184,7 @@ class Progress:
         # Groups left out since the step before belong to the same prompts' rewards.
         self._groups, self._left_out = GroupStats.of(groups) + self._left_out, GroupStats()
         num_groups = self._groups.num_groups
-        # A reason that was met once is told from then on, so that its column has no holes.
+        # A reason that has occurred once is reported in every later row, so its column has no gaps.
         self._dropped = {
             f"groups/dropped/{reason}": count / num_groups
             for reason, count in self._reasons.items()

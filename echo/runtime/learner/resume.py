@@ -147,7 +147,8 @@ class SavedRun:
             try:
                 group = self.ledger.load(group_id, place)
             except StorageError as error:
-                # Such as one from before a checkpoint that was left for an older one: it was freed.
+                # For example, the user went back to an older checkpoint, and the group was freed
+                # before.
                 start.losses.append(str(error))
                 start.ends[group_id] = "lost"
                 continue
@@ -173,7 +174,7 @@ class SavedRun:
         for group_id, reason in start.ends.items():
             self.ledger.append(Discarded(group=group_id, reason=reason, step=start.step))
         self.ledger.sync()
-        # Only now: the ledger has left these files and steps for good.
+        # Only after the sync: from now on the ledger never needs these files and steps.
         self.ledger.free_unused()
         self.checkpoints.drop_later(start.step)
         if start.checkpoint is not None:

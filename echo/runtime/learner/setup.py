@@ -154,8 +154,8 @@ class Data:
 def load_data(config: Config) -> Data:
     """Load task and tokenizer, and check that they go together."""
     model_dir = resolve_model(config.model.name or "", config.model.revision)
-    # Before strangers can take the descriptors that it needs, and before a tokenizer whose library
-    # would complain of config.json in its own words.
+    # Before the node listens, so that strangers cannot use up the descriptors that this needs; and
+    # before the tokenizer, whose library would report a fault of config.json less clearly.
     lora = learner_lora(config, model_dir)
     import_architecture(model_dir if lora is None else lora.base_dir)
     task = load_task(config.task.kind, config.task.options)
@@ -264,7 +264,7 @@ def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
 
 def expected_rollouts(config: Config, prompts: PromptSource) -> dict[str, int]:
     """Return the number and prompt length of expected rollouts: workers plan their memory by it."""
-    # As many as may be under way within the bound of staleness.
+    # As many rollouts as the bound on staleness allows at once.
     num_groups = (config.sync.max_staleness + 1) * config.batch.groups_per_step
     return {
         "rollouts": num_groups * config.batch.group_size,
@@ -293,8 +293,8 @@ def build_trainer(
         start: where the run begins or goes on.
         lora: the adapter that is trained, if one is.
         crew: the processes of the learner, if there are several.
-        budget: that of a process alone, if it has been made.
-        prompt_tokens: of the longest prompt; 0 where that is not known.
+        budget: memory budget of a single process, if it was computed already.
+        prompt_tokens: tokens of the longest prompt; 0 if not known.
 
     Raises:
         RankError: if one of several processes cannot build its own.
@@ -339,10 +339,10 @@ def make_trainer(
     budget: Budget | None = None,
     prompt_tokens: int = 0,
 ) -> Trainer:
-    """Return this process's trainer, that continues from a checkpoint if there is one.
+    """Return this process's trainer, which continues from `checkpoint` if given.
 
-    Other arguments are as for `build_trainer`. Of several processes the first alone has read the
-    data, so the others take its longest prompt.
+    Other arguments are as for `build_trainer`. With several processes only the first has read the
+    data, so the others take over its `prompt_tokens`.
 
     Raises:
         ConfigError: if it is one of several, and they were started with different settings.
@@ -722,7 +722,7 @@ class RunParts:
             if reason is None:
                 buffer.put(group)
             else:
-                # It was taken in for the loss of another configuration.
+                # It was accepted under another configuration, for another loss.
                 start.ends[group.group_id] = reason
         return buffer
 
@@ -830,7 +830,7 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
                 code=code_digest(config.task.kind, config.task.options),
                 log=log,
             )
-        # Not before its files are open, for which strangers could leave no descriptor.
+        # Only once its files are open: strangers could use up the descriptors for them.
         transport.listen()
     except BaseException:
         await transport.close()
@@ -869,7 +869,7 @@ def assemble_learner(
         if note:
             log.info("%s", note)
         budget = budget_here(config, base_dir, prompt_tokens=data.prompts.longest)
-    # Before the run begins: where nothing can be evaluated it leaves no trace.
+    # Before the run begins: if evaluation is not possible, the run leaves no trace.
     evaluator = build_evaluator(config, data, budget, log=log, crew=crew)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     identity = load_or_create_identity(config.run_dir, run_name=config.run.name)
@@ -914,7 +914,7 @@ def build_evaluator(
 ) -> Evaluator | None:
     """Return the evaluator of versions on held-out prompts, or None if evaluation is off.
 
-    `budget` bounds its memory beside the trainer of this process; None for no bound.
+    `budget` bounds its memory beside the trainer; with None it may take half of the free memory.
 
     Raises:
         DataError: if there is no held-out prompt that the model can take.
@@ -951,12 +951,12 @@ def evaluation_engine(
 ) -> TransformersEngine:
     """Return the engine that samples held-out prompts.
 
-    A process alone has a model of its own for it, where it trains: on a GPU in the type that is
-    published, on a CPU in that of the trainer. Training needs the rest of that memory, so its
-    rollouts take no more than the budget leaves them. Several ranks would all wait for the GPU
-    of the first, which need not hold the model. So that one samples on its CPU, in the type that is
-    published: its model is the image of the version, in place (engine/hf). The memory of all three
-    is counted (config/memory.py).
+    A single process has a second model for it on the device that trains: on a GPU in the published
+    type, on a CPU in the trainer's. Training needs the rest of that memory, so its rollouts take no
+    more than the budget leaves them. With several ranks, all would wait for the first rank's GPU,
+    which need not hold the model. So the first rank samples on its CPU, in the published type: its
+    model is the image of the version, in place (engine/hf). The memory of all three is counted
+    (config/memory.py).
     """
     learner = config.learner
     device, num_threads = pick_device(learner.device), 0
@@ -965,7 +965,7 @@ def evaluation_engine(
         dtype = "float32" if learner.dtype == "auto" else learner.dtype
     if crew is not None:
         device, dtype = "cpu", config.model.dtype
-        # torchrun has left one to each process.
+        # torchrun has limited each process to one thread.
         num_threads = learner.num_threads or max(1, (os.cpu_count() or 1) // 2)
     return TransformersEngine(
         data.model_dir,
