@@ -24,9 +24,9 @@ from echo.net.transport import PeerId, TransportOptions
 MAX_STRANGER_BYTES = 256
 """Largest frame of a connection without a token; frames of a handshake are shorter."""
 LOOK_S = 0.1
-"""Seconds between two checks of the length of unfinished messages."""
+"""Seconds between two checks for unfinished messages that are too long."""
 CONNECTIONS_PER_LOOK = 512
-"""Connections in one check, which makes a system call for each; more are checked in turns."""
+"""Most connections in one check, which takes a system call for each; the next check continues."""
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 """`tcpi_bytes_received` of Linux's struct tcp_info."""
 
@@ -37,7 +37,7 @@ class AcceptedConnections:
     **Strangers** are connections over which no message has arrived. libzmq accepts every
     connection, and each takes a descriptor, which the node needs for its files and links. So at
     most `max_strangers` stay open: the oldest is closed first. A member sends its first message
-    within a few round trips, so only many more connections in that time can displace it.
+    within a few round trips, so it is closed only if `max_strangers` newer ones arrive first.
 
     **Unfinished messages.** libzmq reports a message when its last frame has arrived. It bounds the
     size of a frame and not the number of frames, so it would store a message without an end. The
@@ -55,8 +55,8 @@ class AcceptedConnections:
         self._max_message_bytes = max_message_bytes
         self._strangers: dict[int, None] = {}
         self._whole_bytes: OrderedDict[int, int] = OrderedDict()
-        """Descriptor -> bytes received when the last check found a whole message; the next to check
-        comes first."""
+        """Descriptor -> bytes received at the last check that found a whole message; in order
+        of the next checks."""
         self._has_spoken: set[int] = set()
         """Descriptors over which a whole message has arrived since their last check."""
 
@@ -69,12 +69,12 @@ class AcceptedConnections:
         return len(self._strangers) > self._max_strangers
 
     def add(self, descriptor: int) -> None:
-        """Note a connection that libzmq has accepted."""
+        """Add a connection that libzmq has accepted, as a stranger."""
         self._strangers[descriptor] = None
         self._whole_bytes[descriptor] = 0
 
     def discard(self, descriptor: int) -> None:
-        """Note the end of a connection."""
+        """Remove a connection that has ended."""
         self._strangers.pop(descriptor, None)
         self._whole_bytes.pop(descriptor, None)
         self._has_spoken.discard(descriptor)
@@ -88,7 +88,7 @@ class AcceptedConnections:
     def close_excess(self) -> int:
         """Close the oldest strangers beyond the bound; return their number.
 
-        All news must be read before.
+        The caller must first read all news, so that no descriptor belongs to an ended connection.
         """
         excess = list(self._strangers)[: max(0, len(self._strangers) - self._max_strangers)]
         for descriptor in excess:
@@ -97,7 +97,7 @@ class AcceptedConnections:
         return len(excess)
 
     def close_unfinished(self) -> int:
-        """Close connections whose unfinished message is too long; return their number."""
+        """Close the connections whose unfinished message is too long; return their number."""
         num_closed = 0
         for descriptor in list(itertools.islice(self._whole_bytes, CONNECTIONS_PER_LOOK)):
             self._whole_bytes.move_to_end(descriptor)
@@ -114,7 +114,7 @@ class AcceptedConnections:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Yield a socket object for a descriptor without closing it: libzmq does."""
+    """Yield a socket object for a descriptor, and leave the descriptor open: libzmq closes it."""
     connection = socket.socket(fileno=descriptor)
     try:
         yield connection
@@ -123,7 +123,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _shut_down(descriptor: int) -> None:
-    """End a connection; libzmq closes it when it reads the end."""
+    """Shut down a connection; libzmq then reads its end and closes the descriptor."""
     with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -165,7 +165,7 @@ class ZapHandler:
         self._client_key = client_key
         self._warn = warn
         self.tokens: dict[bytes, PeerId] = {}
-        """Token -> the peer whose bulk connection may use it, once."""
+        """Unused token -> the peer that may open one bulk connection with it."""
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ENDPOINT)

@@ -31,7 +31,7 @@ from echo.net.transport import (
 BULK_ASK = b"\0bulk?"
 BULK_OFFER = b"\0bulk!"
 BULK_PORT_OFFSET = 1000
-"""Distance of the bulk port above the listener's own port, if that port is free."""
+"""The bulk port is the listener's own port plus this number, or any free port if that is taken."""
 TOKEN_BYTES = 16
 
 
@@ -47,11 +47,11 @@ class News(enum.Enum):
 
 
 OnNews = Callable[[News, int], None]
-"""Called with the news and its file descriptor, which is unknown for a handshake."""
+"""Receives an event and the descriptor of its connection; for a handshake it is no descriptor."""
 
 
 class Burst:
-    """The events that one `receive` returns, and the space left for more."""
+    """The events that one `receive` returns, and how many more bytes and messages it may take."""
 
     def __init__(self, options: TransportOptions, stats: TransportStats) -> None:
         self.events: list[TransportEvent] = []
@@ -61,7 +61,7 @@ class Burst:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further message should be taken."""
+        """Whether the limit on the bytes or on the messages of a burst is reached."""
         return self._bytes_left <= 0 or self._messages_left <= 0
 
     def add(self, peer: PeerId, frames: list[Frame], *, is_public: bool = False) -> None:
@@ -75,7 +75,7 @@ class Burst:
         self.events.append(Received(peer, frames, is_public))
 
     def discard(self) -> None:
-        """Count an unwanted message; it counts against the burst, so that a flood ends one."""
+        """Count a discarded message against the limits, so that a flood of them ends the burst."""
         self._messages_left -= 1
         self._stats.discarded_messages += 1
 
@@ -100,7 +100,7 @@ class Host(Protocol):
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
 NEWS_PER_TURN = 1024
-"""News of connections read in one turn of the loop; strangers may cause any number."""
+"""Most events of connections read in one turn of the loop; strangers can cause any number."""
 
 # Smaller frames are copied, which is cheaper than a release notice per frame; pyzmq's own choice.
 _ZERO_COPY_BYTES = zmq.COPY_THRESHOLD
@@ -138,7 +138,7 @@ class ZmqOutbox:
         self._tracked: deque[tuple[int, zmq.MessageTracker]] = deque()
 
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
-        """Accept a message, or refuse it."""
+        """Queue a message to be sent; return False if the queue is full or closed."""
         charge = num_bytes + MESSAGE_OVERHEAD_BYTES
         if self.unsent_bytes + charge > self._max_unsent_bytes:
             return False
@@ -233,24 +233,24 @@ class ZmqChannel:
         self.read_news()  # only a reader that has seen EAGAIN is woken
 
     def has_whole_message(self) -> bool:
-        """Return whether a message waits to be received; the next turn looks at the socket."""
+        """Return whether a message can be received; schedule `look`: this may consume the edge."""
         self.look_soon()  # reading EVENTS may consume the edge
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def look(self) -> None:
-        """Consume an edge, and note the socket if it has messages."""
+        """Consume an edge of the descriptor; call `on_readable` if the socket has messages."""
         self._will_look = False
         if not self._is_closed and int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE:
             self._on_readable()
 
     def look_soon(self) -> None:
-        """Call `look` in the next turn of the loop, once for all sends until then."""
+        """Schedule one call of `look` for the next turn of the loop, unless one is scheduled."""
         if not self._will_look:
             self._will_look = True
             self._loop.call_soon(self.look)
 
     def read_news(self, at_most: int | None = None) -> bool:
-        """Read news from the monitor; return whether it is empty now."""
+        """Read events of connections, at most `at_most`; return whether all have been read."""
         for _ in itertools.count() if at_most is None else range(at_most):
             if self._monitor.closed:
                 return True
@@ -263,7 +263,7 @@ class ZmqChannel:
         return False
 
     def _read_some_news(self) -> None:
-        """Read at most NEWS_PER_TURN, so that a flood of connections does not block the loop."""
+        """Read NEWS_PER_TURN events, and more in later turns: a flood must not block the loop."""
         if self._is_reading_on:
             return
         if not self.read_news(NEWS_PER_TURN):
@@ -275,7 +275,7 @@ class ZmqChannel:
         self._read_some_news()
 
     def receive(self) -> tuple[bytes, list[Frame]] | None:
-        """Take one message; None is EAGAIN, which arms the edge again."""
+        """Return identity and frames of the next message; None if none waits: the edge is armed."""
         try:
             parts = [self.socket.recv(_AT_ONCE, copy=False)]
         except zmq.Again:
@@ -289,21 +289,21 @@ class ZmqChannel:
         return self._first_part.bytes, [_as_frame(part) for part in payload]
 
     def descriptor(self) -> int | None:
-        """Return the file descriptor of the last message's connection; None for a stranger."""
+        """Return the descriptor of the connection of the last message; None if libzmq has none."""
         try:
             return None if self._first_part is None else int(self._first_part.get(zmq.SRCFD))
         except zmq.ZMQError:  # ZMTP 1 has no metadata, and almost any bytes pass for ZMTP 1
             return None
 
     def user(self) -> PeerId:
-        """Return the peer whose token the last message's connection has shown."""
+        """Return the peer whose token the last message's connection used; "" without a token."""
         try:
             return "" if self._first_part is None else str(self._first_part.get("User-Id"))
         except zmq.ZMQError:
             return ""
 
     def outbox(self, identity: bytes) -> ZmqOutbox:
-        """Return the outbox of one connection."""
+        """Return a new outbox for the connection with this identity."""
         return ZmqOutbox(self.socket, identity, self._options.max_unsent_bytes)
 
     def close(self, linger_s: float) -> None:

@@ -41,7 +41,7 @@ from echo.net.transport import (
 
 _SAME = "security.curve must be the same on all nodes of a run"
 PROBE_S = 3.0
-"""Limit of the probe of an address, in seconds."""
+"""Seconds after which the probe of an address gives up."""
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 """Start of a ZMTP 3 greeting; the other side then continues with its own greeting."""
@@ -108,7 +108,7 @@ class DialledLink:
         self._timer: asyncio.TimerHandle | None = None
         self._attempt: asyncio.Task[None] | None = None
         self._failure: DialFailed | None = None
-        """The last attempt, if it failed and `drain` has not reported it yet."""
+        """The failure of the last attempt, until `drain` reports it."""
         self._begin()
 
     def drain(self, burst: Burst) -> bool:
@@ -322,7 +322,8 @@ class DialledLink:
     def _diagnose(self, greeting: bytes, *, is_prompt: bool) -> tuple[str, bool]:
         """Describe what answers at this address, and whether dialling again is useless.
 
-        `greeting` is its first bytes; it `is_prompt` if it ended our handshake before the timeout.
+        `greeting` has the first bytes that were received from the address. `is_prompt` if the other
+        side ended the handshake before the timeout.
         """
         place = without_key(self.address)
         if not greeting.startswith(b"\xff") or len(greeting) < GREETING_BYTES:
@@ -379,12 +380,12 @@ async def read_greeting(
 ) -> bytes:
     """Send the start of a ZMTP greeting; return up to a whole greeting of the other side.
 
-    libzmq reports that an attempt failed but no cause: no error of the connection, and a difference
-    of mechanisms only if this side reads it before the other side closes.
+    libzmq reports that an attempt failed, but not the error of the connection. It reports that the
+    mechanisms differ only if this side reads the greeting before the other side closes.
 
     Raises:
-        TimeoutError: if there is no connection in time.
-        OSError: if there can be none.
+        TimeoutError: if no connection is made in time.
+        OSError: if the connection fails.
     """
     family = socket.AF_INET6 if ":" in ip_address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as raw:

@@ -21,13 +21,13 @@ from pathlib import Path
 from echo.core.bounds import MAX_CONNECTIONS
 
 ASSUMED_RATE_BYTES_PER_S = 125e6
-"""1 Gbit/s: the link for which `auto` provides."""
+"""Rate of the link for which `auto` chooses the number of connections: 1 Gbit/s."""
 ASSUMED_RTT_S = 0.1
 BDP_BYTES = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
 WINDOW_SHARE = 0.7
-"""Measured share of a kernel buffer that is in flight at most; the rest is bookkeeping."""
+"""Largest measured share of a kernel buffer that holds bytes in flight; the rest is overhead."""
 SOCKETS_WITHOUT_BBR = 4
-"""Least number of connections where one lost packet halves a connection's rate."""
+"""Least connections of a link without BBR: one lost packet halves the rate of its connection."""
 WANTED_DESCRIPTORS = 1 << 16
 """Open files: enough for a learner with thousands of workers that have several links each."""
 
@@ -37,7 +37,7 @@ class KernelFacts:
     """Settings of TCP in this network namespace; None where the system does not report them."""
 
     congestion_control: str | None = None
-    """What new sockets use."""
+    """Algorithm that new sockets use."""
     can_use_bbr: bool | None = None
     """Whether this process may choose BBR for a socket of its own."""
     max_send_buffer_bytes: int | None = None
@@ -71,7 +71,7 @@ def _last_number(words: list[str]) -> int | None:
 
 
 def _can_choose(name: str) -> bool:
-    """Try it: what may be chosen depends on the list of allowed ones and on privileges."""
+    """Return whether this process may choose an algorithm, by trying it on a socket."""
     with socket.socket() as probe:
         try:
             probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
@@ -92,7 +92,7 @@ def most_sockets(facts: KernelFacts) -> int:
 
 
 def slow_settings(facts: KernelFacts) -> str | None:
-    """Return one line about the settings that cost speed on long links; None if none does."""
+    """Return one line about settings that slow long links; None if all settings are good."""
     sizes = {"tcp_wmem": facts.max_send_buffer_bytes, "tcp_rmem": facts.max_receive_buffer_bytes}
     faults = [
         f"net.ipv4.{name} allows {size} bytes"
@@ -107,7 +107,7 @@ def slow_settings(facts: KernelFacts) -> str | None:
 
 
 def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
-    """Raise the limit of open files as far as it may be; return what it is now.
+    """Raise the limit of open files towards `wanted`, as far as permitted; return the new limit.
 
     Every link takes descriptors, and the usual soft limit of 1024 is meant for programs that use
     `select`, which nothing here does.
@@ -120,6 +120,6 @@ def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
 
 
 def descriptor_limit() -> int:
-    """Return how many files this process may have open."""
+    """Return the number of files that this process may have open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft

@@ -113,7 +113,7 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
 
 
 STRANGERS_NEWS = 1024
-"""News of connections read in one turn before strangers are closed."""
+"""Most events of connections read in one turn before excess strangers are closed."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -162,9 +162,9 @@ class Listener:
             host.options.max_strangers, largest_message(host.options)
         )
         self._look: asyncio.TimerHandle | None = None
-        """The next check of the length of unfinished messages."""
+        """The scheduled call of `_close_unfinished`."""
         self._closing: asyncio.Handle | None = None
-        """The next closing of excess strangers."""
+        """The scheduled call of `_close_strangers`."""
         self._ended: list[Inbound] = []
 
     def drain(self, burst: Burst) -> bool:
@@ -192,7 +192,7 @@ class Listener:
             burst.add(inbound.peer, frames)
 
     def on_news(self, news: News, descriptor: int) -> None:
-        """Handle news of the connection of a descriptor."""
+        """Handle an event of the connection with this descriptor."""
         if news is News.REFUSED:
             self._host.totals.refused_clients += 1
         elif news is News.HANDSHAKE_FAILED:
@@ -269,7 +269,7 @@ class Listener:
         return inbound
 
     def _admit_peer(self, identity: bytes, burst: Burst) -> Inbound | None:
-        """Return the peer of a first message; None if it belongs to no peer."""
+        """Return the peer of a connection after its first message; None if it has no peer."""
         inbound = Inbound(self._host.mint("in"), identity, self.channel.outbox(identity))
         self._host.adopt(inbound)
         burst.events.append(Connected(inbound.peer, None))

@@ -47,7 +47,7 @@ Frame: TypeAlias = bytes | memoryview
 """One received frame; large ones are views of the memory they arrived in."""
 
 MESSAGE_OVERHEAD_BYTES = 512
-"""Charged per message on top of its bytes, so that a byte bound bounds tiny messages too."""
+"""Bytes counted for each message beside its frames, so that byte bounds limit tiny messages."""
 
 _ADDRESS = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[\w.-]+)):(?P<port>\d{1,5})"
@@ -57,7 +57,7 @@ _ADDRESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A peer can be sent to from now on."""
+    """A peer is connected: `send` accepts messages for it from now on."""
 
     peer: PeerId
     address: str | None
@@ -88,7 +88,7 @@ class DialFailed:
 
     peer: PeerId
     reason: str
-    """For the user."""
+    """Cause of the failure, in words for the user."""
     is_refused: bool
     """Whether a node answers with other keys or another mechanism, so that every attempt fails."""
 
@@ -103,9 +103,9 @@ class TransportOptions:
     max_message_bytes: int = 16 << 20
     """Largest message, frames together. A peer that sends a larger frame is disconnected."""
     max_unsent_bytes: int = 64 << 20
-    """Bytes accepted for one peer and not yet passed to the kernel, overhead included."""
+    """Most bytes accepted for a peer and not yet passed to the kernel, overhead included."""
     max_unread_messages: int = 256
-    """Unread messages of one peer; with more its connection is not read."""
+    """Most unread messages of one peer; its connection is not read while it has more."""
     max_burst_bytes: int = 16 << 20
     """Bytes after which one `receive` takes no further message."""
     max_burst_messages: int = 256
@@ -124,7 +124,7 @@ class TransportOptions:
     max_redial_s: float = 5.0
     """Longest pause between attempts, seconds."""
     max_strangers: int = 256
-    """Inbound connections without a message yet; with more the oldest is closed."""
+    """Most inbound connections without a message yet; if there are more, the oldest is closed."""
     max_bulk_connections: int = 1
     """Most bulk connections of a dialled link; a short link has one."""
     linger_s: float = 1.0
@@ -212,7 +212,7 @@ class Transport(abc.ABC):
         *,
         is_public: bool = False,
     ) -> bool:
-        """Accept a message for a peer, or refuse it; never block.
+        """Accept a message for a peer, or drop it; never block.
 
         Frames are not copied, so the caller must never change their memory.
 
@@ -250,7 +250,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """Return host and port of "tcp://host:port" or "tcp://host:port#key".
 
     IPv6 addresses stand in brackets, as in tcp://[::1]:7700. Port 0 means "any free port" to a
-    listener. The key (`parse_key`) is that of the process that listens there.
+    listener. The key belongs to the process that listens there; `parse_key` returns it.
 
     Raises:
         TransportError: if the address has another form.

@@ -33,9 +33,9 @@ an edge means "read ZMQ_EVENTS", and any send may consume an edge. So the loop r
 again in the turn after a send, and a socket stays marked until it returns EAGAIN. Monitors are
 drained in their callback, because libzmq's I/O thread waits on a full one.
 
-**Encryption** is CURVE (`curve.py`): on all links of a transport with keys, and on none of one
-without. libzmq closes a connection that does not finish the handshake in time. A listener without
-keys cannot do that for the bytes of ZMTP 1, which has no handshake.
+**Encryption** is CURVE (`curve.py`): a transport with keys encrypts all its links, and a transport
+without keys encrypts none. libzmq closes a connection that does not finish the handshake in time. A
+listener without keys cannot do that for the bytes of ZMTP 1, which has no handshake.
 
 **Bulk connections** carry chunks that are encrypted already. CURVE would cost more CPU for them
 than all other steps of a chunk. A dialled link requests each connection over CURVE, and gets a port
@@ -114,7 +114,7 @@ class ZmqTransport(Transport):
     Args:
         listen_address: tcp://host:port to bind, port 0 for any free one; None to dial only.
         options: bounds and timings.
-        keys: those of this process; without them nothing is encrypted.
+        keys: keys of this process; None to encrypt nothing.
         congestion_control: algorithm of inbound connections; None for the system's default.
     """
 
@@ -171,10 +171,10 @@ class ZmqTransport(Transport):
             raise
 
     async def bind(self) -> None:
-        """Take the address, and refuse connections until `listen`.
+        """Bind the address, and refuse connections until `listen` is called.
 
         Raises:
-            TransportError: as `start`.
+            TransportError: if the address cannot be bound; the message names it and the remedy.
         """
         self._loop = asyncio.get_running_loop()
         if self._listen_address is None:
@@ -276,7 +276,7 @@ class ZmqTransport(Transport):
         return is_sent
 
     async def receive(self) -> list[TransportEvent]:
-        """Wait for events, and return a burst of them."""
+        """Wait for events, and return at most one burst."""
         if self._noted:
             await asyncio.sleep(0)  # a busy transport must not starve the rest of the loop
         while True:
@@ -344,7 +344,7 @@ class ZmqTransport(Transport):
         return found if isinstance(found, Inbound) else None
 
     def offer_bulk(self, inbound: Inbound) -> None:
-        """Send an inbound peer port and token of its bulk connection; port 0 if there is none."""
+        """Send an inbound peer the bulk port and a token; port 0 if there is no bulk port."""
         if self._admission is None or len(inbound.tokens) >= MAX_CONNECTIONS:
             return
         token = secrets.token_hex(TOKEN_BYTES).encode()
@@ -364,7 +364,7 @@ class ZmqTransport(Transport):
             _log.warning("%s", line)
 
     def server_keys(self, address: str) -> tuple[bytes | None, ...]:
-        """Return the possible keys of the process at `address`; None does not encrypt."""
+        """Return the possible keys of the process at `address`; a key None means no encryption."""
         if self._keys is not None:
             return self._keys.server_keys(address)
         if parse_key(address) is not None:
@@ -402,7 +402,7 @@ class ZmqTransport(Transport):
         return channel
 
     def curve_of(self, server_key: bytes | None) -> dict[int, int | bytes]:
-        """Return the options that encrypt a link to the owner of this server key; None does not."""
+        """Return the options that encrypt a link to the owner of this server key; {} for None."""
         if self._keys is None or server_key is None:
             return {}
         client = self._keys.client

@@ -1,4 +1,4 @@
-"""Faults of a simulation: those of the scenario, and random losses of spot machines."""
+"""Faults of a simulation: the scenario's faults, and random losses of spot machines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SimulatedSite:
     worker: SimWorker | None = None
     rental: Rental | None = None
     num_absences: int = 0
-    """Number of present faults, each of which keeps the machine away."""
+    """Number of present faults; a worker starts here again once it is 0."""
     is_given_up: bool = False
     """Whether its worker has given the machine back; it does not return."""
 
@@ -102,7 +102,8 @@ class Faults:
             stage.history.num_deaths += 1
             stage.kill(worker, is_silent=is_silent)
         if is_silent:
-            # A machine that is taken away is no longer paid for. A machine with a dead process is.
+            # A machine that is taken away is no longer paid for. A machine whose process died is
+            # still paid for.
             site.give_back(stage.loop.time())
         if for_s is not None:
             stage.loop.call_later(for_s, self._return, site)

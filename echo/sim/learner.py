@@ -59,7 +59,7 @@ RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
 GIVE_UP_S = 3600.0
 GIVE_UP_STEPS = 30
-"""A run ends once it has trained nothing for GIVE_UP_S and for the time of GIVE_UP_STEPS steps."""
+"""A run ends if it trains nothing for GIVE_UP_S and for as long as GIVE_UP_STEPS steps take."""
 LINEAGES = (Lineage(1, 0),)
 UNBOUNDED = 1 << 30
 """A bound on staleness that is so large that it never delays a lease."""
@@ -116,7 +116,7 @@ class SimLearner(LearnerNode):
         super().__init__(opened, transport, sections, self, threads=threads, log=_log)
 
     def waiting(self) -> dict[int, float]:
-        """Return the groups that wait to be trained, and their number of tokens."""
+        """Return the number of tokens of each group that waits to be trained, by group id."""
         return {i: self._groups.length(i).num_tokens for i in self._memory.waiting}
 
     def write_metrics(self, step: int, row: Row) -> None:
@@ -155,7 +155,7 @@ class SimLearner(LearnerNode):
         """Do nothing: a simulation has no terminal."""
 
     def export(self, directory: Path, publication: Publication) -> None:
-        """Note that the run has ended; before its last step, only the budget can end it."""
+        """Record that the run has ended; if steps are missing, its budget is the reason."""
         self._end_run("the budget of the run is spent")
 
 
@@ -201,8 +201,8 @@ def make_buffer(scenario: Scenario) -> StalenessBuffer:
     job = scenario.job
     buffer = StalenessBuffer(max_staleness=job.max_staleness, lineages=LINEAGES)
     if not scenario.settings.is_paced:
-        # Without pacing, leases are granted without a bound; the buffer still enforces the real
-        # one.
+        # Without pacing, leases are granted without a bound on staleness. The buffer still
+        # enforces `max_staleness`.
         buffer.admission_staleness = UNBOUNDED
     return buffer
 

@@ -1,7 +1,7 @@
 """Lengths of groups, drawn by group id, and the versions that sampled each group.
 
-In a simulation, a group on the wire has one token for each version that sampled it. The number of
-tokens that it stands for is kept here.
+In a simulation, a group on the wire has one token for each version that sampled it. The true
+number of tokens of each group is kept here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LogNormalLengths:
         self._useful_share = useful_share
         self._seed = seed
         self.of = lru_cache(maxsize=REMEMBERED)(self._draw)
-        """Return the length of a group; the same for the same id."""
+        """Return the length of a group by its id; the same id always gives the same length."""
 
     def _draw(self, group_id: int) -> GroupLength:
         chance = random.Random(f"{self._seed}/group/{group_id}")
@@ -95,12 +95,12 @@ class Groups:
         return self._lengths.of(group_id)
 
     def num_bytes(self, header: Frame) -> float:
-        """Return the true size of a group on the wire, by its header."""
+        """Return the true bytes on the wire of the group with this header."""
         group_id = _decoder.decode(header).group_id
         return self._lengths.of(group_id).num_tokens * self._bytes_per_token
 
     def sampled(self, lease: Lease, shares: Shares) -> None:
-        """Record the versions that sampled a finished attempt, and their tokens."""
+        """Record the tokens that each version sampled of a finished attempt."""
         self.tokens_sampled += sum(share for _, share in shares)
         self._shares.setdefault(lease.group_id, {})[lease.attempt] = shares
 

@@ -85,7 +85,7 @@ class Port:
     address: str | None = None
     """The address at which it can be dialled; None behind a NAT."""
     dead_after_s: float = 10.0
-    """Seconds after which this machine gives up a stalled connection."""
+    """Seconds after which a process on this machine gives up a stalled connection."""
     up_idle_at: float = 0.0
     down_idle_at: float = 0.0
     bytes_sent: float = 0.0
@@ -122,7 +122,7 @@ class LinkEnd:
     peer: str = ""
     """The client's own name for the other side."""
     unread_bytes: int = 0
-    """Bytes that were sent to this end and that its client has not taken, as the client counts."""
+    """Bytes sent to this end that its client has not taken yet; the clients count them."""
     is_open: bool = False
     is_over: bool = False
     is_stalled: bool = False
@@ -133,11 +133,11 @@ class LinkEnd:
     chance: random.Random | None = None
     """Random numbers for the jitter, shared by both ends; None without jitter."""
     idle_at: float = 0.0
-    """When the route is free for another bulk message."""
+    """Time at which the route is free for another bulk message."""
     arrived_at: float = 0.0
-    """When the newest message reaches the receiver's downlink."""
+    """Time at which the newest message reaches the receiver's downlink."""
     done_at: float = 0.0
-    """When the downlink has delivered all messages that have reached it."""
+    """Time at which the receiver's downlink has delivered all messages that have reached it."""
 
 
 Sides: TypeAlias = tuple[frozenset[str], ...]
@@ -160,7 +160,7 @@ class Network:
 
         Args:
             seed: seed of the jitter.
-            between: the route between regions without a route of their own; None for no distance.
+            between: the route between regions that have no own route; None for no delay.
             weight_scale: bytes that one byte of an image stands for.
             groups: the true sizes of groups; None to use the sizes of the messages.
             bulk_bytes: size from which on messages are bulk.
@@ -195,7 +195,7 @@ class Network:
     # --- the map ---------------------------------------------------------------------------------
 
     def add_region(self, name: str, route: Route) -> None:
-        """Set the route from the learner to a region; two such routes join two regions."""
+        """Set a region's route to the learner; a route between two regions joins their two."""
         self._regions[name] = route
         self._routes = {pair: known for pair, known in self._routes.items() if name not in pair}
 
@@ -324,7 +324,7 @@ class Network:
             self._ends.pop(end.client, None)
 
     def _hear_end(self, end: LinkEnd, reason: str) -> None:
-        """Handle the end of the other side, once its messages have arrived."""
+        """Disconnect an end whose other side has ended, after the other side's messages arrived."""
         if end.is_stalled or end.is_over:
             return
         if end.far.done_at > self.now:
@@ -378,7 +378,7 @@ class Network:
         return "control", num_bytes + sum(map(len, frames[1:]))
 
     def _arrive(self, end: LinkEnd, num_bytes: float, frames: list[Frame]) -> None:
-        """Take a message from an end through the receiver's downlink."""
+        """Take a message that an end has sent through the receiver's downlink, and deliver it."""
         far = end.far
         if far.is_stalled or not far.is_open:
             return
@@ -440,6 +440,6 @@ def _named(groups: Sequence[str | Collection[str]]) -> Sides:
 
 
 def _side(groups: Sides, port: Port) -> int | None:
-    """Return the group of a node; None if it is in none."""
+    """Return the index of the group that contains a node or its region; None if no group does."""
     sides = (i for i, group in enumerate(groups) if port.name in group or port.region in group)
     return next(sides, None)

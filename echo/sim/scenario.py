@@ -20,16 +20,16 @@ class Scenario:
     name: str
     fleet: RentedFleet
     job: Job
-    """The job with its publish period, which measurements change if `is_auto_period`."""
+    """The job. If `is_auto_period`, measurements change its publish period during the run."""
     counts: Sequence[int]
-    """Nodes of each offer."""
+    """Number of nodes of each offer."""
     settings: SimRow = field(default_factory=SimRow)
     is_auto_period: bool = False
     faults: Sequence[FaultRow] = ()
     activation: ActivationSection | None = None
-    """None if every worker generates, whatever it costs."""
+    """Settings of activation; None if all workers generate at any cost."""
     min_dwell_s: float = 120.0
-    """Least seconds for which activation leaves a worker active; shorter in a short run."""
+    """Least seconds for which activation leaves a worker active; set it lower for a short run."""
     prices: Sequence[PriceRow] = ()
 
     def group_lengths(self) -> LogNormalLengths:
@@ -51,7 +51,7 @@ class Scenario:
         return offer.price_per_h if newest is None else newest.price_per_h
 
     def nodes(self) -> list[tuple[str, Offer]]:
-        """Return the name and kind of every worker in order of start; the kinds alternate."""
+        """Return the name and offer of each worker, in order of start; the offers alternate."""
         waiting = [
             [(f"{offer.name.replace(' ', '-')}-{number}", offer) for number in range(1, count + 1)]
             for offer, count in zip(self.fleet.offers, self.counts, strict=True)

@@ -50,7 +50,7 @@ from echo.weights.broadcast import Broadcast
 from echo.wire.seals import SealKeys
 
 WINDOW_BYTES = 8 << 20
-"""Initial bytes that a child requests ahead; large, because simulated chunks are large."""
+"""Bytes that a child requests ahead at first; large, because simulated chunks are large."""
 
 _log = logging.getLogger("echo.sim")
 # Nodes' reports to operators are dropped: the history has their content.
@@ -139,11 +139,11 @@ class Simulation:
             self._fail(error)
 
     def _on_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle an exception of a call of the loop."""
+        """End the run with the exception that a callback of the loop raised."""
         self._fail(context.get("exception") or RuntimeError(context["message"]))
 
     def _fail(self, error: BaseException) -> None:
-        """End the run with an error of the program, which is no failure of the fleet."""
+        """End the run with an unexpected exception, which no simulated fault explains."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
@@ -206,7 +206,7 @@ class Simulation:
         return SimulatedSite(name, offer, port, offer.tokens_per_s * factor)
 
     def _price(self, offer: Offer) -> Price:
-        """Return a node's present price; that for traffic is per simulated GB."""
+        """Return the present price of a node; its price of traffic is per simulated GB."""
         return Price(
             per_h=self.scenario.price_per_h(offer, self.loop.time()),
             per_gb=offer.price_per_gb * self._versions.scale,
@@ -324,7 +324,7 @@ class Simulation:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Run the collector of cycles less often: many objects live long here, few in cycles."""
+    """Run the garbage collector less often: many objects here live long, and few are in cycles."""
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 100)
     try:

@@ -24,9 +24,9 @@ class StepRecord:
     """One optimizer step."""
 
     step: int
-    """Steps done, this one included."""
+    """Number of steps done, including this one."""
     time_s: float
-    """When it was done."""
+    """Time at which the step was done."""
     waited_s: float
     trained_s: float
     staleness: Mapping[int, float]
@@ -37,7 +37,7 @@ class StepRecord:
 
     @property
     def tokens(self) -> float:
-        """Trained tokens."""
+        """Number of trained tokens."""
         return sum(self.staleness.values())
 
 
@@ -58,7 +58,7 @@ class BillRecord:
 
 @dataclass(slots=True, eq=False)
 class Rental:
-    """The time in which one machine was paid for."""
+    """The period for which one machine was paid."""
 
     name: str
     offer: Offer
@@ -84,11 +84,11 @@ class History:
     decisions: list[tuple[float, ActivationDecision]] = field(default_factory=list)
     """(instant, decision) of each change of the active workers."""
     num_deaths: int = 0
-    """Of workers."""
+    """Number of deaths of workers."""
     end: str = ""
     """Why the run ended before its last step."""
     traffic: Traffic = field(default_factory=dict)
-    """The network's count, which it updates."""
+    """Bytes that the network has carried; the network updates them."""
     tokens_made: float = 0.0
     """Tokens that all engines sampled, trained or not."""
     tokens_in_flight: float = 0.0
@@ -128,7 +128,7 @@ class History:
 
 
 def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
-    """Return $ for a machine up to an instant, by the prices of its offer over time."""
+    """Return the rent of a machine until an instant, in $; `prices` has the price changes."""
     end_s = until_s if rental.until_s is None else min(rental.until_s, until_s)
     price, since_s, total = rental.offer.price_per_h, rental.since_s, 0.0
     for change in sorted(prices, key=lambda change: change.at_s):
@@ -142,7 +142,7 @@ def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
 
 
 def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
-    """Return $ for all traffic: out of the learner, and in and out of nodes.
+    """Return the cost of all traffic, in $: out of the learner, and in and out of nodes.
 
     The traffic of nodes is priced per region, by the mean price of the region's offers.
     """
@@ -167,7 +167,7 @@ def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
 
 
 RUN_IN = 0.2
-"""Share of the steps, the first ones, that speed and staleness leave out."""
+"""Share of the steps at the start of a run that speed and staleness do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class Summary:
     """Whether the run made all its steps."""
     duration_s: float
     step_s: float
-    """Mean seconds between steps after the run-in; 0 before the second one."""
+    """Mean seconds between steps after the run-in; 0 if no step was made."""
     idle_share: float
     """Share of the time after the run-in in which the learner waits, 0..1."""
     idle_share_in_all: float
@@ -191,17 +191,17 @@ class Summary:
     tokens_trained: float
     tokens_made: float
     thrown_away: float
-    """Share of the sampled tokens that no step uses, apart from groups without a signal."""
+    """Share of the sampled tokens that no step uses; groups without a signal do not count."""
     discarded: Mapping[str, int]
     """Groups that reached the learner and were not trained, by reason."""
     broadcast_s: float
     """Median seconds from a publication until every worker holds it; 0 if none was measured."""
     publish_period: float
-    """Mean."""
+    """Mean publish period of the steps."""
     gigabytes: Mapping[str, float]
     """10^9 bytes by kind and route, such as "weights learner > oregon"."""
     num_deaths: int
-    """Of workers."""
+    """Number of deaths of workers."""
     end: str
     """Why the run ended before its last step."""
     decisions: Sequence[Mapping[str, object]]
@@ -214,7 +214,7 @@ class Summary:
     """$ in all: learner, relays, nodes, traffic."""
     cost_of_learner: float
     cost_of_nodes: float
-    """Workers and relays."""
+    """$ for workers and relays."""
     cost_of_traffic: float
     cost_per_step: float
     cost_per_million_tokens: float
@@ -222,12 +222,12 @@ class Summary:
 
     @property
     def mean_staleness(self) -> float:
-        """Mean over the trained tokens."""
+        """Mean staleness of the trained tokens."""
         return sum(lag * share for lag, share in self.staleness.items())
 
     @property
     def max_staleness(self) -> int:
-        """Largest of any trained token."""
+        """Largest staleness of a trained token."""
         return max(self.staleness, default=0)
 
 

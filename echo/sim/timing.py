@@ -1,9 +1,9 @@
 """Stand-ins that only take time: engine, trainer and disk of a simulation.
 
 An engine samples `tokens_per_s` completion tokens per second, shared equally by its groups. A
-single sequence is faster than one of many, by `alone_speedup` at most. So a group takes at least
-the time of its longest completion at that speed. New weights are installed while groups run; later
-tokens are sampled from them. A paused engine samples nothing until it is resumed.
+sequence that runs alone is at most `alone_speedup` times as fast as in a full engine. So a group
+takes at least the time of its longest completion at that speed. New weights are installed while
+groups run; later tokens are sampled from them. A paused engine samples nothing until it is resumed.
 
 The learner is the real one (`runtime/learner/node.py`). Its trainer's steps take time and train
 nothing. Its ledger is in memory, and it saves no checkpoints.
@@ -43,11 +43,11 @@ class Running:
     lease: Lease
     length: GroupLength
     least_s: float
-    """Least seconds that it takes: those of its longest completion alone in the engine."""
+    """Least seconds that the group takes: its longest completion, alone in the engine."""
     num_tokens: float = 0.0
     """Tokens sampled so far."""
     segments: list[tuple[PolicyVersion, float]] = field(default_factory=list)
-    """Each version that sampled it, and the tokens of the group when that version began."""
+    """(version, tokens that the group had when that version began to sample it), oldest first."""
 
     def shares(self) -> list[tuple[PolicyVersion, float]]:
         """Return the tokens that each version sampled."""
@@ -65,7 +65,7 @@ class EngineModel:
     def __init__(
         self, *, tokens_per_s: float, concurrency: int, group_size: int, alone_speedup: float
     ) -> None:
-        """Start empty; rates are in completion tokens per second, sizes in rollouts."""
+        """Start without groups or weights; `concurrency` and `group_size` count rollouts."""
         self.tokens_per_s = tokens_per_s
         self.groups_per_batch = max(1, concurrency // group_size)
         self._concurrency = concurrency
@@ -105,7 +105,7 @@ class EngineModel:
         self.tokens_per_s = tokens_per_s
 
     def advance(self, now: float) -> None:
-        """Sample the tokens of the time since the last call."""
+        """Sample tokens for the time since the last call."""
         elapsed_s, self._at = now - self._at, now
         if self.is_paused or elapsed_s <= 0:
             return
@@ -115,7 +115,7 @@ class EngineModel:
             self.tokens_made += made
 
     def stop(self, lease: Lease, *, now: float) -> float:
-        """Remove a group that is not complete; return its tokens."""
+        """Remove an incomplete group; return the number of tokens sampled for it."""
         self.advance(now)
         [stopped] = [group for group in self.groups if group.lease is lease]
         self.groups.remove(stopped)
@@ -131,7 +131,7 @@ class EngineModel:
 
     @property
     def next_at(self) -> float:
-        """Return when the next group is complete if nothing changes; infinity if none will be."""
+        """Time at which the next group is complete if nothing changes; infinity if none will be."""
         if self.is_paused:
             return math.inf
         return self._at + min(
@@ -154,10 +154,10 @@ class TimedTrainer:
         self._groups = groups
         self.step_count = 0
         self.staleness: dict[int, float] = {}
-        """Tokens of the last step by staleness."""
+        """Number of tokens of the last step, by staleness."""
         self.stepped_at = 0.0
         self.mean_length = 0.0
-        """Mean tokens of a completion of the last step."""
+        """Mean number of tokens of a completion of the last step."""
 
     def step_s(self) -> float:
         """Return the seconds of the next step."""
@@ -197,7 +197,7 @@ class TimedTrainer:
 
 
 class TimedProgress(Progress):
-    """The learner's totals, with the true lengths in place of one token for each version."""
+    """The learner's totals; the mean length of completions is the simulated one."""
 
     def __init__(self, trainer: TimedTrainer, *, now: float) -> None:
         super().__init__(staleness_tokens={}, now=now)
@@ -212,7 +212,7 @@ class TimedProgress(Progress):
         bytes_sent: int,
         now: float,
     ) -> dict[str, float | Mapping[str, float]]:
-        """Return one row, as the activation reads it."""
+        """Return the row of metrics of one step, which activation reads."""
         row = super().step_metrics(metrics, staleness, step=step, bytes_sent=bytes_sent, now=now)
         row["completions/mean_length"] = self._trainer.mean_length
         return row
@@ -263,14 +263,14 @@ class MemoryLedger(LedgerQueue):
         self._groups.forget(group_id)
 
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Need nothing."""
+        """Do nothing: no records are stored."""
 
     def load(self, group_id: int, place: Place) -> Group:
         """Not called: a simulated run is never resumed."""
         raise LocalProtocolError(f"group {group_id} is not kept")
 
     def free_unused(self) -> None:
-        """Need nothing."""
+        """Do nothing: no files are stored."""
 
     def close(self) -> None:
         self.sync()

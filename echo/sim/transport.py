@@ -4,9 +4,9 @@
 the same tests of the contract as the ZeroMQ transport. It has no task and no timer. It sends no
 probes either: the network notifies it `dead_after_s` after a connection has stalled.
 
-`max_unsent_bytes` bounds the bytes (as in memory) that were sent to a peer and that the peer has
-not taken with `receive`. `close` and `hang_up` return at once; messages sent before still arrive
-for `linger_s`.
+`max_unsent_bytes` bounds the bytes that were sent to a peer and that the peer has not taken with
+`receive`, by their size in memory. `close` and `hang_up` return at once; messages sent before still
+arrive for `linger_s`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SimTransport(Transport):
         self._ends: dict[PeerId, LinkEnd] = {}
         """Peer -> this process's end of an established connection to it."""
         self._inbox: deque[tuple[TransportEvent, LinkEnd, int]] = deque()
-        """Events, each with its end and the bytes that it adds to the unread bytes of the end."""
+        """(event, its end, bytes of the event that count as unread at that end)."""
         self._stats = TransportStats()
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
@@ -121,7 +121,7 @@ class SimTransport(Transport):
         return True
 
     async def receive(self) -> list[TransportEvent]:
-        """Wait for events, and return those that are there."""
+        """Wait for events, and return all that have arrived."""
         if self._inbox:
             await asyncio.sleep(0)  # a busy transport must not starve other tasks
         while True:
@@ -136,7 +136,7 @@ class SimTransport(Transport):
         self._end(linger_s=self.options.linger_s)
 
     def kill(self, *, is_silent: bool = False) -> None:
-        """End as a killed process; if its machine is lost with it, no peer is notified."""
+        """End as a killed process does; if `is_silent`, the machine is lost too: notify no peer."""
         self._end(linger_s=None if is_silent else 0.0)
 
     def stats(self) -> TransportStats:

@@ -24,7 +24,7 @@ class Versions:
     """All versions of a run."""
 
     def __init__(self, *, identity: Identity, num_chunks: int, version_bytes: float) -> None:
-        """Compute the sizes.
+        """Set the number of bytes of an image, and the true bytes that each of them stands for.
 
         Args:
             identity: the learner's identity, which signs versions.
@@ -44,7 +44,7 @@ class Versions:
         return self
 
     def make(self, weights: Any, version: PolicyVersion) -> Publication:
-        """Return a version: noise."""
+        """Return a version whose image is noise, the same for the same version."""
         image = bytearray(random.Random(f"{version}").randbytes(self.num_bytes))
         manifest = Manifest(
             run_id=self._identity.run_id,
@@ -71,7 +71,7 @@ class Versions:
 
 
 class SharedStore(VersionStore):
-    """Images by version, each once for all nodes, as long as any node holds it."""
+    """A store of images that all nodes share: one copy for each version, while a node holds it."""
 
     def __init__(self) -> None:
         self._images: WeakValueDictionary[PolicyVersion, memoryview] = WeakValueDictionary()
@@ -80,7 +80,7 @@ class SharedStore(VersionStore):
         return len(self._images)
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
-        """Return the memory of an image, which all nodes share."""
+        """Return the memory of a version's image, the same memory for all nodes."""
         storage = self._images.get(version)
         if storage is None:
             storage = self._images[version] = memoryview(bytearray(num_bytes))

@@ -143,14 +143,14 @@ class SimWorker(DialingNode):
     # --- sampling --------------------------------------------------------------------------------
 
     def tokens_in_flight(self, received: Collection[int]) -> float:
-        """Return the tokens that this worker holds of groups that may still be trained."""
+        """Return the number of tokens of this worker's groups that may still be trained."""
         self.engine.advance(self.now)
         running = sum(group.num_tokens for group in self.engine.groups)
         ids = {group_id for group_id, _ in self.role.outbox.keys} - set(received)
         return running + sum(self._groups.waiting(group_id) for group_id in sorted(ids))
 
     def set_rate(self, tokens_per_s: float) -> None:
-        """Set the rate of the engine, which makes the worker a straggler or ends that."""
+        """Set the rate of the engine; a lower rate makes the worker a straggler."""
         self.engine.set_rate(tokens_per_s, now=self.now)
         self._await_next()
 
@@ -171,7 +171,7 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _await_next(self) -> None:
-        """Schedule a look for when the next group is complete."""
+        """Schedule `_look` at the time at which the next group is complete."""
         at = self.engine.next_at
         if at != self._done_at and at < float("inf"):
             self._done_at = at
@@ -197,7 +197,7 @@ class SimWorker(DialingNode):
 
 
 def stand_in(versions: list[PolicyVersion]) -> PartialRollout:
-    """Return a rollout with one token for each version, which stands for all of its tokens."""
+    """Return a rollout with one token for each version, in place of all its tokens."""
     count = len(versions)
     return PartialRollout(
         token_ids=np.zeros(count, dtype=np.int32),
