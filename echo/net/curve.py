@@ -51,7 +51,7 @@ class CurveKeys:
     """The keys of one process."""
 
     server: KeyPair
-    """Key pair with which it listens."""
+    """Key pair with which the process listens."""
     client: KeyPair
     """Key pair with which every node of the run dials."""
     relay_key: bytes

@@ -27,7 +27,7 @@ BDP_BYTES = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
 WINDOW_SHARE = 0.7
 """Largest measured share of a kernel buffer that holds bytes in flight; the rest is overhead."""
 SOCKETS_WITHOUT_BBR = 4
-"""Least connections of a link without BBR: one lost packet halves the rate of its connection."""
+"""Least number of connections of a link without BBR, where a lost packet halves the rate of one."""
 WANTED_DESCRIPTORS = 1 << 16
 """Open files: enough for a learner with thousands of workers that have several links each."""
 

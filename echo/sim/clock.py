@@ -48,7 +48,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        """Have something called at an instant."""
+        """Schedule a callback at an instant, after the callbacks already set for that instant."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, timer))
@@ -100,21 +100,21 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class InlineThreads:
-    """A node's threads on virtual time: the loop makes each call, at the instant of its end."""
+    """Threads of a node in virtual time: the loop makes each call when its duration has passed."""
 
     def __init__(self) -> None:
         self.is_closed = False
 
     def takes(self, pool: str, function: Callable[..., Any]) -> float:
-        """Return the seconds that the next call of a pool takes."""
+        """Return the simulated seconds that a call of `function` takes in a pool."""
         return 0.0
 
     def pool(self, name: str, num_threads: int = 1) -> InlinePool:
-        """Return a new pool, which makes `num_threads` calls at a time."""
+        """Return a new pool, in which at most `num_threads` calls overlap in simulated time."""
         return InlinePool(self, name, num_threads)
 
     def close(self) -> None:
-        """Make no more calls, not even those that have begun."""
+        """Drop all scheduled calls, also those whose simulated duration has begun."""
         self.is_closed = True
 
 
@@ -127,7 +127,11 @@ class InlinePool:
         self._free_at = [-math.inf] * num_threads
 
     def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
-        """Make a call at the end of its simulated duration, which begins once a thread is free."""
+        """Schedule a call for the end of its duration, which begins once a thread is free.
+
+        Returns:
+            The future of its result.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Returned] = loop.create_future()
         begins_at = max(loop.time(), self._free_at[0])

@@ -195,7 +195,7 @@ class Network:
     # --- the map ---------------------------------------------------------------------------------
 
     def add_region(self, name: str, route: Route) -> None:
-        """Set a region's route to the learner; a route between two regions joins their two."""
+        """Set a region's route to the learner; the route between two regions consists of both."""
         self._regions[name] = route
         self._routes = {pair: known for pair, known in self._routes.items() if name not in pair}
 

@@ -45,7 +45,7 @@ class Scenario:
         )
 
     def price_per_h(self, offer: Offer, at_s: float) -> float:
-        """Return $ per hour for a node at an instant."""
+        """Return the price of a node at an instant, in $ per hour."""
         changes = [c for c in self.prices if c.offer == offer.name and c.at_s <= at_s]
         newest = max(changes, key=lambda change: change.at_s, default=None)
         return offer.price_per_h if newest is None else newest.price_per_h

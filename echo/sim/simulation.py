@@ -143,7 +143,7 @@ class Simulation:
         self._fail(context.get("exception") or RuntimeError(context["message"]))
 
     def _fail(self, error: BaseException) -> None:
-        """End the run with an unexpected exception, which no simulated fault explains."""
+        """End the run with an unexpected exception, which is an error of the program."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
@@ -259,7 +259,7 @@ class Simulation:
     # --- ends and returns ------------------------------------------------------------------------
 
     def _worker_ended(self, worker: SimWorker) -> None:
-        """Add the tokens of its engine to the history; the groups that it held are lost."""
+        """Add the tokens of a worker's engine to the history; the groups in the engine are lost."""
         self.history.tokens_made += worker.engine.tokens_made
         site = self.by_name[worker.name]
         if site.worker is not worker:

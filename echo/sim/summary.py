@@ -30,7 +30,7 @@ class StepRecord:
     waited_s: float
     trained_s: float
     staleness: Mapping[int, float]
-    """Trained tokens of the step by staleness."""
+    """Staleness -> number of tokens trained in the step."""
     publish_period: int
     broadcast_s: float | None
     """Seconds of the newest broadcast that has reached every worker."""
@@ -74,9 +74,9 @@ class History:
     broadcasts: list[float] = field(default_factory=list)
     """Seconds of each broadcast that has reached every worker."""
     lost_tokens: dict[str, float] = field(default_factory=dict)
-    """Tokens of groups that reached the learner and were not trained, by reason."""
+    """Number of tokens of groups that reached the learner and were not trained, by reason."""
     num_lost: dict[str, int] = field(default_factory=dict)
-    """Groups that reached the learner and were not trained."""
+    """Number of groups that reached the learner and were not trained, by reason."""
     traffic_at_steps: list[Traffic] = field(default_factory=list)
     rentals: list[Rental] = field(default_factory=list)
     bills: list[BillRecord] = field(default_factory=list)
@@ -187,13 +187,13 @@ class Summary:
     idle_share_in_all: float
     """Share of the whole time in which the learner waits, 0..1."""
     staleness: Mapping[int, float]
-    """Share of the trained tokens after the run-in by staleness."""
+    """Staleness -> share of the tokens trained after the run-in."""
     tokens_trained: float
     tokens_made: float
     thrown_away: float
     """Share of the sampled tokens that no step uses; groups without a signal do not count."""
     discarded: Mapping[str, int]
-    """Groups that reached the learner and were not trained, by reason."""
+    """Number of groups that reached the learner and were not trained, by reason."""
     broadcast_s: float
     """Median seconds from a publication until every worker holds it; 0 if none was measured."""
     publish_period: float

@@ -166,7 +166,7 @@ class TimedTrainer:
         return scenario.job.train_s * max(0.1, chance.gauss(1.0, scenario.settings.train_spread))
 
     def refusal(self, group: Group) -> str | None:
-        """Return why a group has no signal, or None."""
+        """Return "zero_variance" for a group without a signal, None for any other."""
         return None if self._groups.length(group.group_id).is_useful else "zero_variance"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
@@ -266,7 +266,7 @@ class MemoryLedger(LedgerQueue):
         """Do nothing: no records are stored."""
 
     def load(self, group_id: int, place: Place) -> Group:
-        """Not called: a simulated run is never resumed."""
+        """Raise LocalProtocolError: a simulated run is never resumed, so no group is loaded."""
         raise LocalProtocolError(f"group {group_id} is not kept")
 
     def free_unused(self) -> None:
@@ -300,7 +300,7 @@ class NoCheckpoints(Checkpoints):
     def save(
         self, save_state: Callable[[Path], None], *, lineage: int, step: int, now: float
     ) -> int:
-        """Write nothing; return the step of the oldest checkpoint kept."""
+        """Write nothing; return `step`, as if its checkpoint were the only one."""
         self.saved_step = step
         return step
 
@@ -314,7 +314,7 @@ class LearnerThreads(InlineThreads):
         self._trainer = trainer
 
     def takes(self, pool: str, function: Callable[..., Any]) -> float:
-        """Return the seconds that the next call of a pool takes."""
+        """Return the simulated seconds that a call of `function` takes in a pool."""
         what = getattr(function, "__func__", None)
         if what is TimedTrainer.step:
             return self._trainer.step_s()

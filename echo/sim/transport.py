@@ -145,19 +145,19 @@ class SimTransport(Transport):
     # --- what the network tells ------------------------------------------------------------------
 
     def on_connected(self, end: LinkEnd) -> None:
-        """Handle that a dialled connection is established."""
+        """Report a dialled connection that is established."""
         self._dials[end.peer].pause_s = self.options.min_redial_s
         self._ends[end.peer] = end
         self._put(Connected(end.peer, end.address), end)
 
     def on_refused(self, end: LinkEnd, reason: str) -> None:
-        """Dial again later."""
+        """Report a failed attempt to dial, and schedule another."""
         if end.peer in self._dials:
             self._put(DialFailed(end.peer, reason, is_refused=False), end)
         self._redial(end.peer)
 
     def on_disconnected(self, end: LinkEnd, reason: str) -> None:
-        """Handle the end of a connection; a dialled one is dialled again later."""
+        """Report the end of a connection; if this side dialled it, schedule another attempt."""
         if self._ends.pop(end.peer, None) is not None:
             self._put(Disconnected(end.peer, reason), end)
         self._redial(end.peer)

@@ -24,7 +24,7 @@ class Versions:
     """All versions of a run."""
 
     def __init__(self, *, identity: Identity, num_chunks: int, version_bytes: float) -> None:
-        """Set the number of bytes of an image, and the true bytes that each of them stands for.
+        """Set the number of bytes of an image, and `scale`.
 
         Args:
             identity: the learner's identity, which signs versions.
