@@ -41,8 +41,8 @@ class AdaptiveBound:
 
         Args:
             step: steps done.
-            metrics: of the last step.
-            staleness: its tokens by their staleness.
+            metrics: the trainer's metrics of the last step.
+            staleness: number of the step's tokens by their staleness.
         """
         if self._controller is None:
             return False

@@ -494,7 +494,7 @@ class CostMeter:
 
     @property
     def unconfirmed_per_h(self) -> float:
-        """The part for machines that are gone without a message that they were given back."""
+        """The part of `machines_per_h` for machines that are gone and may still be billed."""
         return sum(m.price_per_h for m in self._machines.values() if m.gone_at is not None)
 
     @property

@@ -64,7 +64,7 @@ class EvalResult:
     num_unscored: int = 0
     """Answers for which the reward was None; no mean includes them."""
     error: str = ""
-    """The last of these errors."""
+    """The last error of a reward function; empty if none failed."""
 
     @property
     def has_figure(self) -> bool:
@@ -263,14 +263,14 @@ class Evaluations:
         should_stop: Callable[[], bool],
         log: logging.Logger,
     ) -> None:
-        """Begin without an evaluation.
+        """Start with no evaluation running.
 
         Args:
             evaluator: scores a version.
-            schedule: says which.
+            schedule: selects the versions to evaluate.
             progress: gets the points of the held-out curves.
             follower: gets a row of metrics for each evaluation.
-            task_kind: of task.kind; its last part names the metrics.
+            task_kind: the value of task.kind; its last part names the metrics.
             pool: the thread of the evaluator.
             spawn: runs a coroutine beside the loop.
             should_stop: whether an evaluation is to be given up; called in its thread.

@@ -56,7 +56,7 @@ class Reporter:
         rewards: LearnerRewards | None,
         log: logging.Logger,
     ) -> None:
-        """Take the parts that are reported on."""
+        """Report on these parts of a learner to `follower`."""
         self._follower, self._role, self._transport = follower, role, transport
         self._run, self._progress, self._pace = run, progress, pace
         self._bound, self._costs, self._rewards = bound, costs, rewards
@@ -75,8 +75,8 @@ class Reporter:
         """Append the row of the step that was just made.
 
         Args:
-            metrics: of the trainer.
-            staleness: tokens of the step by their staleness.
+            metrics: the trainer's metrics of the step.
+            staleness: number of the step's tokens by their staleness.
             now: the present instant.
         """
         role = self._role
@@ -101,7 +101,7 @@ class Reporter:
         self._follower.write_metrics(role.step, row)
 
     def _task_code_metrics(self) -> dict[str, float]:
-        """Return how the task's code did since the last step."""
+        """Return counts of the task's code since the last step, such as failed rewards."""
         roster = self._role.roster
         totals = {
             **roster.take_counts_left(),

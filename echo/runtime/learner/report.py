@@ -98,7 +98,7 @@ class Progress:
         self._all_waits_s = 0.0
 
     def begin(self, activity: str, *, now: float) -> None:
-        """Note the learner's activity from now on; an empty string means waiting for groups."""
+        """Record what the learner does from now on; an empty string means waiting for groups."""
         self.activity = activity
         if not activity:
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
@@ -197,7 +197,7 @@ class Progress:
             self._staleness_tokens[lag] = self._staleness_tokens.get(lag, 0) + num_tokens
 
     def published(self, seconds: float) -> None:
-        """Count the time in which a version was made and nothing was trained."""
+        """Add the seconds that making a version took, in which nothing was trained."""
         self._published_s += seconds
 
     def evaluated(
@@ -502,7 +502,7 @@ TRAINED_SHARE = "agents/trained_share"
 
 
 class TaskMetrics:
-    """Differences between totals."""
+    """Turns the running totals of the task's code into counts per step."""
 
     def __init__(self) -> None:
         self._before: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)

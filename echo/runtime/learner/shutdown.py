@@ -1,4 +1,4 @@
-"""The end of a run, told to every node, also to a node that is disconnected at that moment.
+"""Announces the end of a run to every node, also to a node that is disconnected at that moment.
 
 A node that has lost its way to the learner dials at growing pauses: after the learner's crash, a
 relay's, or a link's. If the learner ended meanwhile, the node's dials would fail, and it would end
