@@ -160,7 +160,10 @@ class ZapHandler:
         client_key: bytes,
         warn: Callable[[str, str, str], None],
     ) -> None:
-        """Admit clients with `client_key`; must exist before the listener is bound."""
+        """Start to answer, and admit clients with `client_key`.
+
+        Must be made before the listener is bound.
+        """
         self._loop = loop
         self._client_key = client_key
         self._warn = warn

@@ -46,7 +46,7 @@ PROBE_S = 3.0
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 """Start of a ZMTP 3 greeting; the other side then continues with its own greeting."""
 GREETING_BYTES = 64
-"""Length of a greeting; its bytes 12 to 32 are the mechanism."""
+"""Length of a greeting; its bytes 12 to 31 name the mechanism."""
 
 
 class DiallerHost(Host, Protocol):

@@ -28,7 +28,7 @@ from echo.net.kernel import descriptor_limit
 from echo.net.transport import Connected, Disconnected, Frame, PeerId, format_address, parse_address
 
 _MAX_BACKLOG = 512
-"""Connections that wait in the kernel for libzmq, which accepts all of them at once; at most a
+"""Most connections that wait in the kernel until libzmq accepts them, all together; lowered to a
 sixteenth of the limit of open files."""
 _REMEDIES = {
     errno.EADDRINUSE: "another process listens there; stop it or choose another port",

@@ -260,8 +260,8 @@ class ZmqTransport(Transport):
                 queue = inbound.outbox
                 if is_public and inbound.bulk:
                     queue = min(inbound.bulk, key=lambda outbox: outbox.unsent_bytes)
-                    # Of equal connections take the one used longest ago: the kernel's buffers hide
-                    # bytes that wait there.
+                    # Among equal connections take the least recently used: bytes that wait in
+                    # the kernel's buffers are not counted.
                     inbound.bulk.remove(queue)
                     inbound.bulk.append(queue)
                 is_sent = queue.send(frames, num_bytes)

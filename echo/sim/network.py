@@ -384,7 +384,7 @@ class Network:
             return
         port, now = far.client.port, self.now
         if num_bytes >= self._bulk_bytes:
-            # The first byte arrived earlier than the last, by the bytes over the stream's rate.
+            # The last byte arrives now; the first arrived `num_bytes` / stream rate earlier.
             first_at = now - num_bytes / end.stream_bytes_per_s
             done_at = max(first_at, port.down_idle_at) + num_bytes / port.down_bytes_per_s
             port.down_idle_at = end.done_at = max(done_at, now)

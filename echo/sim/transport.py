@@ -142,7 +142,7 @@ class SimTransport(Transport):
     def stats(self) -> TransportStats:
         return dataclasses.replace(self._stats)
 
-    # --- what the network tells ------------------------------------------------------------------
+    # --- events of the network -------------------------------------------------------------------
 
     def on_connected(self, end: LinkEnd) -> None:
         """Report a dialled connection that is established."""

@@ -70,7 +70,7 @@ class SimWorker(DialingNode):
         self._num_installing = 0
         self._done_at = -1.0
 
-    # --- what the shell asks ---------------------------------------------------------------------
+    # --- calls of the shell ----------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
         """Carry out actions; a pausing worker pauses once it begins to fetch new weights."""
