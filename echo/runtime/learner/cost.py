@@ -388,8 +388,8 @@ class Activation:
     ) -> tuple[list[Action], ActivationDecision | None]:
         """Carry out an answer; return the actions, and the decision if anything changes.
 
-        Workers that joined since the question stay active. Of the question's workers, the answer
-        changes only those that are members now and that `look` has measured.
+        Workers that joined since the question stay active or on standby. Of the question's workers,
+        the answer changes only those that are members now and that `look` has measured.
         """
         self.outlook = answer.after
         timed = answer.active - question.untried
