@@ -431,7 +431,7 @@ class DppoTvLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """Needs of the loss: every rollout, if there is a penalty."""
+        """Return what the loss needs: every rollout if it has a penalty (c > 0)."""
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:

@@ -445,7 +445,7 @@ class EngineCalls:
         return [not_installed(group.lease, event.why) for group in wanted]
 
     def _on_raised(self, event: CallRaised) -> list[Decision]:
-        """End a group that raised alone; of several, find the one that raised by halving.
+        """End the group of a call that raised; halve a call of several, to find the group at fault.
 
         Several groups are sampled again in calls of half the size. If the engine is no longer
         usable, the groups of all its calls end here, and other workers may sample them.

@@ -23,7 +23,7 @@ from echo.train.weights import TrainedWeights
 
 
 class TrainerState:
-    """Writes and reads weights, moments and counts of all weights or of each adapter."""
+    """Writes and reads weights, moments and counts, of the whole model or of each adapter."""
 
     def __init__(self, policy: Policy, weights: TrainedWeights, adapters: Adapters) -> None:
         """Take the parts whose state is saved and loaded."""

@@ -357,9 +357,10 @@ class Sender:
         return sent
 
     def _note_load(self, now: float) -> None:
-        """Tell the estimate the share of children that have been sent all held chunks.
+        """Report to the estimate of the uplink which share of the children waits for this node.
 
-        A child that is held back for a sibling is not one of them: the uplink is in use.
+        Such a child fetches, and this node does not have its next chunk. A child that is held back
+        for a sibling is not one of them: the uplink is in use.
         """
         if not self.children and self.rate.is_paused:
             return

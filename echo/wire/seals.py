@@ -217,7 +217,7 @@ class Seals:
 
     @property
     def proven(self) -> Channel | None:
-        """The channel in which the learner seals."""
+        """The channel in which the learner seals its messages; None before any is agreed on."""
         return self.confirmed or self.offered
 
     def open(

@@ -45,7 +45,7 @@ class Occupancy:
         """Worker -> its new leases."""
 
     def give(self, worker_id: str, *, is_copy: bool = False) -> None:
-        """Count a lease that this round gives to a worker; a copy promises no further group."""
+        """Count a lease that this round gives to a worker; a copy adds no promised group."""
         self._num_given[worker_id] += 1
         self.num_promised += not is_copy
 

@@ -116,4 +116,4 @@ class VersionStore:
         """Remove the mark, as the image is the base again; from the thread of `begin_patch`."""
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Note that the memory of `base` holds `version` now."""
+        """Record that the memory which held `base` holds `version` now."""
