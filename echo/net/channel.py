@@ -47,7 +47,8 @@ class News(enum.Enum):
 
 
 OnNews = Callable[[News, int], None]
-"""Receives an event and the descriptor of its connection; for a handshake it is no descriptor."""
+"""Receives an event and the descriptor of its connection; an event of a handshake has another
+number in its place."""
 
 
 class Burst:
@@ -233,7 +234,7 @@ class ZmqChannel:
         self.read_news()  # only a reader that has seen EAGAIN is woken
 
     def has_whole_message(self) -> bool:
-        """Return whether a message can be received; schedule `look`: this may consume the edge."""
+        """Return whether a message can be received; schedule `look`, as EVENTS are read."""
         self.look_soon()  # reading EVENTS may consume the edge
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
 

@@ -90,8 +90,8 @@ class CurveKeys:
     def server_keys(self, address: str) -> tuple[bytes, ...]:
         """Return the possible keys of the process at `address`, the likeliest first.
 
-        There is one if the address has a key or is known. Another address without a key may be a
-        relay's, or another name of a known process: its keys are tried in turn.
+        There is one key if the address has a key or is known. Another address without a key may be
+        a relay's, or another name of a known process: its keys are tried in turn.
         """
         own = parse_key(address) or self.known.get(address)
         if own is not None:

@@ -215,7 +215,7 @@ class DialledLink:
         self._bulk.clear()
 
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
-        """Accept a message if the connection is up and below its byte bound."""
+        """Queue a message to be sent; return False if the link is down or its queue is full."""
         if self._channel is None or self._outbox is None or self._is_over:
             return False
         is_sent = self._outbox.send(frames, num_bytes)
@@ -322,8 +322,8 @@ class DialledLink:
     def _diagnose(self, greeting: bytes, *, is_prompt: bool) -> tuple[str, bool]:
         """Describe what answers at this address, and whether dialling again is useless.
 
-        `greeting` has the first bytes that were received from the address. `is_prompt` if the other
-        side ended the handshake before the timeout.
+        `greeting` has the first bytes that were received from the address. `is_prompt` says whether
+        the other side ended the handshake before the timeout.
         """
         place = without_key(self.address)
         if not greeting.startswith(b"\xff") or len(greeting) < GREETING_BYTES:
@@ -378,7 +378,7 @@ class DialledLink:
 async def read_greeting(
     loop: asyncio.AbstractEventLoop, ip_address: str, port: int, *, within_s: float
 ) -> bytes:
-    """Send the start of a ZMTP greeting; return up to a whole greeting of the other side.
+    """Send the start of a ZMTP greeting; return the start of the other side's answer.
 
     libzmq reports that an attempt failed, but not the error of the connection. It reports that the
     mechanisms differ only if this side reads the greeting before the other side closes.

@@ -152,7 +152,7 @@ class TransportStats:
     refused_sends: int = 0
     """Times that `send` returned False."""
     discarded_messages: int = 0
-    """Messages from inbound peers after `hang_up`, and from strangers to the wire's protocol."""
+    """Messages from inbound peers after `hang_up`, and of connections with another protocol."""
     failed_handshakes: int = 0
     """Connections whose other side does not use this protocol, or has a wrong key."""
     closed_strangers: int = 0
@@ -212,7 +212,7 @@ class Transport(abc.ABC):
         *,
         is_public: bool = False,
     ) -> bool:
-        """Accept a message for a peer, or drop it; never block.
+        """Queue a message to be sent to a peer, or drop it; never block.
 
         Frames are not copied, so the caller must never change their memory.
 

@@ -250,7 +250,7 @@ class ZmqTransport(Transport):
         *,
         is_public: bool = False,
     ) -> bool:
-        """Accept a message if the peer is connected and below its byte bound."""
+        """Queue a message to be sent; return False if the peer is away or its queue is full."""
         num_bytes = checked_num_bytes(frames, self.options.max_message_bytes)
         is_sent = False
         match self._peers.get(peer):

@@ -162,7 +162,7 @@ class Broadcast:
 
     @property
     def payload(self) -> Chunked | None:
-        """The newest version in its smallest form; None without one."""
+        """The newest known version in its smallest form; None if no version is known."""
         newest = self._store.newest_known
         forms: list[Chunked] = [
             *(
@@ -176,7 +176,7 @@ class Broadcast:
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` should be called next; None without a deadline."""
+        """When `expire` should be called next; None if it need not be called."""
         return earliest(self.receiver.deadline, self._sender.deadline)
 
     def progress(self) -> tuple[PolicyVersion | None, int, int]:
@@ -227,10 +227,11 @@ class Broadcast:
         *,
         now: float,
     ) -> list[Action]:
-        """Hold an image, or its correct chunks; `frame` is its signed manifest.
+        """Hold an image that was found on this machine, complete or partial.
 
-        The manifest is verified again: newer versions may have arrived while the chunks were
-        hashed, and `trust` may have forgotten the manifest.
+        `frame` is the signed manifest, and `has_chunk` marks the correct chunks. The manifest is
+        verified again: newer versions may have arrived while the chunks were hashed, and `trust`
+        may have forgotten the manifest.
         """
         manifest = self.trust.manifest(version, frame)
         signed, _ = self.trust.manifests[version]
@@ -341,7 +342,7 @@ class Broadcast:
         raise RemoteProtocolError(f"{type(message).__name__} does not belong to the weights plane")
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Take the result of work in a thread: its fault, or nothing."""
+        """Accept the result of work in a thread; `fault` is empty if the work succeeded."""
         match work:
             case WriteChunk():
                 found = self.receiver.written(work, fault, now=now)
@@ -357,7 +358,7 @@ class Broadcast:
         return self._pass_on(found, now)
 
     def tend(self, *, now: float) -> list[Action]:
-        """Serve the children: the part of `expire` of a node without a parent."""
+        """Serve the children: the part of `expire` that a node without a parent needs."""
         return self._sender.expire(now)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:

@@ -43,7 +43,7 @@ from echo.wire.codec import Frame
 
 KEY_BYTES = 32
 
-# The hash of a key is signed beside the key, and must reveal nothing else.
+# The context in which a key is hashed. The signed hash must reveal nothing else of the key.
 _COMMITMENT = "echo-rl 2026-11 key of one form of a version"
 _BLOCK_BYTES = 16
 _NONCE_BYTES = 12
@@ -52,15 +52,15 @@ _FIRST_COUNTER = 2
 
 
 def hash_key(key: bytes) -> bytes:
-    """Return the hash of a key, which is signed in its place; nothing without a key."""
+    """Return the hash of a key, which the learner signs instead of the key; empty without a key."""
     return blake3(key, derive_key_context=_COMMITMENT).digest() if key else b""
 
 
 def check_key(key: bytes, key_hash: bytes) -> None:
-    """Refuse a key with another hash than the learner has signed.
+    """Refuse a key whose hash is not the one that the learner has signed.
 
     Raises:
-        RemoteProtocolError: if the key is another one, missing, or not expected.
+        RemoteProtocolError: if the key is wrong, missing, or given where none is expected.
     """
     if len(key) not in (0, KEY_BYTES) or hash_key(key) != key_hash:
         raise RemoteProtocolError("a key of a version that is not the one which the learner drew")
@@ -85,7 +85,7 @@ def _context(key: bytes, mode: modes.GCM | modes.CTR) -> CipherContext:
 
 @dataclass(frozen=True, slots=True)
 class Encrypted:
-    """The place of a run of bytes in the chunks of a form, with their key."""
+    """Where a run of encrypted bytes lies in the chunks of a form, with the key of these chunks."""
 
     key: bytes
     chunk: int
@@ -95,7 +95,7 @@ class Encrypted:
     chunk_bytes: int
 
     def decrypt(self, data: memoryview) -> memoryview:
-        """Return the run; parts of chunks are decrypted by the counter of their blocks."""
+        """Return the run `data` decrypted; it may begin and end anywhere in a chunk."""
         out = np.empty(len(data), np.uint8).data
         done, chunk, start = 0, self.chunk, self.start
         while done < len(data):

@@ -74,8 +74,8 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def pack_streams(*streams: Bytes) -> list[bytes]:
-    """Return contiguous arrays as streams, one after the other: each its length and its bytes."""
-    # A new compressor costs 10 us, and so threads share none.
+    """Return each array, which must be contiguous, as a stream: its length, then its bytes."""
+    # A new compressor costs only 10 us, so each call makes one and threads share none.
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     parts = []
     for data in streams:
@@ -97,7 +97,7 @@ def pack_planes(words: Words) -> list[bytes]:
 
 
 def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
-    """Copy bytes to a place of their length, without the GIL.
+    """Copy `data` to `out`, which has the same length, without holding the GIL.
 
     A slice assignment would hold the GIL, and so stop all threads while the kernel makes the writer
     of a file's page wait.
@@ -194,10 +194,10 @@ _ESCAPE = 15
 
 
 def has_more_changes(old: Words, new: Words, limit: int) -> bool:
-    """Return whether more than `limit` words differ; True is certain.
+    """Return whether more than `limit` words differ; True is exact, False may be an estimate.
 
-    If samples find less than half of `limit`, the words are not counted and False is an estimate:
-    a count is a pass over both blocks, and the search for sparse changes follows anyway.
+    If samples suggest that at most half of `limit` words differ, the words are not counted: a count
+    is a pass over both blocks, and the search for sparse changes follows anyway.
     """
     every = _SAMPLE_STRIDE
     if every * np.count_nonzero(old[::every] != new[::every]) <= limit // 2:
@@ -211,12 +211,12 @@ def has_more_changes(old: Words, new: Words, limit: int) -> bool:
 
 
 def has_changed_little(old: memoryview, new: memoryview) -> bool:
-    """Return whether few words of an image differ from another one, judged by samples.
+    """Return whether few words differ between two images, judged by samples.
 
     Args:
-        old: an image.
-        new: another one of its length; both consist of bf16 or other words of two bytes, or of
-            larger words, whose halves are then counted.
+        old: one image.
+        new: the other image, of the same length. Both consist of bf16 or other words of two bytes,
+            or of larger words, whose halves are then counted.
     """
     size = len(new) // 2
     stride = max(1, min(_SAMPLE_STRIDE + 1, size // _SAMPLE_STRIDE))
@@ -346,7 +346,7 @@ def _unpack_gaps(packed: Bytes) -> Indices:
 
 
 def _step_table(word_bytes: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return the table of the two differences in each byte, as one number."""
+    """Return a table: for each byte the two differences that it codes, packed into one number."""
     byte = np.arange(256, dtype=f"<u{word_bytes}")
     nibbles = np.stack([byte & 15, byte >> 4], axis=1)
     steps = np.where(nibbles == _ESCAPE, 0, unzigzag(nibbles + 1)).astype(byte.dtype)
@@ -490,7 +490,7 @@ class BlockPatch:
         _write(block, self.where, self.new, self.new_tail)
 
     def take_back(self, block: memoryview) -> None:
-        """Write the old words, also where the new ones had not been written."""
+        """Write the old words to the block, whether or not the new ones had been written."""
         _write(block, self.where, self.old, self.old_tail)
 
 
@@ -507,7 +507,7 @@ _NOTHING = np.empty(0, np.int64)
 
 
 def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPatch:
-    """Return the changes of a coded block to its base, which is only read.
+    """Return the changes that a coded block makes to its base; the base itself is not written.
 
     Args:
         coded: a result of `encode_delta`, or any bytes from the network.
@@ -572,7 +572,7 @@ def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) ->
 
 
 def _decode_difference(codec: int, reader: BlockReader, base: memoryview, out: memoryview) -> None:
-    """Write base and coded difference together to `out`."""
+    """Write the base with the coded differences applied to `out`."""
     if codec == UNCHANGED:
         fill(out, base)
         return
@@ -599,7 +599,7 @@ _CODERS: dict[int, _Coder] = {
 
 
 def _shortest(old: Words, new: Words) -> int:
-    """Return the codec that codes samples of the block the shortest."""
+    """Return the codec with the shortest code for samples of the block."""
     old, new = _samples(old), _samples(new)
     return min(_CODERS, key=lambda codec: sum(map(len, _CODERS[codec](old, new))))
 

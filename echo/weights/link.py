@@ -82,15 +82,17 @@ SAMPLE_CHUNKS = 4
 """Least number of chunks of a sample: with fewer, rounding dominates the rate."""
 
 UPLINK_SAMPLE_S = (2.0, 5.0)
-"""Least busy time of a sample of an uplink: with many acknowledgements, and with few."""
+"""Least busy time of a sample of an uplink: with many acknowledgements (UPLINK_SAMPLE_ACKS or
+more), and with few."""
 
 UPLINK_SAMPLE_ACKS = 128
-"""Number from which acknowledgements are many. Each child acknowledges several chunks at once, at a
-time of its own, so over fewer acknowledgements chance dominates the rate, and the highest sample
-is far too high."""
+"""Number of acknowledgements in a sample from which they count as many. Each child acknowledges
+several chunks at once, at a time of its own, so over fewer acknowledgements chance dominates the
+rate, and the highest sample is far too high."""
 
 IDLE_SHARE = 0.25
-"""Largest share of waiting children, over time, in a sample whose limit was the uplink."""
+"""A sample counts as limited by the uplink if the share of children that the uplink did not limit
+(`UplinkEstimate.wait`), averaged over the sample's time, was at most this."""
 
 LOWER_SAMPLES = 4
 """Lower samples in a row, each with the uplink as its limit, after which the estimate falls."""
@@ -99,7 +101,7 @@ RISE_S = 4.0
 """Busy time in which the weight of a lower estimate of an uplink falls to 1/e."""
 
 LOOP_S = 0.001
-"""Time in which a busy node answers, beyond the round trip of the network."""
+"""Time that a busy node takes to answer, in addition to the round trip of the network."""
 
 RATE_WINDOW_S = 1.0
 """Busy time in which the weight of an old sample falls to 1/e."""
@@ -127,11 +129,11 @@ class RateEstimate:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the next chunk only starts the clock."""
+        """Whether the clock of busy time is stopped; the next chunk only starts it."""
         return self._last_at is None
 
     def add(self, num_bytes: float, *, now: float, since: float = math.inf) -> None:
-        """Add bytes that have arrived; the first after a pause only start the clock.
+        """Add bytes that have arrived; after a pause the first ones only start the clock.
 
         Args:
             num_bytes: number of bytes.
@@ -178,14 +180,14 @@ class UplinkEstimate(RateEstimate):
         """Whether the uplink was the limit of a sample; otherwise the estimate is a lower bound."""
 
     def wait(self, share: float, *, now: float) -> None:
-        """Note the share of children, 0 to 1, that do not wait for the uplink from now on."""
+        """Note which share of the children, 0 to 1, the uplink does not limit from now on."""
         if not self.is_paused:
             since = max(self._shared_at, self._began_at)
             self._waited_s += self._share * max(0.0, now - since)
         self._share, self._shared_at = share, now
 
     def show(self, bytes_per_s: float) -> None:
-        """Raise the estimate to a rate that was measured otherwise."""
+        """Raise the estimate to a rate that is known from another source, such as a probe."""
         self._rate = bytes_per_s if self._rate is None else max(self._rate, bytes_per_s)
 
     def _least_s(self, num_chunks: int) -> float:
@@ -212,7 +214,7 @@ class UplinkEstimate(RateEstimate):
 
 
 def _towards(sample: float, rate: float, age: float) -> float:
-    """Return the exponential average of both; `age` 1 lowers the weight of `rate` to 1/e."""
+    """Return an average of both rates; `age` 1 lowers the weight of `rate` to 1/e."""
     return rate + (1 - math.exp(-age)) * (sample - rate)
 
 
@@ -343,18 +345,18 @@ _ASKED_AGAIN = frozenset({LinkState.SUBSCRIBED_AGAIN, LinkState.REQUESTED_AGAIN}
 MIN_PATIENCE_S = 0.5
 MAX_PATIENCE_S = 60.0
 PROMISE_GRACE_S = 0.5
-"""Patience beyond the time at which a waiting parent announced its next message."""
+"""Time by which a waiting parent may be late with the message that it announced."""
 MAX_PROMISE_S = 2.0
-"""Longest announced time that is accepted."""
+"""Longest time to its next message that a waiting parent may announce; longer ones are cut."""
 GAP_MEMORY = 0.98
-"""Factor of the longest gap with each chunk that arrives sooner."""
+"""The longest gap is multiplied by this at each chunk that arrives sooner."""
 MAX_WINDOW_BYTES = 64 << 20
 """Most bytes that a parent may have to hold for one child."""
 MAX_WRITING_WINDOWS = 4
-"""Unwritten bytes of a link, in largest windows: after a repeated request, the chunks of the first
-may still arrive."""
+"""Most unwritten bytes of a link, as a multiple of MAX_WINDOW_BYTES: after a repeated request, the
+chunks of the first request may still arrive."""
 MAX_DOUBLINGS = 4
-"""Doublings of the patience with parents without a rate: up to 16 times the configured time."""
+"""Most doublings of the patience while no rate was measured: up to 16 times the configured time."""
 MAX_BAD_CHUNKS = 3
 """Chunks with a wrong hash after which a parent is left; a single one can be a memory error."""
 
@@ -435,7 +437,7 @@ class ParentLink:
     def fetch(self, *, now: float) -> int:
         """Note that Fetch is sent; return its credit.
 
-        Bytes that are still being written, of any item, take their part of the window.
+        The bytes of any item that are still being written are subtracted from the window.
         """
         self._move(LinkEvent.FETCH)
         self.window = self.window or self.first_window_bytes
@@ -464,7 +466,7 @@ class ParentLink:
             self.num_failures = 0
 
     def settle(self, num_bytes: int, *, now: float) -> None:
-        """Note that a chunk was written or discarded; the silence counts from now on."""
+        """Note that a chunk was written or discarded; a silence of the parent begins now."""
         self.writing_bytes -= num_bytes
         self.progress_at = now
 
@@ -532,7 +534,7 @@ class ParentLink:
         return now - self.progress_at + self.patience_s(chunk_bytes) * was_asked_again
 
     def deadline(self, chunk_bytes: int) -> float | None:
-        """Return when the parent counts as silent; None while no message of it is awaited."""
+        """Return when the parent counts as silent; None while no message from it is awaited."""
         if self.writing_bytes or not (self.awaits_chunks or self.awaits_answer):
             return None
         return self.progress_at + self.patience_s(chunk_bytes)
@@ -555,7 +557,7 @@ class ParentLink:
 
 # --- uplink probe: one message, and the time in which it arrives ----------------------------------
 #
-#     node  -> parent    Probe, with bytes without meaning
+#     node  -> parent    Probe, with meaningless bytes
 #     parent -> node     ProbeAck
 #
 # Transfers measure the uplinks of nodes that serve children, up to the rate at which the children

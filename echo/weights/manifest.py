@@ -113,7 +113,7 @@ class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
     """Key of the chunks; empty if they are not encrypted."""
 
     def __repr__(self) -> str:
-        return f"SignedManifest(root={self.root.hex()})"  # no key in a log
+        return f"SignedManifest(root={self.root.hex()})"  # the key must not appear in a log
 
     @property
     def root(self) -> bytes:
@@ -173,7 +173,7 @@ def with_hashes(manifest: Manifest, parts: Iterable[ChunkHashes], key: bytes = b
     """Return a manifest with the hashes of all its chunks.
 
     Args:
-        manifest: without any.
+        manifest: a manifest without hashes.
         parts: the hashes, in order of the chunks.
         key: the key of the chunks; empty if they are not encrypted.
     """
@@ -241,7 +241,7 @@ def verify_signature(frame: bytes | bytearray | memoryview, *, public_key: bytes
     """Check that the learner has signed a manifest or a segment's table, and return it.
 
     Raises:
-        RemoteProtocolError: if it has not.
+        RemoteProtocolError: if the learner has not signed it.
     """
     try:
         signed = _signed_decoder.decode(frame)
@@ -350,7 +350,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
     result_hashes: bytes = b""
     """BLAKE3-256 of each decoded image chunk; empty if `old_hashes` are given."""
     manifest: bytes | None = None
-    """In the last segment: the signed manifest of the image, encoded; None if it follows."""
+    """In the last segment: the signed manifest of the image, encoded; None if it is sent later."""
     old_hashes: bytes = b""
     """BLAKE3-256 of the bytes of the base that each block replaces (`delta.py`)."""
     key_hash: bytes = b""
@@ -373,7 +373,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether it hashes the bytes that it replaces, and not the result."""
+        """Whether it holds hashes of the bytes that it replaces, and not of the result."""
         return bool(self.old_hashes)
 
     @property

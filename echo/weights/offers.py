@@ -37,7 +37,7 @@ class Offers:
         self._sizes = offers
 
     def clear(self) -> None:
-        """Forget the parent."""
+        """Remove all offers: the parent was left."""
         self._sizes = {}
 
     def withdraw(self, item: ItemId) -> None:

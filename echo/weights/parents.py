@@ -34,7 +34,7 @@ CONNECT_TIMEOUT_S = 3.0
 """Seconds to wait for a dialled address before the next; a WAN handshake takes under 1."""
 QUARANTINE_S = 600.0
 ALONE_S = 10.0
-"""Quarantine of a parent without an alternative: its fault may have passed."""
+"""Seconds of quarantine if no other parent serves this node: the fault may have passed."""
 
 
 class Parents:
@@ -43,7 +43,7 @@ class Parents:
     def __init__(
         self, broadcast: Broadcast, *, addresses: Sequence[str] = (), retry_s: float
     ) -> None:
-        """Start without a plan; `addresses` may lead to the learner."""
+        """Start without a plan; at `addresses` the learner may be reached."""
         self.receiver = broadcast.receiver
         self._broadcast = broadcast
         self._addresses = addresses
@@ -66,7 +66,7 @@ class Parents:
         self._failed_at: float | None = None
         self._num_failures = 0
 
-    # --- what others ask -------------------------------------------------------------------------
+    # --- state that others read ------------------------------------------------------------------
 
     @property
     def learner_addresses(self) -> list[str]:
@@ -109,9 +109,10 @@ class Parents:
         self._epoch = -1
 
     def on_plan(self, plan: TopologyPlan, *, now: float) -> list[Action]:
-        """Follow a plan, unless it is an old one, or for a process that bore this name before.
+        """Follow a plan, unless it is outdated or meant for an earlier process of this name.
 
-        It names the same parents as before or others; one without any ends a fetch.
+        If the plan names the same parents as before, the preferred one may be tried again. A plan
+        without parents ends a fetch.
         """
         if plan.epoch < self._epoch or not self.receiver.trust.has_key:
             return []
@@ -143,13 +144,13 @@ class Parents:
 
     @property
     def _hops(self) -> list[tuple[str, str]]:
-        """All (node id, address) to dial in turn: those of the plan, then the last resort."""
+        """Each (node id, address) to dial: the plan's, the last resort, the plan's again."""
         planned = {address for _, address in self._parents}
         others = [each for each in self.learner_addresses if each not in planned]
         return [*self._parents, *((LEARNER_ID, each) for each in others), *self._parents]
 
     def _address(self, index: int, now: float) -> str:
-        """Return the address of a hop, "" if it cannot be dialled now."""
+        """Return the address of a hop; empty if it cannot be dialled now."""
         hops, control = self._hops, self.control
         node_id, address = hops[index]
         is_alone = index >= len(hops) - len(self._parents)
@@ -285,7 +286,7 @@ class Parents:
         connection, self.spare = self.spare, None
         assert connection is not None
         self.current = connection
-        if self.next is None:  # otherwise the index is that of the parent that is being dialled
+        if self.next is None:  # otherwise `_index` belongs to the parent that is being dialled
             names = [node_id for node_id, _ in self._parents]
             self._index = (
                 names.index(connection.node_id) if connection.node_id in names else self._index + 1

@@ -93,7 +93,7 @@ class VersionArrived(Action):
 
 @dataclass(frozen=True, slots=True)
 class VersionAudited(Action):
-    """The audit found every chunk of a version to match its hash."""
+    """The audit has found that every chunk of a version matches its hash."""
 
     version: PolicyVersion
     image_hash: bytes
@@ -179,7 +179,7 @@ class Receiver:
 
     @property
     def _present(self) -> Chunked | None:
-        """The item that is being fetched, as far as it is held."""
+        """The item that is being fetched; None if no part of it is in the store."""
         return None if self.item is None else self.store.get(self.item)
 
     # --- the parent ------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Receiver:
         return [*subscribe, *(self._abandon_unoffered(now) or self._request(now))]
 
     def disconnect(self) -> str:
-        """Leave the parent; return its name, or nothing without one."""
+        """Leave the parent; return its name, empty if there was none."""
         peer = self.link.peer or ""
         self.offers.clear()
         self.watchdog.clear()
@@ -594,7 +594,7 @@ class Receiver:
         return [*actions, *(self._request(now) if self.item == work.item_id else [])]
 
     def _leave_unwritable(self, work: WriteChunk, fault: str, now: float) -> list[Action]:
-        """Drop an item that the disk refuses to write, as one without space."""
+        """Drop an item that the disk refuses to write, and retry it like an item without space."""
         error = StorageError(f"chunk {work.index} of {work.item_id[0]} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
@@ -621,7 +621,7 @@ class Receiver:
         return earliest(self.watchdog.deadline(self.item), self.space.retry_at, self.audit.deadline)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Leave a parent that does not deliver, or ask it again; continue space and audit."""
+        """Leave a silent parent, or ask it again; look for space, and continue the audit."""
         item = self._present
         if item is None or not item.is_missing:
             self.link.complete()  # the last table may arrive after the last chunk

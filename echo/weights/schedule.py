@@ -221,7 +221,7 @@ class FormSchedule:
         return "delta" if has_base and (not is_auto or self._is_delta_due) else "keyframe"
 
     def is_hopeless(self, coded_bytes: int, image_bytes: int) -> bool:
-        """Return whether to abandon an encoded version, given its first segment and image part."""
+        """Return whether to abandon an encoded version, given the sizes of its first segment."""
         return self._codec == "auto" and coded_bytes > HOPELESS_SHARE * image_bytes
 
     def made(self, item: ItemId, num_bytes: int) -> None:

@@ -6,10 +6,10 @@ ascending order, each as soon as it is held here, within the child's credit.
 * **Siblings.** TCP divides an uplink unevenly, and the child with the smallest share would delay
   all nodes below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
   sibling that fetches the same item. Three kinds of child are not waited for: a child that was
-  silent for the time of SILENT_CHUNKS, a child that has taken less than half of the recent median
-  rate for SLOW_AFTER_S (its disk may be slower than its link), and a child whose next chunk is not
-  held here. The time in which a child is held back does not count for its rate; otherwise all
-  siblings would seem as slow as the slowest.
+  silent for as long as SILENT_CHUNKS chunks usually take, a child that has taken less than half of
+  the recent median rate for SLOW_AFTER_S (its disk may be slower than its link), and a child whose
+  next chunk is not held here. The time in which a child is held back does not count for its rate;
+  otherwise all siblings would seem as slow as the slowest.
 * **Together.** Chunks that a child receives within TOGETHER_S are sent in one message, each in a
   frame of its own: on a fast link most of the Python time is spent per message. On a slow link each
   chunk is a message, so that the child can forward it on arrival.
@@ -61,10 +61,10 @@ from echo.wire.messages import (
 # knows: they are remembered, and become wanted when the next segment arrives.
 
 PACE_S = 10.0
-"""Length of a period of the pace, which covers the present period and the one before."""
+"""Length of one period; a pace is measured over the present period and the one before."""
 TOGETHER_S = 0.005
-"""Chunks that arrive within this time go in one message: chunks of 1 MiB above 3 Gbit/s. The first
-of them arrives at most this much later at each hop."""
+"""Chunks that arrive within this time go in one message, as chunks of 1 MiB do above 3 Gbit/s. The
+first of them arrives at most this much later at each hop."""
 TOGETHER_BYTES = 4 << 20
 """Bound of the chunks in one message, unless it is a single chunk: larger messages fall out of the
 CPU's caches and are no faster."""
@@ -117,7 +117,7 @@ class Pace:
         return self._rate(1e-3)
 
     def at_once(self, now: float) -> int:
-        """Return the chunks that may go in one message: those of TOGETHER_S, at least one."""
+        """Return how many chunks go in one message: those of TOGETHER_S, at least one."""
         self._look(now)
         return min(MAX_CHUNKS, max(1, int(self._rate(SAMPLE_S) * TOGETHER_S)))
 
@@ -140,7 +140,7 @@ class Child:
     """Newest version that was announced to it."""
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
-    """Item of its request that this node does not know yet."""
+    """The item that it requested, while this node does not know the item yet."""
     ranges: tuple[tuple[int, int], ...] = ()
     """Chunks that it requested, known here or not."""
     num_known: int = 0
@@ -154,7 +154,7 @@ class Child:
     """Its progress in the item, in chunks; it starts at the least of its siblings' leads."""
     pace: Pace = field(default_factory=Pace)
     acked_at: float = 0.0
-    """When it last acknowledged chunks, or began."""
+    """When it last acknowledged chunks, or began to fetch."""
     held_at: float | None = None
     """Start of the time in which it is held back for a sibling; None if it is not."""
     last_seen_at: float = 0.0
@@ -162,7 +162,7 @@ class Child:
     waiting_s: float = 0.0
     """Time to the next Waiting that the last one announced."""
     unanswered_since: float | None = None
-    """Time of an announcement to which it has not reacted yet; None without one."""
+    """Time of an announcement to which it has not reacted yet; None if no reaction is awaited."""
 
     def stop(self, now: float) -> None:
         """Forget its request."""
@@ -247,7 +247,8 @@ MAX_SIBLINGS = 64
 """With more siblings no child is held back: the fleet is a star, which shares the uplink."""
 SLOW_AFTER_S = 5.0
 SILENT_CHUNKS = 8
-"""A child that is silent for the time of these chunks is not waited for: it may be dead."""
+"""A child that is silent for as long as this many chunks usually take is not waited for: it may be
+dead."""
 SILENT_AFTER_S = 0.5
 """Least silence after which a child is not waited for."""
 WAITING_PERIOD_S = 0.2
@@ -357,10 +358,10 @@ class Sender:
         return sent
 
     def _note_load(self, now: float) -> None:
-        """Report to the estimate of the uplink which share of the children waits for this node.
+        """Report to `rate` the share of the children that the uplink does not limit.
 
-        Such a child fetches, and this node does not have its next chunk. A child that is held back
-        for a sibling is not one of them: the uplink is in use.
+        It does not limit a fetching child whose next chunk is not held here, nor a child without
+        siblings. A child that is held back for a sibling does not count: the uplink is in use.
         """
         if not self.children and self.rate.is_paused:
             return
@@ -404,7 +405,7 @@ class Sender:
         )
 
     def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
-        """Return the largest lead of a child, given the slowest sibling that is waited for."""
+        """Return the largest lead that a child may have; None if no sibling is waited for."""
         members = [
             child
             for _, child in family

@@ -29,7 +29,8 @@ class Watchdog:
         """Start with nothing awaited; link, offers and store are the `Receiver`'s."""
         self._link, self._offers, self._store = link, offers, store
         self._since: float | None = None
-        """When the parent last showed that it lives without a new chunk; None after a new chunk."""
+        """When the parent, after its last new chunk, first showed that it lives; None until it
+        does."""
         self._longest_pause_s = 0.0
         """The longest time from `_since` to the next chunk."""
 
@@ -50,7 +51,7 @@ class Watchdog:
         self._since = None
 
     def clear(self) -> None:
-        """Forget the parent."""
+        """Forget the pauses of the parent, which was left."""
         self._since, self._longest_pause_s = None, 0.0
 
     def _gives_up_at(self, item: ItemId | None) -> float | None:
@@ -67,7 +68,7 @@ class Watchdog:
         return None if silent_at is None else earliest(silent_at, self._gives_up_at(item))
 
     def check(self, item: ItemId | None, *, now: float) -> tuple[str, bool]:
-        """Return (why the parent is to be left, whether it is to be asked again).
+        """Return (why to leave the parent, or an empty string; whether to ask it again).
 
         Args:
             item: what is being fetched.

@@ -165,7 +165,7 @@ class Transfer(Chunked):
         return not self.later
 
     def seal(self, signed: SignedManifest, manifest: Manifest) -> str:
-        """Take the manifest of an image without one; return why it does not fit, or nothing."""
+        """Add the missing manifest; return why it does not fit, or an empty string."""
         if provisional(manifest, manifest.version) != self.manifest:
             return f"the seal of {manifest.version} describes another image than its deltas"
         self.signed, self.manifest = signed, manifest
@@ -270,7 +270,7 @@ class AuditChunks(Work):
     stop: int
 
     def run(self) -> str:
-        """Return the first chunk that does not match its hash, or nothing."""
+        """Hash the chunks; return the first with a wrong hash, or an empty string."""
         for index in range(self.first, self.stop):
             if not self.image.is_right(index):
                 return f"chunk {index}"

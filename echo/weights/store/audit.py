@@ -76,7 +76,7 @@ class Audit:
         return now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
 
     def _begin_newest(self, audited: PolicyVersion, now: float) -> None:
-        """Continue with the newest sealed image, if it is newer and deltas have made it."""
+        """Continue with the newest sealed image, if newer than `audited` and made by deltas."""
         newest = self._store.newest_sealed
         if newest is not None and newest > audited:
             image = self._store.images[newest]

@@ -65,7 +65,7 @@ class OpenBlock(Work):
     """Memory of the patched copy of the base; None if the base is patched in place."""
 
     def run(self) -> str:
-        """Return the fault of the block or its base, or nothing."""
+        """Find the changes; return the fault of the block or its base, or an empty string."""
         patch = self.encoded.patch
         assert patch is not None
         try:
@@ -92,7 +92,7 @@ class DecodeBlock(Work):
     base: memoryview | None
     out: memoryview
     hashes: bytes
-    """Hashes of the image chunks in `out`."""
+    """Hashes that the decoded image chunks must have."""
     chunk_bytes: int
 
     @property
@@ -106,7 +106,7 @@ class DecodeBlock(Work):
         return self.encoded.form
 
     def run(self) -> str:
-        """Return the fault of the block, or nothing."""
+        """Decode the block; return its fault, or an empty string."""
         try:
             decode_block(_plain(self.coded, self.encrypted), self.base, self.out)
         except RemoteProtocolError as error:
@@ -295,7 +295,7 @@ class EncodedVersion(Chunked):
     # --- blocks ----------------------------------------------------------------------------------
 
     def base_among(self, images: Mapping[PolicyVersion, Transfer]) -> Transfer | None:
-        """Return the complete image in `images` that this delta is coded against; None without."""
+        """Return the complete image that this delta is coded against; None if `images` lacks it."""
         image = None if self.form.base is None else images.get(self.form.base)
         return image if image is not None and image.is_complete else None
 

@@ -16,7 +16,7 @@ from echo.weights.store.store import ItemStore
 from echo.wire.messages import FULL, ItemId
 
 MAX_ENCODED_VERSIONS = 64
-"""Encoded versions kept for others at most, however small they are."""
+"""Most deltas that are kept for others, however small they are."""
 
 
 def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
@@ -50,7 +50,7 @@ def is_lean(store: ItemStore) -> bool:
 
 
 def _worthwhile_encoded(store: ItemStore) -> list[ItemId]:
-    """Return the newest keyframe, and the newest deltas that together are below an image."""
+    """Return the newest keyframe, and the newest deltas that together are smaller than an image."""
     room = max((image.num_bytes for image in store.images.values()), default=0)
     usable = (item for item, encoded in store.encoded_versions.items() if not encoded.is_half)
     newest_first = sorted(usable, key=lambda item: item[0], reverse=True)
@@ -74,7 +74,7 @@ def begun_otherwise(store: ItemStore, item: ItemId) -> list[ItemId]:
 
 
 def partial_on(store: ItemStore, versions: set[PolicyVersion]) -> list[ItemId]:
-    """Return the partial deltas that are useless without some versions, by way of others too."""
+    """Return the partial deltas coded against these versions, directly or through others."""
     gone, halves = set(versions), []
     for item in sorted(store.encoded_versions, key=lambda item: item[0]):
         if store.encoded_versions[item].is_half and item[1].base in gone:

@@ -27,14 +27,14 @@ from echo.wire.messages import Form, ItemId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ApplyPatch(Work):
-    """Work for a thread: write a patch that is whole over its base; then call `worked`."""
+    """Work for a thread: write a complete patch over its base; then call `worked`."""
 
     patch: Patch
     image: memoryview
     store: VersionStore
 
     def run(self) -> str:
-        """Return the error of the disk, or nothing."""
+        """Write the patch; return the error of the disk, or an empty string."""
         try:
             self.store.begin_patch(self.patch)
         except OSError as error:
@@ -64,7 +64,7 @@ class InPlace:
 
     @property
     def ready(self) -> EncodedVersion | None:
-        """The delta whose blocks are all open and whose base is current; None without one."""
+        """A delta whose blocks are all open and whose base is current; None if there is none."""
         return next((each for each in self.open if not self.is_being_written(each)), None)
 
     @property

@@ -42,7 +42,7 @@ class Patch:
             block.write(image[start : start + self.block_bytes])
 
     def take_back(self, piece: memoryview, first: int = 0) -> None:
-        """Write the old words, also where the new ones had not been written.
+        """Write the old words to `piece`, whether or not the new ones had been written.
 
         Args:
             piece: the image, or a copy of a run of its blocks.

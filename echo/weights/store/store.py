@@ -73,7 +73,7 @@ class ItemStore:
         self.add(Transfer(signed, manifest, storage, has_chunk))
 
     def add(self, image: Transfer) -> None:
-        """Hold an image; frames that were lent of it before stay valid."""
+        """Hold an image; frames lent from an earlier image of the same version stay valid."""
         image.may_change, image.sent = self.in_place.is_on, self._sent
         self.images[image.manifest.version] = image
 
@@ -151,7 +151,7 @@ class ItemStore:
         self.version_store.advance(encoded.form.base, encoded.version)
 
     def seal(self, version: PolicyVersion, signed: SignedManifest, manifest: Manifest) -> str:
-        """Give an image the learner's seal; return why it does not fit, or nothing."""
+        """Give an image the learner's seal; return why it does not fit, empty if it fits."""
         fault = self.images[version].seal(signed, manifest)
         if not fault:
             self.version_store.sealed(version, encode_signed(signed))

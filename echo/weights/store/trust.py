@@ -21,7 +21,7 @@ from echo.wire.messages import FULL, ItemId
 
 @contextmanager
 def _taken_for_forged() -> Iterator[None]:
-    """Raise ForgedError, which blames the peer, where a signed item cannot be verified."""
+    """Turn a RemoteProtocolError of a verification into ForgedError, which blames the peer."""
     try:
         yield
     except RemoteProtocolError as error:

@@ -14,7 +14,8 @@ from echo.wire.codec import Frame
 from echo.wire.messages import Chunk, ItemId
 
 WRONG_HASH = "its hash is wrong"
-"""The fault that `run` returns for a chunk that the learner did not sign; others are the disk's."""
+"""The fault that `run` returns for a chunk that the learner did not sign; other faults are the
+disk's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +32,7 @@ class WriteChunk(Work):
     """The version store's `write` if it may block; None writes to memory."""
 
     def run(self) -> str:
-        """Return the fault of the chunk or the disk, or nothing."""
+        """Verify and write the chunk; return its fault or the disk's, or an empty string."""
         item, index = self.item, self.index
         is_whole = len(self.data) == item.chunk_size(index)
         if not is_whole or blake3(self.data).digest() != item.chunk_hash(index):

@@ -77,7 +77,7 @@ Parents = Mapping[str, tuple[Hop, ...]]
 
 
 def with_backups(fleet: Sites, parents: Tree, *, previous: Parents) -> Parents:
-    """Return the parents of every node.
+    """Return the parents of every node in order of preference, with stand-ins.
 
     Args:
         fleet: the nodes.
@@ -102,7 +102,7 @@ class _Rows:
     """The tree in rows of equal distance from the learner."""
 
     def __init__(self, fleet: Sites, parents: Sequence[int]) -> None:
-        """Count hops; rows hold the nodes that can serve, and each child has a rank."""
+        """Sort the nodes that can serve into rows, and number the children of each parent."""
         self._fleet, self._parents = fleet, parents
         self._depths = [0] * len(parents)
         self._ranks = [0] * len(parents)
@@ -117,10 +117,11 @@ class _Rows:
                 self._rows[self._depths[node]].append(node)
 
     def stand_ins(self, node: int, counts: Sequence[int]) -> list[int]:
-        """Return the parents of a node, the learner last.
+        """Return the parents of a node: its parent in the tree, stand-ins, and the learner last.
 
-        When a parent dies, its own parent can serve one more child: the first child goes there. The
-        other children go to nodes beside the parent first, spread over the row.
+        When a parent dies, the grandparent can serve one more child, so only the first child turns
+        to the grandparent first. The other children first turn to nodes beside the parent, spread
+        over the row.
         """
         above = [self._parents[node]]
         while above[-1] > 0 and len(above) < MAX_PARENTS:
@@ -141,7 +142,7 @@ class _Rows:
     def can_keep(
         self, node: int, old: tuple[Hop, ...], numbers: Mapping[str, int], hops: Sequence[Hop]
     ) -> bool:
-        """Return whether a list still begins with the parent and leads to the learner."""
+        """Return whether an old list still begins with the parent and leads to the learner."""
         chosen = [numbers.get(name, -1) for name, _ in old]
         return (
             chosen[0] == self._parents[node]
@@ -222,7 +223,7 @@ class _Hosts:
     """Finds parents for nodes without one."""
 
     def __init__(self, fleet: Sites, counts: list[int], share: float, former: int) -> None:
-        """Keep the facts of the fleet.
+        """Start with these facts about the fleet.
 
         Args:
             fleet: the present nodes.
@@ -358,7 +359,7 @@ class _Plan:
 
     @property
     def cost(self) -> tuple[float, ...]:
-        """Order among plans that are equally fast."""
+        """Sort key among plans that are equally fast: the smallest is chosen."""
         found = self.forecast
         price = round(found.egress_gb_price, 9)
         busiest = max(num_children(self.tree))
@@ -370,7 +371,7 @@ class _Plan:
         return Candidate(self.kind, self.seconds, rate, copies)
 
     def saves_less(self, other_s: float, min_gain: float) -> bool:
-        """Return whether a plan of that duration saves too little to replace the one in force."""
+        """Return whether a plan that takes `other_s` saves too little to replace this one."""
         return self.seconds * (1 - min_gain) <= other_s
 
 
@@ -553,7 +554,7 @@ class Planner:
         self._listening: tuple[str, ...] = ()
 
     def expect(self, payload: Chunked | None) -> None:
-        """Plan for versions and chunks of these sizes from now on."""
+        """Plan for versions and chunks of this payload's sizes from now on."""
         if payload is not None and payload.num_chunks:
             self.payload_bytes, self.chunk_bytes = payload.num_bytes, payload.chunk_size(0)
 
@@ -574,7 +575,7 @@ class Planner:
         return now >= (self._rested_at if is_between else self._planned_at) + period_s
 
     def learn(self, stats: NodeStats, *, former: NodeStats) -> None:
-        """Note the rates that a node reports, in addition to earlier ones."""
+        """Note whether a node reports its uplink for the first time."""
         if stats.uplink_bytes_per_s is not None and former.uplink_bytes_per_s is None:
             self.has_news = True
 
@@ -639,7 +640,7 @@ class Planner:
     def forecast(
         self, nodes: Sequence[PlannedNode], *, uplink_bytes_per_s: float | None
     ) -> Callable[[Collection[str]], float]:
-        """Return (node ids) -> seconds of a broadcast to those of `nodes` alone.
+        """Return a function: node ids -> seconds that a broadcast to only these of `nodes` takes.
 
         The returned function knows the links as they are now, and may be called in another thread.
         """

@@ -102,7 +102,7 @@ class Sites:
 
     @property
     def best_rate(self) -> float:
-        """Bound of the rate of any plan for every receiver but stragglers, bytes per second."""
+        """Bytes per second that no plan can exceed for every receiver, stragglers apart."""
         downlinks = (d for i, d in enumerate(self.downlinks) if i and i not in self.stragglers)
         return min(_uplink_rate(self.uplinks), min(downlinks, default=math.inf))
 

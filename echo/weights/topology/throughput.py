@@ -63,7 +63,7 @@ def fluid_rate(uplink: float, uplinks: Sequence[float], downlinks: Sequence[floa
 
 
 def order(parents: Tree) -> list[int]:
-    """Return the nodes that hang from the learner, each after its parent, nearest first."""
+    """Return the learner and the nodes below it, nearest first, so each follows its parent."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents):
         if parent >= 0:

@@ -30,7 +30,7 @@ REGION_COST = 0.5
 """Largest slowdown by one entry per region; beyond it a region gets more entries."""
 
 HEADROOM = 1.25
-"""Factor of the rate for which uplinks are loaded when they are not its limit."""
+"""Multiple of the best possible rate for which slots are counted at most."""
 
 _STEPS = 50
 """Bisections of the interval of the rate: enough for the precision of a float."""
@@ -42,7 +42,7 @@ def star(fleet: Sites) -> list[int]:
 
 
 def chain(fleet: Sites) -> list[int] | None:
-    """Return a chain of the nodes that can carry the rate, with the others as leaves; None without.
+    """Return a chain of the nodes with slots, the others as leaves; None with too few slots.
 
     The chain goes region by region, the learner's first, and within a region to the nearest next
     node. Leaves hang from its end and from nodes with unused uplink, of their own region first.
@@ -101,7 +101,7 @@ def slots_of(
 
     Args:
         fleet: the nodes.
-        does_spare_learner: the learner sends the version exactly once.
+        does_spare_learner: whether the learner sends the version exactly once.
         share: part of the largest rate to take.
         groups: region of each node, as a number; all but the first are to be entered once.
     """
@@ -247,12 +247,12 @@ class _Grower:
             del rooms[index]
 
     def _exporter(self) -> int:
-        """Return a region with an open slot that it does not need itself; None without."""
+        """Return the region with the most surplus slots, of those with an open slot."""
         regions = [group for group, rooms in enumerate(self._open) if rooms]
         return max(regions, key=lambda group: (self._surplus[group], -group))
 
     def _chunk_times(self, parents: list[int], node: int) -> list[float]:
-        """Return the arrival time of a first chunk of 1 MiB at a node through each parent."""
+        """Return the arrival time of a first chunk of 1 MB at a node, for each parent."""
         lags, load_s, rtt_s = self._lags, self._load_s, self._fleet.rtt_s
         return [lags[p] + load_s[p] * 1e6 + rtt_s(p, node) / 2 for p in parents]
 
