@@ -29,13 +29,13 @@ from echo.fleet.market import UNLIMITED, Counts, Offer, Region, RentedFleet
 from echo.fleet.overlap import least_slowdown, predict, required_rate
 
 MAX_KINDS = 32
-"""Largest number of kinds: two of 32 kinds can change in a thousand ways."""
+"""Largest number of kinds; with 32, a worker of one kind can replace one of another in 992 ways."""
 _WIDTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, math.inf)
 """Shares by which workers of one kind may differ, tried in order."""
 MAX_ASSESSED = 400
 """Sets that a search assesses at most; each takes 1.5 ms for ten workers, 4 ms for 100."""
 HARDLY_SLOWER = 1.01
-"""Factor of the shortest step that a cheaper set may take."""
+"""Largest ratio of a cheaper set's step to the shortest step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Links:
     price_per_gb: float = 0.0
     """$ per GB that leaves the learner."""
     relay_regions: frozenset[str] = frozenset()
-    """Regions with a relay, which is paid for in any case."""
+    """Regions with a relay; its price is not counted, because it is paid in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Outlook:
     """$ per hour for these workers and their traffic."""
     idle_share: float
     is_sufficient: bool
-    """Whether rule, margin and budget are kept."""
+    """Whether the set satisfies the rule, margin included, within the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Choice:
     active: frozenset[str]
     outlook: Outlook
     slowdown: float = 1.0
-    """Step time over the learner's own time with this set; 1 if the set is sufficient."""
+    """Step time with this set, divided by the learner's own time; 1 if the set is sufficient."""
 
 
 class Roll:
@@ -130,7 +130,7 @@ class Roll:
         )
 
     def delay_s(self, job: Job) -> list[float]:
-        """Return, for each kind alone, the seconds of a broadcast and a group."""
+        """Return for each kind the seconds of a broadcast to one worker plus those of a group."""
         return [
             self.links.broadcast_s([kind[0].name]) + _offer(kind[0].name, kind).group_latency_s(job)
             for kind in self.kinds
@@ -200,14 +200,18 @@ class Roll:
         )
 
     def _fleet_of(self, job: Job) -> RentedFleet:
-        """Return the fleet that prices a set; kept for each size of a version."""
+        """Return the fleet that prices a set, cached by the size of a version."""
         if job.version_bytes not in self._fleets:
             self._fleets[job.version_bytes] = self.fleet(job)
         return self._fleets[job.version_bytes]
 
 
 def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
-    """Return the workers by kind; more than MAX_KINDS kinds only if their costs differ too much."""
+    """Return the workers by kind, in at most MAX_KINDS kinds if that is possible.
+
+    Two workers never share a kind if they are in different regions, if only one of them can be
+    dialled, or if an amount, such as the price, is 0 for only one of them.
+    """
     kinds: list[list[Offer]] = []
     for width in _WIDTHS:
         found: dict[object, list[Offer]] = {}
@@ -260,7 +264,7 @@ def _offer(name: str, kind: Sequence[Offer]) -> Offer:
 
 
 class _Search:
-    """A search for one job; sets that were assessed are kept by their numbers of each kind."""
+    """A search for one job, which caches assessments by the number of workers of each kind."""
 
     def __init__(self, roll: Roll, job: Job, preferred: Collection[str]) -> None:
         self._roll, self._job, self._preferred = roll, job, frozenset(preferred)
@@ -300,9 +304,9 @@ class _Search:
         yield from dict.fromkeys(starts)
 
     def _improve(self, counts: Counts, limit: float) -> Counts:
-        """Improve a set until no change makes it better; a step up to `limit` is short enough.
+        """Improve a set until no change makes it better; slowdowns up to `limit` rank alike.
 
-        The changes of few kinds come first: there are fewer of them.
+        Changes of one kind are tried first, because there are fewer of them than of two or three.
         """
         changes = (self._of_one_kind, self._of_two_kinds, self._of_three_kinds)
         while True:
@@ -318,7 +322,10 @@ class _Search:
             counts = best
 
     def _of_one_kind(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets with one more or fewer of a kind, none, all, or halfway to these."""
+        """Yield the sets that differ in the number of one kind.
+
+        The numbers tried are one more, one fewer, none, all, and halfway to none and to all.
+        """
         for index, (count, most) in enumerate(zip(counts, self._most, strict=True)):
             half, middle = count // 2, (count + most + 1) // 2
             for other in sorted({0, half, count - 1, count + 1, middle, most} - {count, -1}):
@@ -326,12 +333,12 @@ class _Search:
                     yield (*counts[:index], other, *counts[index + 1 :])
 
     def _of_two_kinds(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets with one worker in place of one of another kind."""
+        """Yield the sets in which a worker of one kind replaces a worker of another."""
         for removed, added in itertools.permutations(range(len(counts)), 2):
             yield from self._changed(counts, {removed: -1, added: 1})
 
     def _of_three_kinds(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets with two workers in place of one, or one in place of two."""
+        """Yield the sets in which two workers replace one of another kind, or one replaces two."""
         for sign in (1, -1):
             for one in range(len(counts)):
                 others = [index for index in range(len(counts)) if index != one]
@@ -350,7 +357,7 @@ class _Search:
         yield tuple(changed)
 
     def _rank(self, counts: Counts, limit: float) -> tuple[float, ...]:
-        """Rank by the step within the budget, then by the cost; a set not assessed is last."""
+        """Return a set's sort key: too dear, slowdown, cost; infinite beyond MAX_ASSESSED sets."""
         if counts not in self._assessed:
             if len(self._assessed) >= MAX_ASSESSED:
                 return (math.inf,)
@@ -361,7 +368,7 @@ class _Search:
         return is_too_dear, max(assessed.slowdown, limit), assessed.cost_per_h
 
     def _limit(self) -> float:
-        """Return the largest slowdown that counts as that of the best set within the budget."""
+        """Return the largest slowdown that counts as equal to the least within the budget."""
         found = self._assessed.values()
         least = min(each.slowdown for each in found if not self._is_too_dear(each))
         return 1.0 if least <= 1 else least * HARDLY_SLOWER
@@ -388,18 +395,18 @@ def choose(
         periods: allowed publish periods; if empty, the job's own period.
 
     Returns:
-        The set. If none is sufficient, the cheapest of the sets with hardly more than the shortest
-        step.
+        The set. If no set is sufficient, the cheapest set whose step is at most HARDLY_SLOWER times
+        the shortest within the budget.
     """
     return _Search(Roll(workers, links, periods=periods), job, preferred).run()
 
 
 # --- review ---------------------------------------------------------------------------------------
 #
-# From time to time the active workers are compared with the best set (`choose`). They are replaced
-# by it if it saves MIN_SAVING of the step or of the cost, or if they exceed the budget. A worker of
-# unknown rate cannot be compared. It generates until its rate is known, if the budget allows it;
-# the best set of the other workers is chosen for the rest of the budget.
+# From time to time the active workers are compared with the best set (`choose`). The best set
+# replaces them if it saves MIN_SAVING of the step or of the cost, or if the active workers exceed
+# the budget. A worker of unknown rate cannot be compared. It generates until its rate is known, if
+# the budget allows it; the best set of the other workers is chosen for the rest of the budget.
 
 
 MIN_SAVING = 0.05
@@ -432,11 +439,11 @@ class Question:
     links: Links
     active: frozenset[str]
     untried: frozenset[str] = frozenset()
-    """Workers that have not generated for long enough to measure their rates, which are guesses."""
+    """Workers that have not generated long enough for a measured rate; their rates are guesses."""
     ready: frozenset[str]
-    """Workers with weights for which leases are granted."""
+    """Workers whose installed weights are recent enough for leases."""
     idle_share: float
-    """Measured, since the last change."""
+    """Share of the time that the learner has waited since the last change of the active workers."""
     periods: tuple[int, ...] = ()
     """Allowed publish periods; if empty, the job's own period."""
 
@@ -452,7 +459,8 @@ class Question:
         is_waiting = self.idle_share > IDLE_TOLERANCE
         cause = _saving(roll, job, active, choice, is_waiting=is_waiting)
         if cause and not choice.active <= active:
-            # Prefer the active workers, or a review would exchange equally good workers at random.
+            # Prefer the active workers; otherwise a review would exchange equally good workers at
+            # random.
             members = [worker for worker in known if worker.name in active]
             own = choose(members, job, self.links, periods=self.periods)
             own_cause = _saving(roll, job, active, own, is_waiting=is_waiting)

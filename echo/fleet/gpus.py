@@ -59,7 +59,7 @@ class ModelShape:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Key and value of one token in every layer, two bytes each."""
+        """Bytes of the keys and values of one token in all layers, two bytes a number."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
@@ -172,7 +172,7 @@ def decode_rate(
     longest = max_tokens or prompt_tokens + completion_tokens
     if free < longest * model.cache_bytes_per_token:
         return None
-    # The mean context over time is that of a sequence halfway through its completion.
+    # The mean context over time is as long as a sequence halfway through its completion.
     mean_context = prompt_tokens + completion_tokens / 2
     concurrency = int(min(MAX_SEQUENCES, free / (mean_context * model.cache_bytes_per_token)))
     bandwidth = tensor_parallel * gpu.bytes_per_s * MEMORY_EFFICIENCY

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from echo.fleet.gpus import BYTES_PER_WEIGHT, Gpu, ModelShape, decode_rate, train_seconds
 
 PARALLEL_SIZES = (1, 2, 4, 8)
-"""Degrees of tensor parallelism of a copy that generates: divisors of the GPUs of a machine."""
+"""Degrees of tensor parallelism tried for a copy that generates; they divide a machine's 8 GPUs."""
 MICRO_BATCH_TOKENS = 16_384
 """Tokens of one micro-batch of one rank."""
 STATE_BYTES_PER_PARAM = 16
@@ -36,9 +36,9 @@ class Cluster:
     gpus: Mapping[str, Gpu]
     counts: Mapping[str, int]
     node_bytes_per_s: float = 5e9
-    """Between machines of one type, per GPU."""
+    """Bandwidth between machines with the same type of GPU, per GPU."""
     cross_bytes_per_s: float = 1.5e9
-    """Between types."""
+    """Bandwidth between machines with different types of GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,8 @@ class SiteJob:
 def train_step_s(cluster: Cluster, job: SiteJob, name: str, num_gpus: int) -> float:
     """Return the seconds of one optimizer step on GPUs of one type; infinite if it does not fit.
 
-    FSDP2 gathers the next layer while it computes the present one, so the slower of the two
-    decides.
+    FSDP2 gathers the next layer while it computes the present one, so a step takes the longer of
+    traffic and computation.
 
     Example: 8 GPUs of 10^14 operations per second at 40 %, a step of 3.2 * 10^15 operations: 10 s,
     if each micro-batch of 16 384 tokens takes longer than its weights over the links.
@@ -118,7 +118,7 @@ class Replica:
     """One way to run a copy of the model."""
 
     gpus: tuple[tuple[str, int], ...]
-    """(type, GPUs) that one copy takes."""
+    """(type, number of GPUs) that one copy takes."""
     tensor_parallel: int
     tokens_per_s: float
 
@@ -128,7 +128,7 @@ class RolloutPlan:
     """The replicas to run, and the rollouts of a step that each kind generates."""
 
     replicas: tuple[tuple[Replica, int], ...] = ()
-    """(replica, how many)."""
+    """(replica, number of copies)."""
     rollouts: tuple[int, ...] = ()
     """Rollouts of one step for each kind of replica."""
 
@@ -195,13 +195,13 @@ def share_rollouts(replicas: Sequence[tuple[Replica, int]], num_rollouts: int) -
 
 # --- division -------------------------------------------------------------------------------------
 #
-# A step lasts max(C_T, C_I) (AReaL-Hex, Eq. 1): generation, with rewards and the update of its
-# weights, and training overlap, as far as staleness allows.
+# A step lasts max(C_T, C_I) (AReaL-Hex, Eq. 1), because training overlaps with generation, rewards
+# and the weight update, as far as staleness allows.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlappedStep:
-    """A step whose two sides overlap."""
+    """A step in which training and generation overlap."""
 
     rollouts: RolloutPlan
     train_s: float

@@ -25,7 +25,7 @@ class Job:
     """Mean length of a completion."""
     max_completion_tokens: float
     completion_spread: float = 0.0
-    """Standard deviation of the length over its mean; lengths are assumed to be log-normal."""
+    """Standard deviation of the length divided by its mean; lengths are assumed log-normal."""
     version_bytes: float
     """Bytes of one publication: all weights, or a delta."""
     chunk_bytes: float = 2.0**20
@@ -36,14 +36,14 @@ class Job:
     margin: float = 0.1
     """Share by which the rented rate exceeds the required one."""
     rate_spread: float = 0.0
-    """Standard deviation over mean of the time in which the fleet makes one batch."""
+    """Standard deviation of the time in which the fleet makes a batch, divided by its mean."""
     learner_price_per_h: float = 0.0
     budget_per_h: float = math.inf
     """$ per hour for nodes and traffic, without the learner."""
 
     @property
     def rollouts_per_step(self) -> float:
-        """Rollouts to generate for one step, R, those without a signal included."""
+        """R, the rollouts to generate for one step, including groups without a signal."""
         return self.groups_per_step * self.group_size / self.useful_share
 
     @property
@@ -53,7 +53,7 @@ class Job:
 
     @property
     def longest_completion_tokens(self) -> float:
-        """Expected longest completion of n in a group: quantile n / (n + 1), within the limit."""
+        """Expected longest of a group's n completions: quantile n / (n + 1), up to the limit."""
         if self.completion_spread == 0:
             return min(self.completion_tokens, self.max_completion_tokens)
         sigma = math.sqrt(math.log1p(self.completion_spread**2))

@@ -55,7 +55,7 @@ class Offer:
     price_per_gb: float = 0.0
     """$ per GB that enters or leaves the node."""
     losses_per_h: float = 0.0
-    """Losses of one node per hour, such as of a spot machine."""
+    """Times per hour that a node is lost, for example a spot machine that is reclaimed."""
     restart_s: float = 0.0
     """Seconds until a lost node is replaced."""
 
@@ -65,7 +65,7 @@ class Offer:
         return 1 / (1 + self.losses_per_h / 3600 * self.restart_s)
 
     def lost_rollouts_per_s(self) -> float:
-        """Rollouts per second that are lost half done with their node."""
+        """Unfinished rollouts that one node loses per second, counted as half a rollout each."""
         return self.losses_per_h / 3600 * self.concurrency / 2
 
     def rollouts_per_s(self, job: Job) -> float:
@@ -97,7 +97,7 @@ class RentedFleet:
         return sum(offer.rollouts_per_s(job) * count for offer, count in pairs)
 
     def latency_s(self, job: Job, counts: Counts) -> float:
-        """Return the time of a group on the slowest active node; 0 without one."""
+        """Return the seconds of a group on the slowest active node; 0 if no node is active."""
         pairs = zip(self.offers, counts, strict=True)
         return max((offer.group_latency_s(job) for offer, count in pairs if count), default=0.0)
 
@@ -139,7 +139,7 @@ class RentedFleet:
         return len(relays) + direct
 
     def has_relay(self, offer: Offer) -> bool:
-        """Tell whether a relay stands in the offer's region."""
+        """Return whether the offer's region has a relay."""
         return self.region_of(offer).relay_bytes_per_s is not None
 
     def link_bytes_per_s(self, offer: Offer) -> float:
@@ -185,7 +185,7 @@ class RentedFleet:
         return total + sum(self.regions[name].price_per_gb * gigabytes for name in relays)
 
     def upload_cost_per_s(self, job: Job, counts: Counts) -> float:
-        """Return $ per second for the rollouts that the nodes send at full rate."""
+        """Return $ per second for sending rollouts, if all nodes generate at full rate."""
         pairs = zip(self.offers, counts, strict=True)
         per_rollout = job.completion_tokens * job.upload_bytes_per_token / GIGABYTE
         return sum(
@@ -194,7 +194,7 @@ class RentedFleet:
         )
 
     def cost_per_h(self, job: Job, counts: Counts) -> float:
-        """Return $ per hour of a learner that never waits: machines and traffic, without its own.
+        """Return $ per hour for nodes, relays and traffic, if the learner never waits.
 
         A selection minimises this cost. A version is published every publish_period * train_s.
         """

@@ -76,7 +76,7 @@ def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = Non
     128 rollouts: 8 per second. Workers that keep generating make 64 in 10 s: 6.4 per second.
 
     Returns:
-        Infinity if pausing workers have no time left to generate.
+        The rate; infinity if pausing workers have no time left to generate.
     """
     if not (job.has_pausing_workers if is_pausing is None else is_pausing):
         return job.rollouts_per_step / job.train_s
@@ -117,17 +117,18 @@ def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) ->
 def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> float:
     """Return the least factor by which steps must be longer for a fleet to satisfy the rule.
 
-    If workers keep generating and the period is S + 1, steps of any length break the rule, because
-    workers and learner take turns. The factor is then the time of a step, including the learner's
-    wait, divided by T_train. It is always above 1.
+    If workers keep generating and the period is S + 1, no length of steps satisfies the rule,
+    because workers and learner take turns. The function then returns the time of a step, including
+    the learner's wait, divided by T_train.
 
     Example: S = 1, kappa = 1, T_train = 10 s, R = 64, 16 rollouts per second, T_bcast = 7 s and
     T_group = 0. The broadcast of a version and its batch take 7 + 4 s, so steps must take 11 s: the
-    factor is 1.1. With kappa = 2, two steps take 7 + 4 + 20 s, which is 15.5 s per step: the factor
-    is 1.55.
+    factor is 1.1. With kappa = 2, which is S + 1, two steps take 7 + 4 + 20 s. That is 15.5 s per
+    step: the function returns 1.55.
 
     Returns:
-        1 if the fleet satisfies the rule, margin included; infinity if the rate or T_train is 0.
+        1 if the fleet satisfies the rule, margin included; infinity if the rate or T_train is 0;
+        otherwise a factor above 1.
     """
     period, batch = job.publish_period, job.rollouts_per_step
     if rate <= 0 or job.train_s <= 0:
@@ -200,10 +201,10 @@ class _Pipeline:
         self.latency_s = latency_s
         self.is_paced = is_paced
         self.tail_s = min(_LARGEST_TAIL, job.completion_spread) * latency_s
-        """Seconds by which the last groups of a batch delay it beyond the time by its rate."""
+        """Seconds that a batch takes longer than R / rate, because its last groups end late."""
         self.batch_s = _with_spread(job, job.rollouts_per_step / rate)
         self.ends = [0.0]
-        """Version -> when its broadcast is complete; that of the initial weights is at 0."""
+        """Version -> when its training ends; the initial weights, version 0, exist at time 0."""
         self.installed = [(0.0, 0)]
         """(time, version) of each installation, in order of time."""
         self.generated_at = 0.0
@@ -249,7 +250,7 @@ class _Pipeline:
         return [*spans, (at, at + work_s)]
 
     def _note_staleness(self, step: int, spans: list[tuple[float, float]]) -> None:
-        """Add the time of a batch's generation by the age of the version then installed."""
+        """Count a batch's seconds of generation by the staleness of the version installed then."""
         installs = [*self.installed, (math.inf, -1)]
         for begin, end in spans:
             for (since, version), (until, _) in itertools.pairwise(installs):

@@ -101,7 +101,7 @@ def provision(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Provision
 
 
 def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
-    """Return a plan from a selection."""
+    """Return the plan for a selection: its forecast, limits and alternatives."""
     job, counts = selection.job, selection.counts
     outcome = outcome_of(fleet, job, counts)
     return Provisioning(
@@ -132,8 +132,9 @@ def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
 def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
     """Predict speed and cost of a set of nodes.
 
-    Example: a fleet of $0.68/h, a learner of $2/h, steps of 90 s, no traffic: 2.68 / 40 = $0.067
-    per step; with 512 rollouts of 1000 tokens per step $0.131 per million tokens.
+    Example: a fleet of $0.68/h, a learner of $2/h, steps of 90 s (40 per hour), no traffic:
+    2.68 / 40 = $0.067 per step; with 512 rollouts of 1000 tokens per step, that is $0.131 per
+    million tokens.
     """
     prediction = _predict(fleet, job, counts, is_paced=True)
     steps_per_h = 3600 / prediction.step_s
@@ -193,10 +194,10 @@ def sensitivities(fleet: RentedFleet, job: Job, counts: Counts) -> tuple[Sensiti
 
 
 def pareto_front(fleet: RentedFleet, job: Job) -> tuple[Forecast, ...]:
-    """Return the cheapest fleet for each of several step times: cost per hour and idle share.
+    """Return the forecasts of the cheapest fleets for several step times, fastest first.
 
-    For each factor f, the fleet is the cheapest that sustains steps of f * T_train. A set is left
-    out if another one costs less and has a learner that waits less.
+    For each factor f of PARETO_SLOWDOWNS, the fleet is the cheapest that sustains steps of f *
+    T_train. A fleet is left out if another costs no more and its learner waits no longer.
     """
     found: dict[tuple[int, ...], Forecast] = {}
     for slowdown in PARETO_SLOWDOWNS:
@@ -254,7 +255,7 @@ class Refusal:
 
 
 def refuse(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Refusal:
-    """Return why no fleet is sufficient and what would help."""
+    """Return the reasons why no fleet is sufficient, and the single changes that would help."""
     remedies = [
         remedy
         for remedy in (
@@ -273,7 +274,7 @@ def refuse(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Refusal:
 
 
 def _reasons(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> list[str]:
-    """Return the conditions of the rule that no fleet of these offers satisfies."""
+    """Return a sentence for each condition that no fleet of these offers satisfies."""
     reasons = []
     everything = [offer.count for offer in fleet.offers]
     rate = fleet.rate(job, everything)
@@ -322,7 +323,7 @@ def _reasons(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> list[str]:
 
 
 def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Selection | None:
-    """Return the cheapest sufficient set of all periods; a longer one has less traffic."""
+    """Return the set that is cheapest at any of the periods, whatever it costs."""
     unbounded = replace(job, budget_per_h=math.inf)
     found = [select(fleet, unbounded, periods=[period]) for period in periods]
     return min(
@@ -333,7 +334,7 @@ def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Sel
 
 
 def _with_more_nodes(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
-    """Return a remedy by more nodes of one offer, the one that needs the fewest."""
+    """Return the remedy that adds the fewest nodes to one offer; None if no offer helps."""
     best: Remedy | None = None
     total = max(1, sum(offer.count for offer in fleet.offers))
     for index, offer in enumerate(fleet.offers):
@@ -389,7 +390,7 @@ def slowed(
 ) -> tuple[float, Selection] | None:
     """Return the least factor (to 1 %) by which steps must be longer for a set to suffice.
 
-    The learner may wait: the set is the cheapest for a learner with steps of that length.
+    The set is the cheapest for steps of that length; the learner waits for part of each step.
 
     Returns:
         The factor and the set; None if even MAX_FACTOR does not help.

@@ -86,7 +86,7 @@ _SLACK = 1e-9
 
 
 def _search(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...], float] | None:
-    """Return the counts of the cheapest sufficient set, and their gap; None if there is none."""
+    """Return the counts and gap of the cheapest sufficient set; None if no set is sufficient."""
     if job.train_s <= 0 or not fleet.offers:
         return None
     programme = _Programme(fleet, job)
@@ -139,7 +139,7 @@ class _Programme:
             self.constraints.add(-self.costs, -job.budget_per_h)
 
     def solve(self) -> tuple[tuple[int, ...], float] | None:
-        """Return the counts of the optimum with the present tangents, and their gap, or None."""
+        """Return the best counts under the present tangents and their gap; None if infeasible."""
         offers, job = self.fleet.offers, self.job
         is_integer = np.ones(self.size)
         is_integer[self.time_index] = 0
@@ -217,7 +217,7 @@ class _Programme:
         return row
 
     def _link_variables(self) -> None:
-        """Require that an offer with nodes counts as used, and the relay of its region as well."""
+        """Require that an offer is used if and only if it has nodes, and its relay with it."""
         for index, offer in enumerate(self.fleet.offers):
             has_nodes = self._row()
             has_nodes[self.num_offers + index], has_nodes[index] = offer.count, -1
@@ -232,7 +232,7 @@ class _Programme:
                 self.constraints.add(relay, 0)
 
     def _bound_broadcast(self) -> None:
-        """Require that the broadcast lasts as long as each link of each offer in use needs."""
+        """Require that t is at least the time that each link to an offer in use needs."""
         job, fleet = self.job, self.fleet
         for index, offer in enumerate(fleet.offers):
             link = fleet.link_bytes_per_s(offer)

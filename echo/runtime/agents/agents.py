@@ -46,7 +46,7 @@ class AgentParts:
     """The sampling settings of the run."""
     group_size: int
     window: int
-    """Largest number of tokens of the model."""
+    """Largest number of tokens in a sequence that the model takes."""
     max_session_tokens: int
     session_timeout_s: float
     model_name: str
@@ -55,7 +55,7 @@ class AgentParts:
     endpoint_path: Path
     """File with the address and the token for agents."""
     reward: Callable[[Example, str], float | None]
-    """The task's reward, for agents that report none; blocks."""
+    """The task's reward function, used if an agent reports no reward; it blocks."""
     max_abs_reward: float
     """Largest absolute value of a reward."""
 
@@ -89,7 +89,7 @@ class Agents:
         node: DialingNode,
         pool: Pool,
     ) -> None:
-        """Take the parts; `watch` must run beside the callers."""
+        """Start without leases; `watch` must run while agents are served."""
         self.parts = parts
         self.role = role
         self._sampler = sampler
@@ -105,13 +105,13 @@ class Agents:
     # --- leases ----------------------------------------------------------------------------------
 
     def take(self, leases: Iterable[Lease]) -> None:
-        """Add leases, whose episodes agents may begin."""
+        """Add leases, and wake the agents that wait for an episode."""
         for lease in leases:
             self._episodes.add(lease, now=self._node.now)
         self._has_news.set()
 
     async def watch(self) -> None:
-        """Renew leases forever while agents play them, and give up the others."""
+        """Renew open leases until cancelled; give up leases that agents do not finish in time."""
         num_ticks = 0
         while True:
             await asyncio.sleep(self.role.heartbeat_s / 2)
@@ -142,7 +142,7 @@ class Agents:
     # --- sessions --------------------------------------------------------------------------------
 
     async def begin(self, *, wait_s: float) -> Session | None:
-        """Return a new session, or None if no episode is available within the time.
+        """Return a new session, or None if no episode is available within `wait_s` seconds.
 
         Raises:
             StoppingError: if the worker begins no more episodes.
@@ -170,7 +170,7 @@ class Agents:
         """End a session with a reward; if it is None, the task judges the last answer.
 
         Returns:
-            The reward; None if the task has no opinion.
+            The reward; None if the task's reward function returns None.
 
         Raises:
             SessionError: if the session cannot be rewarded, or the reward is not permitted.
@@ -179,7 +179,8 @@ class Agents:
         session = self._episodes.find(session_id, now=self._node.now)
         self._episodes.leaf_of(session)  # raises if there is nothing to reward
         if reward is None:
-            # After a rewritten history, the chain that is trained on may be another one.
+            # Judge the last answer. If the agent has rewritten its history, the chain that is
+            # trained on may end in another answer.
             text = self.parts.dialogue.answer_of(session.turns[-1].completion.token_ids)
             example = Example(**session.lease.example)
             reward = await self._pool.run(self.parts.reward, example, text)
@@ -232,8 +233,8 @@ class Agents:
             options: the options of the call.
 
         Raises:
-            SessionError: if the session has ended or made its calls, the context leaves no space,
-                or the worker cannot sample now.
+            SessionError: if the session has ended or has made MAX_SESSION_CALLS calls, if the
+                context leaves no space for an answer, or if the worker cannot sample now.
             EchoError: if the prompt or the engine fails.
         """
         if self._is_over or self.role.installed_version is None:
@@ -241,7 +242,7 @@ class Agents:
         session = self._session_of(session_id)
         known = [] if session is None else list(session.turns)
         try:
-            # In a thread, since a long context takes time in which other calls are answered.
+            # In a thread, so that other calls are answered while a long context is tokenized.
             ids, parent, text = await self._pool.run(self._tokens, prompt, options.tools, known)
         except UNUSABLE as error:
             raise DataError(f"the prompt cannot be turned into tokens: {error}") from error

@@ -23,7 +23,7 @@ from echo.engine.engine import (
 from echo.runtime.threads import Threads
 
 MAX_CALLS = 64
-"""Threads that wait for a continuous engine."""
+"""Largest number of threads, each of which waits for one call of a continuous engine."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class CallSampler:
     """Samples single requests, in batches if the engine needs them."""
 
     def __init__(self, engine: Engine, watcher: Watcher, *, threads: Threads) -> None:
-        """Start without requests; `run` must run beside the callers."""
+        """Start without requests; `run` must run while calls are sampled."""
         self._engine = engine
         self._watcher = watcher
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
@@ -81,7 +81,7 @@ class CallSampler:
             completions = await self._generate([one.request for one in batch], sampling)
         except EchoError as error:
             if len(batch) > 1:
-                # A single request may be the cause.
+                # One request may have caused the error, so sample each alone.
                 for one in batch:
                     await self._answer([one], sampling)
                 return

@@ -32,7 +32,8 @@ class Dialogue:
         """Return messages as text; see `TextCodec.render`.
 
         Raises:
-            DataError: if there is no chat template, it does not support tools, or it fails.
+            DataError: if there is no chat template, if the template does not support tools, or if
+                it fails.
         """
         if tools and "tools" not in str(self._tokenizer.chat_template):
             raise DataError(
@@ -42,7 +43,7 @@ class Dialogue:
         return self._codec.render(messages, tools)
 
     def other_arguments(self, arguments: Mapping[str, Any]) -> str:
-        """Return the name of an argument whose value differs from the run's, or empty."""
+        """Return a template argument whose value differs from the run's, or an empty string."""
         own = self._codec.chat_template_kwargs
         return next((name for name, value in arguments.items() if own.get(name) != value), "")
 
@@ -57,7 +58,7 @@ class Dialogue:
             is_rendered: whether a chat template wrote the text with its special tokens.
 
         Raises:
-            DataError: if it has no tokens, or tokens outside the model's vocabulary.
+            DataError: if the text has no tokens, or has tokens outside the model's vocabulary.
         """
         whole = unmarked(text)
         begun = [call for call in known if whole.startswith(call.text)]

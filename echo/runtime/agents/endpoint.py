@@ -9,8 +9,9 @@
     DELETE /v1/echo/sessions/ID          give an episode up
 
 All requests but /health need `Authorization: Bearer TOKEN`, which OpenAI's clients make from their
-API key. The token is checked before a body is read. A connection that has not sent it within
-TOKEN_S is closed, and so is the oldest of more than MAX_UNKNOWN such connections.
+API key. The token is checked before a body is read. A connection that has not sent the token within
+TOKEN_S is closed. If more than MAX_UNKNOWN connections have not sent it yet, the oldest of them is
+closed.
 
 With `stream`, the answer is sent as the events that OpenAI's clients expect, after all of it was
 sampled.
@@ -65,13 +66,13 @@ MAX_LARGE_BODIES = 4
 BODY_S = 30.0
 """Seconds that a body may take to arrive."""
 TOKEN_S = 10.0
-"""Seconds after which a connection is closed that has not sent the token."""
+"""Seconds within which a connection must send the token, or it is closed."""
 MAX_UNKNOWN = 256
 KEEPALIVE_S = 75.0
 """Seconds that a connection may be idle between two requests."""
 MAX_WAIT_S = 60.0
 LINGER_S = 1.0
-"""Seconds for running calls at the end of the node."""
+"""Seconds that running calls may still take when the node ends."""
 SESSION_HEADER = "X-Echo-Session"
 _STATUSES: tuple[tuple[type[EchoError], int], ...] = (
     (StoppingError, 503),
@@ -121,7 +122,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
-        """Serve while the body runs; yield the port.
+        """Serve until the `async with` block ends; yield the port.
 
         Args:
             host: the name or address to bind.
@@ -162,7 +163,7 @@ class Endpoint:
             await runner.cleanup()
 
     def _accept(self, runner: web.AppRunner) -> web.RequestHandler:
-        """Return aiohttp's protocol for a new connection, which must send the token soon."""
+        """Return the protocol of a new connection, closed after TOKEN_S without the token."""
         assert runner.server is not None
         connection = runner.server()
         self._unknown[connection] = asyncio.get_running_loop().call_later(
@@ -206,7 +207,7 @@ class Endpoint:
             return answer
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """Return an error answer if the headers of a request forbid it, else None."""
+        """Return an error answer if the token is wrong or the body is too large, else None."""
         header = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if hmac.compare_digest(header.encode(errors="surrogateescape"), self._token):
             timer = self._unknown.pop(request.protocol, None)
@@ -238,7 +239,7 @@ class Endpoint:
         return await self._complete(request, read_body(await self._read(request), TextBody))
 
     async def _read(self, request: web.Request) -> bytes:
-        """Return a request's body; a large body waits until fewer large ones are being read.
+        """Return a request's body; at most MAX_LARGE_BODIES large bodies are read at a time.
 
         Raises:
             SlowBodyError: if the body does not arrive in time.
@@ -291,7 +292,7 @@ TOKEN_VARIABLE = "ECHO_AGENT_TOKEN"
 
 
 async def serve(agents: Agents, *, log: logging.Logger) -> None:
-    """Serve agents until cancelled; log the address, and write it to a file of the worker.
+    """Serve agents until cancelled; log the address, and write it and the token to a file.
 
     Raises:
         TransportError: if the address cannot be bound.

@@ -110,10 +110,10 @@ Body = ChatBody | TextBody
 
 
 def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
-    """Read the body of a call; refuse unsupported fields, without which samples would differ.
+    """Return the parsed body of a call; refuse unsupported fields that would change an answer.
 
     Raises:
-        BodyError: naming the field and the remedy.
+        BodyError: if the body cannot be read or served; the message names the cause.
     """
     try:
         body, unable = msgspec.json.decode(data, type=kind), msgspec.json.decode(data, type=_Unable)
@@ -137,7 +137,7 @@ def _check_numbers(body: Body) -> None:
     """Refuse numbers outside their ranges.
 
     Raises:
-        BodyError: naming the field and its range.
+        BodyError: if a number is outside its range; the message names the field and the range.
     """
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(body, name)

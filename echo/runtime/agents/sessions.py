@@ -30,7 +30,7 @@ from echo.wire.messages import Lease
 MAX_EPISODE_ATTEMPTS = 3
 """Number of attempts at an episode before its group is given up."""
 MAX_SESSION_CALLS = 1024
-"""Calls of a session, each stored with its whole context; this ends an agent in a loop."""
+"""Largest number of calls of a session; it stops an agent in a loop, as each call takes memory."""
 
 Ids = npt.NDArray[np.int32]
 
@@ -99,7 +99,7 @@ class Session:
 
     @property
     def best(self) -> Turn | None:
-        """The last call of the longest chain, which becomes the rollout; of equal ones the last."""
+        """The newest of the calls whose chains have the most sampled tokens; None before a call."""
         return max(reversed(self.turns), key=lambda turn: turn.num_sampled, default=None)
 
 
@@ -110,7 +110,7 @@ class SessionOutcome:
     leaf: Turn
     reward: float
     num_sampled: int
-    """Sampled tokens of all its calls."""
+    """Tokens sampled in all calls of the session, not only in the chain of `leaf`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +119,7 @@ class _OpenLease:
 
     lease: Lease
     waiting: deque[int]
-    """Members without a session, in the order of their turn."""
+    """Members whose episodes an agent may begin, the next one first."""
     touched_at: float
     num_attempts: dict[int, int] = field(default_factory=dict)
     outcomes: dict[int, SessionOutcome] = field(default_factory=dict)
@@ -134,8 +134,8 @@ class Episodes:
 
         Args:
             group_size: number of episodes per lease.
-            timeout_s: seconds without a request of its agent after which an episode is free again.
-                A lease without a session is given up after twice this time.
+            timeout_s: seconds after which an episode is freed if its agent makes no request. A
+                lease without a session is given up after twice this time.
         """
         self._group_size = group_size
         self._timeout_s = timeout_s
@@ -148,7 +148,7 @@ class Episodes:
 
     @property
     def num_free(self) -> int:
-        """Number of episodes without a session."""
+        """Number of episodes that an agent may begin."""
         return sum(len(entry.waiting) for entry in self._open_leases.values())
 
     def has_sessions(self, lease: Lease) -> bool:
@@ -173,7 +173,7 @@ class Episodes:
         return session
 
     def find(self, session_id: str, *, now: float) -> Session:
-        """Return an open session, and record a request of its agent.
+        """Return an open session, and note the time of its agent's request.
 
         Raises:
             UnknownSessionError: if there is no such session.
@@ -292,7 +292,7 @@ def group_of(lease: Lease, worker_id: str, outcomes: Sequence[SessionOutcome]) -
     """Return the group of a lease's finished episodes.
 
     Raises:
-        SessionError: if their contexts do not begin with the same token.
+        SessionError: if the first contexts of the episodes do not begin with the same token.
     """
     num_shared = _num_shared([outcome.leaf.chain[0].context_ids for outcome in outcomes])
     if not num_shared:
@@ -314,7 +314,7 @@ def _make_rollout(outcome: SessionOutcome, start: int) -> Rollout:
     chain = outcome.leaf.chain
     logprobs = np.zeros(len(ids), np.float32)
     mask = np.zeros(len(ids), np.bool_)
-    # Masked tokens need a version too, and none that is newer than the first sampled one.
+    # Masked tokens need a version too, not newer than that of the first sampled token.
     versions = np.tile(chain[0].completion.policy_versions[:1], (len(ids), 1))
     for turn in chain:
         first = len(turn.context_ids)
