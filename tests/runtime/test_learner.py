@@ -16,6 +16,7 @@ from echo.leases.grants import rounds
 from echo.roles.plans import Plans
 from echo.runtime.learner.evaluation import Evaluator
 from echo.runtime.learner.prompts import Prompt, PromptSource
+from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import finished_step, read_uplinks
 from echo.train.trainer import Trainer
 from echo.wire.actions import Action
@@ -343,8 +344,9 @@ def test_the_last_weights_are_published_whatever_the_period_and_a_resume_only_fi
     world.audit(is_finished=True)
 
 
+@pytest.mark.parametrize("activity", ["saving a checkpoint", "exporting", "done"])
 def test_an_interrupt_before_the_first_worker_saves_and_one_at_the_end_lets_it_finish(
-    make_world: MakeWorld,
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, activity: str
 ) -> None:
     world = make_world()
     world.learner()
@@ -352,10 +354,16 @@ def test_an_interrupt_before_the_first_worker_saves_and_one_at_the_end_lets_it_f
     world.interrupt("learner")
     finish(world, "interrupted")
     assert world.records("checkpoint")[-1]["step"] == 0
+    begin = Progress.begin
+
+    def begin_and_interrupt(progress: Progress, now_doing: str, *, now: float) -> None:
+        begin(progress, now_doing, now=now)
+        if world.step == 3 and now_doing == activity:
+            world.node("learner").interrupt()
+
+    monkeypatch.setattr(Progress, "begin", begin_and_interrupt)
     world.learner(run={"max_steps": 3})
     world.worker("w1")
-    world.run_until(lambda: world.snapshots and world.snapshots[-1].activity == "done")
-    world.interrupt("learner")
     finish(world)
     assert [row["step"] for row in world.records("checkpoint")].count(3) == 1
     world.audit(is_finished=True)

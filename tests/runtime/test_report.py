@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine import allocator
 from echo.engine.engine import Completion, Request, Sampling
 from echo.runtime.learner import report
-from echo.runtime.learner.evaluation import EvaluationSchedule, Evaluator
+from echo.runtime.learner.evaluation import Evaluations, EvaluationSchedule, Evaluator
 from echo.runtime.learner.report import IDLE_WINDOW_STEPS, Progress, TaskMetrics
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
@@ -407,3 +410,39 @@ def test_one_that_runs_is_not_joined_by_another() -> None:
     assert [
         step for step, busy in enumerate(is_running) if schedule.is_due(step, is_running=busy)
     ] == [0, 3]
+
+
+def test_the_end_waits_for_the_evaluation_that_runs_and_repeats_none() -> None:
+    evaluated: list[int] = []
+
+    def evaluate(version: PolicyVersion, tensors: Any, watcher: Any) -> None:
+        evaluated.append(version.step)
+
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def run(function: Callable[[], None]) -> None:
+            await gate.wait()
+            function()
+
+        evaluations = Evaluations(
+            Mock(evaluate=evaluate),
+            EvaluationSchedule(interval_steps=1, max_steps=4),
+            Mock(),
+            Mock(),
+            task_kind="addition",
+            pool=Mock(run=run),
+            spawn=lambda work, name: asyncio.create_task(work, name=name),
+            should_stop=lambda: False,
+            log=logging.getLogger(),
+        )
+        last = Mock(manifest=Mock(version=PolicyVersion(1, 3)))
+        evaluations.published(last)
+        at_the_end = asyncio.create_task(evaluations.finish(last))
+        await asyncio.sleep(0)
+        assert not at_the_end.done()
+        gate.set()
+        await at_the_end
+        assert evaluated == [3]
+
+    asyncio.run(scenario())
