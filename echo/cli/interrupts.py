@@ -25,10 +25,10 @@ HURRY_S = 5.0
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the user wanted it
-    """A node was drained, or stopped, by a signal."""
+    """A signal has drained or stopped the node that this process runs."""
 
     def __init__(self, number: int) -> None:
-        """Take name and exit code from the signal's number."""
+        """Make the exception for this signal number: its text is the signal's name."""
         super().__init__(signal.Signals(number).name)
         self.exit_code = signal_exit_code(number)
 
@@ -39,12 +39,15 @@ def signal_exit_code(number: int) -> int:
 
 
 def is_interruption(code: int) -> bool:
-    """Return whether a command with this exit code was ended by a signal."""
+    """Return whether a command that ended with this exit code was ended by a signal."""
     return code in map(signal_exit_code, SIGNALS)
 
 
 def install() -> None:
-    """Install handlers that print one line and end this process; ignored signals stay ignored."""
+    """Install handlers that print "interrupted" and end this process with the signal's code.
+
+    A signal that the process has inherited as ignored, as SIGHUP under nohup, stays ignored.
+    """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _end)
@@ -56,7 +59,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def announce(number: int) -> None:
-    """Print "interrupted", or nothing if the terminal is closed."""
+    """Print "interrupted" to standard error, or nothing if the terminal is closed."""
     if number == signal.SIGHUP:
         leave_terminal()
     with suppress(OSError):
@@ -65,7 +68,10 @@ def announce(number: int) -> None:
 
 @contextmanager
 def handled(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call a function with each signal's number in the block; under nohup SIGHUP stays ignored."""
+    """Within the block, call `handle` with the number of each SIGINT, SIGTERM and SIGHUP.
+
+    The former handlers return after the block. SIGHUP stays ignored if it was, as under nohup.
+    """
     before = {
         number: signal.getsignal(number)
         for number in SIGNALS
@@ -82,7 +88,10 @@ def handled(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Raise SystemExit at the first signal, so that `finally` blocks run; exit at the second."""
+    """Within the block, raise SystemExit at the first signal, and end the process at the second.
+
+    SystemExit lets `finally` blocks run. The second signal ends the process without them.
+    """
     is_unwinding = False
 
     def unwind(number: int) -> None:
@@ -98,7 +107,10 @@ def unwinding() -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Redirect the streams of a closed terminal to /dev/null, where a write raises nothing."""
+    """Redirect the standard streams that are terminals to /dev/null.
+
+    A write to a terminal that has been closed would raise an error; /dev/null accepts every write.
+    """
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
@@ -108,10 +120,10 @@ def leave_terminal() -> None:
 
 
 def hurry(code: int) -> None:
-    """End this process soon, whatever its threads do.
+    """End this process with `code` after at most HURRY_S, even if its threads still run.
 
     A thread that loads a model, makes a step or waits for a reward cannot be stopped, and Python
-    waits for each before it ends.
+    waits for every such thread before it ends.
     """
     timer = threading.Timer(HURRY_S, os._exit, [code])
     timer.daemon = True

@@ -14,7 +14,7 @@ from echo.records.ledger import read_lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the records, oldest first, and return the exit code."""
+    """Print the records of the run's ledger, oldest first, and return the exit code."""
     arguments = ledger_parser().parse_args(argv)
     try:
         tell(read_lines(arguments.run))

@@ -19,12 +19,13 @@ from echo.core.extras import install_command, version
 
 
 class Command(NamedTuple):
-    """A command: its line in `--help`, its own command line, and the extra that it needs."""
+    """A command: its text in `--help`, the function that makes its parser, and its extra."""
 
     help: str
     parser: Callable[[], ArgumentParser]
     extra: str = "relay"
-    """An extra of pyproject.toml; the extra of a --role in the command line replaces it."""
+    """The extra of pyproject.toml that the command needs; with `--role`, the extra named after that
+    role is needed instead."""
 
 
 COMMANDS = {
@@ -42,11 +43,12 @@ COMMANDS = {
     ),
     "ledger": Command("print what happened to every group of a run", parsers.ledger_parser),
 }
-"""The commands by name; `main` in the module echo.cli.NAME gets the rest of the command line."""
+"""The commands by name. Function `main` of the module echo.cli.NAME gets the command line after the
+name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command named first, with the remaining arguments; return its exit code."""
+    """Run the command that the first argument names, and return its exit code."""
     name, *line = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("--version", "-V"):
         print(version())
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, line: Sequence[str]) -> int:
-    """Run a command and return its exit code."""
+    """Run the command `name` with its command line; return its exit code."""
     command = COMMANDS[name]
     arguments = command.parser().parse_args(line)
     try:
@@ -82,7 +84,7 @@ def run(name: str, line: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """Return the list of commands."""
+    """Return the text of `echo-rl --help`: the commands, each with one line of help."""
     lines = [f"  {name:<12} {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
@@ -94,7 +96,7 @@ def usage() -> str:
 
 
 def find_command(name: str) -> Callable[[Sequence[str]], int]:
-    """Import the module of one command and return its `main`."""
+    """Import the module of a command and return the function `main` of that module."""
     function: Callable[[Sequence[str]], int] = importlib.import_module(f"echo.cli.{name}").main
     return function
 

@@ -89,12 +89,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartCheck:
-    """The result of checking a start without starting anything."""
+    """The result of checking whether a node could start, found without starting it."""
 
     problems: tuple[str, ...] = ()
     """Problems that would stop the node in its first minute."""
     preview: tuple[str, ...] = ()
-    """Inputs of a learner's run: its data, its first prompt, a reward."""
+    """Lines that show what a learner would train on: its data, its first prompt, an example of a
+    reward."""
     prompt_tokens: int = 0
     """Tokens of the longest prompt that was read; 0 if no prompt could be read."""
 
@@ -102,13 +103,15 @@ class StartCheck:
 def dry_run(
     config: Config, role: Role, *, num_ranks: int = 1, check: StartCheck | None = None
 ) -> str:
-    """Return the text of a dry run; it starts nothing, and fetches at most a config.json.
+    """Return the text that `--dry-run` prints: the settings, and the memory that the node needs.
+
+    Nothing is started, and at most the model's config.json is downloaded.
 
     Args:
         config: the configuration of the run.
-        role: of this node.
+        role: the role of this node.
         num_ranks: the number of the learner's processes.
-        check: the result of `check_start`.
+        check: the result of `check_start`; None if nothing was checked.
     """
     check = check or StartCheck()
     notices: list[str] = []
@@ -153,7 +156,7 @@ def dry_run(
 def check_start(
     config: Config, role: Role, *, resume: bool = False, log_events: Path | None = None
 ) -> StartCheck:
-    """Check the model, files, sinks and addresses that a role starts with."""
+    """Check the model, files, metric sinks and addresses that a node of this role starts with."""
     problems = []
     has_model = False
     try:
@@ -183,7 +186,7 @@ def check_start(
 
 
 def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> Iterator[str]:
-    """Yield an error for each place that a node has to write to and cannot."""
+    """Yield an error message for each directory that a node has to write to and cannot."""
     if why := why_unwritable(config.run_dir):
         remedy = "set run.dir to a directory that can be"
         yield f"run.dir = {show(config.run.dir)} cannot be written: {why}; {remedy}"
@@ -195,7 +198,7 @@ def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> I
 
 
 def why_unwritable(directory: Path, *, is_made: bool = True) -> str:
-    """Return why no file can be written into a directory; "" if one can.
+    """Return the reason why no file can be written into a directory; "" if files can be.
 
     Args:
         directory: the directory to write into.
@@ -215,7 +218,7 @@ def _check_files(config: Config, role: Role) -> None:
     """Check, by the files on this machine, that a learner or worker can use its model.
 
     Raises:
-        EchoError: the error that the start would raise.
+        EchoError: if it cannot; this is the error that starting the node would raise.
     """
     model = config.model
     if role == "relay" or model.name is None or (role == "worker" and not has_own_model(config)):
@@ -242,7 +245,7 @@ def check_model(config: Config, role: str) -> None:
     """Check, without torch, the model directories that this node's configuration names.
 
     Raises:
-        DataError: if a directory is missing, or its model is quantised.
+        DataError: if a model directory is missing, or holds a quantised model.
     """
     name, start = config.model.name, config.learner.init_from
     if name is not None and (role == "learner" or (role == "worker" and has_own_model(config))):
@@ -252,7 +255,7 @@ def check_model(config: Config, role: str) -> None:
 
 
 def _look_at_data(config: Config, role: Role, *, has_model: bool) -> StartCheck:
-    """Return problems of a learner's task and data, and the preview of its run."""
+    """Return the problems of a learner's task and data, and a preview; nothing for other roles."""
     if role != "learner":
         return StartCheck()
     try:
@@ -269,7 +272,9 @@ def _look_at_data(config: Config, role: Role, *, has_model: bool) -> StartCheck:
 
 
 def _preview(config: Config, task: Task) -> StartCheck:
-    """Return the preview of the run; an empty one if the model's tokenizer is not on this machine.
+    """Return a preview of the learner's run, made with its tokenizer.
+
+    The preview is empty if the tokenizer is not on this machine.
 
     Raises:
         EchoError: if a prompt cannot be turned into tokens, or leaves no space for a completion.
@@ -289,7 +294,7 @@ def _preview(config: Config, task: Task) -> StartCheck:
 
 
 def _taken_addresses(config: Config, role: str) -> list[EchoError]:
-    """Return one error for each address at which a node should listen and cannot."""
+    """Return one error for each address that the node is set to listen at and cannot."""
     addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)
@@ -319,8 +324,8 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
 
 
 SAME_SIGNAL_S = 1.0
-"""Seconds within which a further signal counts as the same: a terminal sends Ctrl-C to a launcher
-and to the node, and the launcher forwards the signal to the node."""
+"""Seconds after a counted signal within which further signals are not counted: a terminal sends
+Ctrl-C to a launcher and to the node, and the launcher forwards the signal to the node."""
 
 
 class NodeSignals:
@@ -335,7 +340,7 @@ class NodeSignals:
         self.received: list[int] = []
 
     def receive(self, number: int) -> None:
-        """Drain, stop or kill, depending on the number of earlier signals."""
+        """Drain the node, stop it or kill the process, by the number of signals counted before."""
         if number == signal.SIGHUP:
             interrupts.leave_terminal()
             if self.received:
@@ -357,13 +362,14 @@ class NodeSignals:
 
 
 async def run_node(node: Node, event_log: EventLog | None = None) -> str:
-    """Run a node until it ends by itself or by signals, see NodeSignals.
+    """Run a node until it ends by itself or a signal ends it; return why it ended.
 
-    Its events are written to `event_log`, which is closed at the end.
+    Signals are handled as NodeSignals describes. The node's events are written to `event_log`,
+    which is closed when the node ends.
 
     Raises:
         EchoError: if the node cannot continue.
-        Interrupted: if a signal has ended it.
+        Interrupted: if a signal has ended the node.
     """
     node.event_log = event_log
     if event_log is not None:
@@ -388,7 +394,7 @@ async def run_node(node: Node, event_log: EventLog | None = None) -> str:
 
 
 def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> int:
-    """Run a node's coroutine on uvloop; log how it ends and return the exit code."""
+    """Run a node's coroutine on uvloop; log why the node ended and return the exit code."""
     allocator.tune(os.environ)
     raise_descriptor_limit()
     try:
@@ -407,49 +413,50 @@ def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> i
 
 
 MAX_NOTICES = 6
-"""Log lines shown in the live view."""
+"""Largest number of log lines shown in the live view."""
 REFRESH_S = 1.0
-"""Seconds between two states of a worker's status line."""
+"""Seconds between two updates of a worker's status line."""
 
 
 class NoticeBoard(logging.Handler):
-    """Keeps the newest log lines for the live view, and counts those that it has not shown."""
+    """Keeps the newest MAX_NOTICES log lines for the live view, which asks for them."""
 
     def __init__(self) -> None:
-        """Start without lines."""
+        """Start with no log lines."""
         super().__init__()
         self.lines: list[str] = []
         self.last = ""
-        """The newest message without its time."""
+        """The newest message without its time, for the error that ends the command."""
         self._num_unseen = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line without its traceback, which only the log file gets."""
+        """Keep a record's text without its traceback; only the log file gets the traceback."""
         self.last = LogFormatter("%(message)s").format(record).partition("\n    Traceback (")[0]
         line = re.split(r"\n\s*Traceback \(", self.format(record), maxsplit=1)[0]
         self.lines = [*self.lines, line][-MAX_NOTICES:]
         self._num_unseen += 1
 
     def show(self) -> tuple[str, ...]:
-        """Return the lines for the view, and count them as shown."""
+        """Return the newest log lines for the live view, and count them as shown."""
         self._num_unseen = 0
         return tuple(self.lines)
 
     @property
     def unseen(self) -> list[str]:
-        """The lines that the view has not shown."""
+        """The kept log lines that the live view has not shown, oldest first."""
         return self.lines[-self._num_unseen :] if self._num_unseen else []
 
 
 def run_rank(
     config: Config, *, resume: bool, has_report: bool, log_events: Path | None = None
 ) -> int:
-    """Run one of a learner's processes, which torchrun has started; return the exit code.
+    """Run one of the learner's several processes, started by torchrun; return its exit code.
 
-    The first process is the learner that other nodes connect to; the others follow it.
+    The process of rank 0 is the learner that other nodes connect to; the other processes follow its
+    commands.
 
     Raises:
-        EchoError: if the processes do not find each other, or would share one GPU.
+        EchoError: if the processes cannot connect to each other, or would share one GPU.
     """
     device = config.learner.device
     if ":" in device:
@@ -495,7 +502,7 @@ def run_learner(
     log_events: Path | None = None,
     crew: Crew | None = None,
 ) -> int:
-    """Run the learner with its display; return the exit code."""
+    """Run the learner with its live view and metric sinks; return the exit code."""
     run_dir = config.run_dir
     board = NoticeBoard()
     board.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
@@ -534,12 +541,13 @@ def run_learner(
 
 
 def tell_finished(config: Config) -> bool:
-    """Return whether a run has made all its steps, and print that it has.
+    """Return whether a run has made all of `run.max_steps`, and print a line if it has.
 
-    Every process of a learner calls this, as each sees the run's directory; only the first prints.
+    Each process of a learner calls this function and reads the run's directory; only the process of
+    rank 0 prints.
 
     Raises:
-        EchoError: if its ledger cannot be read.
+        EchoError: if the run's ledger cannot be read.
     """
     run_dir, max_steps = config.run_dir, config.run.max_steps
     step = finished_step(run_dir)
@@ -552,18 +560,18 @@ def tell_finished(config: Config) -> bool:
 
 
 class Operator:
-    """Writes a learner's metrics to the sinks; shows its snapshots and log lines in the view."""
+    """Passes the learner's metrics to the sinks, and its snapshots to the live view."""
 
     is_watching = True
 
     def __init__(self, metrics: MetricsWriter, view: LiveView, board: NoticeBoard) -> None:
-        """Use these sinks, this view and the log lines of `board`."""
+        """Use these metric sinks and this live view, which also shows the log lines of `board`."""
         self.write_metrics = metrics.write
         self._view = view
         self._board = board
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw a snapshot with the newest log lines."""
+        """Draw the learner's snapshot and the newest log lines in the live view."""
         self._view.update(replace(snapshot, notices=self._board.show()))
 
 
@@ -593,7 +601,10 @@ async def _run(
 
 
 def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
-    """Return the run's learning curve so far; None, with a warning, if it cannot be read."""
+    """Return the run's learning curve up to now; None if its metrics cannot be read.
+
+    A warning is logged if they cannot be read.
+    """
     try:
         history = read_metrics(run_dir)
     except EchoError as error:
@@ -608,7 +619,10 @@ def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
 
 
 def show_join(join_path: Path) -> None:
-    """Print how a worker on another machine joins, to a terminal only: the text is secret."""
+    """Print to standard error the command with which a worker on another machine joins the run.
+
+    Call this function only if standard error is a terminal: the command contains the run's secret.
+    """
     join = Join.parse(join_path.read_text(encoding="utf-8"))
     if not is_loopback(join.address):
         line = f"ECHO_JOIN={join} {command('node', elsewhere=True)} --role worker"
@@ -616,7 +630,10 @@ def show_join(join_path: Path) -> None:
 
 
 def show_summary(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:
-    """Draw the learning curve and print the summary of a run, if it has made a step."""
+    """Draw the run's learning curve to a file and print the run's summary.
+
+    If the run has made no step, print only that there is nothing to summarise.
+    """
     if not read_metrics(run_dir).train:
         text = "no optimizer step was made, so there is nothing to sum up"
         console.file.write(f"{text}; why: {run_dir / 'logs'}\n")
@@ -630,7 +647,7 @@ def show_summary(run_dir: Path, console: Console, *, commands: list[str] | None 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run `echo-rl node` and return its exit code."""
     arguments = node_parser().parse_args(argv)
     if arguments.help_config:
         tell([schema_help(arguments.role)])
@@ -670,10 +687,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def configuration_of(arguments: argparse.Namespace) -> Config:
-    """Return the configuration from the arguments and ECHO_JOIN.
+    """Return the configuration from the command line, its file and the variable ECHO_JOIN.
 
     Raises:
-        ConfigError: listing everything that is wrong.
+        ConfigError: if anything in it is wrong; the text lists everything that is.
     """
     role, overrides = arguments.role, list(arguments.set)
     given = {
@@ -716,7 +733,7 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
 
 
 def _goes_on(arguments: argparse.Namespace, config: Config) -> bool:
-    """Return whether a run is to be resumed."""
+    """Return whether the node resumes an existing run: with `--resume`, or if the run has begun."""
     return bool(arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir)))
 
 
@@ -725,12 +742,15 @@ LOOK_S = 0.2
 
 
 def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: bool) -> list[str]:
-    """Return an override with the join string of a learner on this machine, if it is needed.
+    """Return an override that names the join string of a learner on this machine.
+
+    The list is empty if the node needs no join string of that learner: it has one already,
+    encryption is off, or it dials other addresses.
 
     Args:
-        path: of the configuration.
-        overrides: of the configuration, from the command line.
-        role: of this node.
+        path: the configuration file.
+        overrides: the overrides of settings from the command line.
+        role: the role of this node.
         patience: whether to wait for a learner that starts later on this machine, for as long as a
             node waits for a learner on another machine.
 
@@ -751,7 +771,10 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: 
 
 
 def join_awaited(config: Config, role: str) -> Path | None:
-    """Return the file that a start waits for: the join string of a learner on this machine."""
+    """Return the path of the join string that a start would wait for; None if it would not wait.
+
+    A node waits for the join string of a learner on this machine that has not started yet.
+    """
     if role == "learner" or not config.security.curve or _is_join_told(config, role):
         return None
     own = _own_join(config)
@@ -762,7 +785,7 @@ def check_join(config: Config, role: str) -> None:
     """Check the join string with which a relay or worker starts.
 
     Raises:
-        ConfigError: if there is none, or it cannot be read.
+        ConfigError: if there is no join string, or it cannot be read.
     """
     if role == "relay":
         JoinSource("relay", config.relay.connect, config.security, config.run_dir).keys()
@@ -775,26 +798,26 @@ def _own_join(config: Config) -> Path:
 
 
 def _is_join_told(config: Config, role: str) -> bool:
-    """Return whether the settings hold a join string, or name the file of one."""
+    """Return whether the settings contain a join string, or name the file that contains it."""
     return config.security.join is not None or any(map(has_secret, _dialled(config, role)))
 
 
 def _is_own_learner(config: Config, role: str) -> bool:
-    """Return whether all addresses that a node dials are of this machine."""
+    """Return whether all addresses that a node dials are addresses of this machine."""
     return all(map(is_own_machine, _dialled(config, role)))
 
 
 def _dialled(config: Config, role: str) -> Sequence[str]:
-    """Return the addresses that a relay or worker dials; the learner's if it names none."""
+    """Return the addresses that a relay or worker dials; by default the learner's address."""
     learner = config.learner
     return getattr(config, role).connect or (join_address(learner.listen, learner.advertise),)
 
 
 def _wait_for(path: Path, *, patience_s: float) -> None:
-    """Wait until a file exists; print once which file is awaited.
+    """Wait until a file exists, and print once which file is awaited.
 
     Raises:
-        ConfigError: if it does not exist after `patience_s`.
+        ConfigError: if the file does not exist after `patience_s`.
     """
     give_up_at = time.monotonic() + patience_s
     is_told = False
@@ -813,7 +836,7 @@ def _wait_for(path: Path, *, patience_s: float) -> None:
 
 
 def read_run_file(path: Path, overrides: Sequence[str], role: Role | None) -> Config:
-    """Read a configuration: TOML as written by hand, or a run's resolved config.json."""
+    """Read a configuration file: TOML that a user wrote, or a config.json that a run saved."""
     if path.suffix == ".json":
         return load_resolved(path, overrides, role)
     return load_config(path, overrides, role)
@@ -823,7 +846,7 @@ def _saved_config(run_dir: Path) -> Config:
     """Return the configuration of the run being resumed.
 
     Raises:
-        ConfigError: if the run has saved none.
+        ConfigError: if the run has no saved configuration.
     """
     path = run_dir / "config.json"
     if not path.exists():
@@ -836,7 +859,11 @@ def _saved_config(run_dir: Path) -> Config:
 
 
 def _check_changes(saved: Config, config: Config, *, accept_unsafe: bool) -> None:
-    """Print the settings that differ from the run being resumed; refuse unsafe changes."""
+    """Print the settings that differ between the saved and the new configuration.
+
+    Raises:
+        ConfigError: if a change is unsafe for this run, unless `accept_unsafe`.
+    """
     changes = diff_configs(saved, config)
     for change in changes:
         print(change, file=sys.stderr)
@@ -856,10 +883,10 @@ def run_role(
     has_report: bool = True,
     log_events: Path | None = None,
 ) -> int:
-    """Run one node until it ends; return the exit code.
+    """Run one node of this role until the node ends; return the exit code.
 
     Raises:
-        EchoError: if the node cannot start; nothing has been written then, not even a log.
+        EchoError: if the node cannot start. In this case nothing has been written, not even a log.
     """
     if resume and tell_finished(config):
         return 0
@@ -884,21 +911,21 @@ def run_role(
 
 
 def open_event_log(path: Path | None, log: logging.Logger) -> EventLog | None:
-    """Return the event log that --log-events asks for, if any.
+    """Return the event log that writes to the file of --log-events; None if there is no file.
 
     Raises:
-        StorageError: if it cannot be written.
+        StorageError: if the file cannot be written.
     """
     return None if path is None else EventLog(path, log=log)
 
 
 def _is_first_rank() -> bool:
-    """Return whether this is the one process of the learner that prints and listens."""
+    """Return whether this is the learner's process of rank 0, which prints and listens."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _num_ranks() -> int:
-    """Return the number of the learner's processes, which torchrun sets for each of them."""
+    """Return the number of the learner's processes, from torchrun's variable WORLD_SIZE."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal():
         raise ConfigError(f"WORLD_SIZE = {text!r} in the environment is no number; unset it")
@@ -925,7 +952,7 @@ async def _run_dialing(
 
 
 async def show_status(worker: WorkerNode, line: StatusLine, log: logging.Logger) -> None:
-    """Show a worker's status until cancelled."""
+    """Update a worker's status line every REFRESH_S until this coroutine is cancelled."""
     status = WorkerStatus(line, log)
     try:
         while True:

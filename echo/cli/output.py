@@ -32,7 +32,7 @@ EXIT_CODES: dict[type[EchoError], int] = {
     TransportError: 4,
     RefusedError: 5,
 }
-"""Exit code by error; 1 for any other."""
+"""The exit code of each kind of error; every other error has the exit code 1."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
@@ -49,7 +49,7 @@ class LogFormatter(logging.Formatter):
 
 
 class _Forward(logging.Handler):
-    """Passes records on to a node's log, whatever handlers it gets later."""
+    """Passes records on to a node's log, and so to handlers that this log gets later, too."""
 
     def __init__(self, log: logging.Logger) -> None:
         super().__init__()
@@ -60,26 +60,26 @@ class _Forward(logging.Handler):
 
 
 class LogFile(logging.FileHandler):
-    """Writes lines to a file; if the disk is full, it reports the first lost line in a log."""
+    """Writes log records to a file; if the file cannot be written, reports this once in the log."""
 
     def __init__(self, path: Path, log: logging.Logger) -> None:
-        """Open the file.
+        """Open the file at `path` for writing; report write errors to `log`.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if the file cannot be opened for writing.
         """
         super().__init__(path, encoding="utf-8")
         self._log = log
         self._has_failed = self._fails = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, or drop it if it cannot be written."""
+        """Write a record to the file, or drop the record if the file cannot be written."""
         self._fails = False
         super().emit(record)
         self._has_failed &= self._fails
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging calls it so
-        """Log why a line is lost, unless the preceding line was lost too."""
+        """Log why a record was not written, unless the record before was not written either."""
         self._fails = True
         if not self._has_failed:
             self._has_failed = True
@@ -88,7 +88,7 @@ class LogFile(logging.FileHandler):
 
 
 def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.Logger:
-    """Return a node's log: into a file, onto standard error, or both.
+    """Return the log of a node, which writes to a file, to standard error, or to both.
 
     The log also gets the warnings of the transport, of tasks and of the rest of the runtime, and
     the messages of engines.
@@ -124,10 +124,11 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
 
 @contextmanager
 def others_in_log(log: logging.Logger) -> Iterator[None]:
-    """Redirect what libraries write to the terminal of a status line into the log's file.
+    """Within the block, redirect standard output and error into the log's file.
 
-    Libraries, their C++ code and the processes that they start write warnings to the terminal.
-    There a warning would break the status line, and the next status would erase it.
+    Libraries, their C++ code and the processes that they start write warnings to the terminal. On a
+    terminal such a warning would break the status line, and the next status would erase it. Without
+    a status line nothing is redirected.
     """
     from echo.ui.worker_status import StatusLine  # here, since --help answers without rich
 
@@ -142,7 +143,10 @@ def others_in_log(log: logging.Logger) -> Iterator[None]:
 
 @contextmanager
 def _moved(stream: TextIO, to: int, line: StatusLine) -> Iterator[None]:
-    """Redirect a terminal's stream to a file; a status line keeps the terminal."""
+    """Redirect a stream from the terminal to the file descriptor `to`, within the block.
+
+    The status line still writes to the terminal.
+    """
     if not stream.isatty():
         yield
         return
@@ -178,14 +182,14 @@ def tell(texts: Iterable[str]) -> None:
 
 
 def fail(error: EchoError) -> int:
-    """Print an error for the user and return its exit code."""
+    """Print an error to standard error, without secrets, and return the error's exit code."""
     # A user may have given a join string as the name of a file.
     print(f"error: {without_secrets(str(error))}", file=sys.stderr)
     return exit_code(error)
 
 
 def exit_code(error: EchoError) -> int:
-    """Return the exit code of an error."""
+    """Return the exit code of a command that this error has ended."""
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
@@ -193,11 +197,14 @@ def exit_code(error: EchoError) -> int:
 
 
 UNWRAPPED = 10_000
-"""A width that no line reaches."""
+"""Console width, in characters, that exceeds the length of every line."""
 
 
 def run_command(run: Callable[[Namespace, Console], int], arguments: Namespace) -> int:
-    """Run a command that prints to a console, and return its exit code."""
+    """Run a command's function with a console to print to; return its exit code.
+
+    An EchoError is printed, and its exit code is returned.
+    """
     from rich.console import Console
 
     console = Console(markup=False, emoji=False)  # what is shown has names of the user's

@@ -1,7 +1,7 @@
 """Command lines of all commands, read without an installed package.
 
-`--help` and `--version` therefore answer immediately, in a fresh clone too. The module of a command
-is imported after its command line has been parsed without an error.
+`--help` and `--version` therefore work at once, even in a fresh clone without installed packages.
+The module of a command is imported after its command line has been parsed without an error.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from echo.core.extras import ROLES, version
 from echo.core.paths import MAX_FILE_NAME_BYTES
 
 CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
-"""Tasks that the quickstart's small model can learn, and the configuration of each."""
+"""Tasks that the quickstart's small model can learn, and the name of each task's configuration
+file."""
 MODEL_CONFIG = "word-problems.toml"
-"""The configuration of a quickstart with a pretrained model."""
+"""Name of the configuration file of a quickstart with a pretrained model."""
 EXIT_CODES_HELP = (
     "Exit codes: 0 done; 1 failed, or a simulation did not finish; 2 wrong command line or "
     "configuration; 3 unusable data or model; 4 the network failed, or nobody answered; 5 refused "
@@ -35,7 +36,10 @@ def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentPar
 
 
 def _text(argument: str) -> str:
-    """Return an argument if it is UTF-8; Python turns other bytes into lone surrogates."""
+    """Return the argument if it is valid UTF-8, and refuse it otherwise.
+
+    Python has decoded other bytes to lone surrogates.
+    """
     try:
         argument.encode()
     except UnicodeEncodeError as error:
@@ -44,7 +48,7 @@ def _text(argument: str) -> str:
 
 
 def _path(argument: str) -> Path:
-    """Return an argument as a path; refuse names that are too long for any disk."""
+    """Return the argument as a path; refuse a name that is longer than file systems allow."""
     path = Path(argument)
     if any(len(os.fsencode(part)) > MAX_FILE_NAME_BYTES for part in path.parts):
         raise argparse.ArgumentTypeError(
@@ -65,7 +69,7 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def node_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; every setting lives in the configuration."""
+    """Return the argument parser of `echo-rl node`; its settings are in the configuration file."""
     parser = _parser(
         "node",
         "Run one node of a run: the learner, a worker or a relay.",
@@ -119,7 +123,7 @@ def node_parser() -> argparse.ArgumentParser:
 
 
 def plan_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the argument parser of `echo-rl plan`."""
     parser = _parser(
         "plan",
         "Say what to rent for a run, what it costs and how to start it.",
@@ -145,7 +149,7 @@ def plan_parser() -> argparse.ArgumentParser:
 
 
 def sim_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the argument parser of `echo-rl sim`."""
     parser = _parser(
         "sim",
         "Simulate a run with the code that would run it, and say what it comes to.",
@@ -186,7 +190,7 @@ def sim_parser() -> argparse.ArgumentParser:
 
 
 def quickstart_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the argument parser of `echo-rl quickstart`."""
     parser = _parser(
         "quickstart",
         "Train a small model with a learner, a relay and two workers on this machine.",
@@ -212,7 +216,7 @@ def quickstart_parser() -> argparse.ArgumentParser:
 
 
 def ledger_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the argument parser of `echo-rl ledger`."""
     parser = _parser(
         "ledger",
         "Print what happened to every group of a run: one JSON object a line, oldest "

@@ -1,7 +1,7 @@
-"""`echo-rl plan FILE`: what to rent, its cost, how to start it.
+"""`echo-rl plan FILE`: which machines to rent for a run, their cost, and how to start the run.
 
-The plan is computed from the file, a run's records and the catalogue alone; no price is looked up,
-and nothing is rented or started.
+The plan is computed only from the file, the records of an earlier run and the catalogue of GPUs; no
+price is looked up, and nothing is rented or started.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ from echo.ui.plots import cost_plot
 
 
 def run_report(rates: RunRates) -> str:
-    """Return a run's measured figures beside the overlap model's predictions for the same rates."""
+    """Return a table of a run's measured figures beside the overlap model's predictions.
+
+    The predictions are computed from the rates that the run has measured.
+    """
     job = rates.job
     rate = sum(worker.tokens_per_s for worker in rates.workers.values()) / job.completion_tokens
     # A group waits in the worker's queue and on the wire too: what was recorded is the latency.
@@ -71,11 +74,11 @@ def run_report(rates: RunRates) -> str:
 
 
 def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
-    """Return the request with a run's recorded rates in place of estimates.
+    """Return the request with the rates that a run has measured in place of estimates.
 
-    The learner's step is scaled by the tokens of a step. An offer gets the mean rate of its
-    workers: those whose name is the offer's name, or the offer's name followed by a dash and more
-    ("fra-4090-3").
+    The learner's time for a step is scaled by the number of tokens of a step. An offer gets the
+    mean rate of its workers. A worker belongs to an offer if its name is the offer's name, or
+    begins with the offer's name and a dash ("fra-4090-3").
 
     Raises:
         ConfigError: if no worker of the run belongs to an offer.
@@ -123,13 +126,15 @@ def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
 
 
 DRIVER = "580.65.06"
-"""Oldest driver of CUDA 13.0 (its release notes), for which recent PyTorch wheels are built."""
+"""The oldest GPU driver that runs CUDA 13.0 (its release notes); recent PyTorch wheels are built
+for CUDA 13.0."""
 ENVIRONMENT_GB = 12
-"""Disk of one worker's Python environment with CUDA libraries; bin/echo-setup asks for 10."""
+"""Disk space of one worker's Python environment with CUDA libraries, in GB; bin/echo-setup requires
+10."""
 
 
 def plan_tables(request: FleetRequest, plan: Provisioning) -> RenderableType:
-    """Return the plan for the terminal."""
+    """Return the tables and texts of a plan, ready to be printed to the terminal."""
     return Group(
         _fleet_table(plan),
         Text(),
@@ -141,7 +146,7 @@ def plan_tables(request: FleetRequest, plan: Provisioning) -> RenderableType:
 
 
 def fleet_words(plan: Provisioning, outcome: Forecast) -> str:
-    """Return the counts of a fleet in a few words: "3 fra-4090 + 1 ore-a100"."""
+    """Return the number of machines of each offer as text: "3 fra-4090 + 1 ore-a100"."""
     named = zip(plan.fleet.offers, outcome.counts, strict=True)
     return " + ".join(f"{count} {offer.name}" for offer, count in named if count) or "nothing"
 
@@ -205,7 +210,10 @@ def _figures_table(plan: Provisioning) -> Table:
 
 
 def selection_text(gap: float) -> str:
-    """Return whether the plan is surely the cheapest, or how much cheaper another may be."""
+    """Return text that says whether the plan is proven to be the cheapest.
+
+    If it is not proven, the text says by what share another fleet may be cheaper.
+    """
     if gap == 0:
         return "the proven optimum"
     return f"the search ended at {MAX_NODES} nodes; another fleet may be up to {gap:.2%} cheaper"
@@ -230,12 +238,12 @@ def _sensitivity_table(plan: Provisioning) -> Table:
 
 
 def _signed(value: float, digits: int) -> str:
-    """Return a change with its sign; a change that rounds to 0 has no sign."""
+    """Return a change as text with its sign; a change that rounds to 0 gets no sign."""
     return f"{round(value, digits):+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"
 
 
 def refusal_text(refusal: Refusal) -> str:
-    """Return why there is no plan, and the smallest change that would make one."""
+    """Return text on why there is no plan, and on the smallest changes that would allow one."""
     lines = ["no fleet on offer is sufficient:"]
     lines += [f"  {reason}" for reason in refusal.reasons]
     if not refusal.remedies:
@@ -246,9 +254,9 @@ def refusal_text(refusal: Refusal) -> str:
 
 
 def machine_filter(request: FleetRequest, plan: Provisioning, row: OfferRow) -> str:
-    """Return the least that a rented machine must have, as a marketplace's search expression.
+    """Return the minimum that a rented machine must have, as a marketplace's search expression.
 
-    The syntax is that of `vastai search offers`; memory and disk in GB, links in Mbit/s.
+    The syntax is the syntax of `vastai search offers`: memory and disk are in GB, links in Mbit/s.
     """
     weights = request.model.num_params * BYTES_PER_WEIGHT
     cache = (
@@ -272,7 +280,7 @@ def machine_filter(request: FleetRequest, plan: Provisioning, row: OfferRow) -> 
 
 
 def filters_text(request: FleetRequest, plan: Provisioning) -> str:
-    """Return one filter per offer in use."""
+    """Return the search expressions for machines, one for each offer from which the plan rents."""
     weights = format_bytes(request.model.num_params * BYTES_PER_WEIGHT)
     lines = [f"least of each rented machine ({weights} of weights), as a marketplace filter:"]
     for row, offer, count in _used(request, plan):
@@ -283,7 +291,7 @@ def filters_text(request: FleetRequest, plan: Provisioning) -> str:
 
 
 def commands_text(request: FleetRequest, plan: Provisioning) -> str:
-    """Return the commands that start the plan, machine by machine."""
+    """Return the commands that start the plan's nodes: the learner, the relays, each worker."""
     job, learner = plan.job, request.learner
     lines = [
         "commands (put your own configuration in place of configs/wan.toml; where relays and",
@@ -324,7 +332,7 @@ def commands_text(request: FleetRequest, plan: Provisioning) -> str:
 
 
 def _learner_prices(request: FleetRequest, plan: Provisioning) -> list[str]:
-    """Return the run's settings of activation: its budget and the prices of traffic."""
+    """Return the learner's settings for its price, the price of traffic and the budget per hour."""
     sets = [f"learner.price_per_h={request.learner.price_per_h:g}"]
     dearest = max(request.regions[row.region].price_per_gb for row, _, _ in _used(request, plan))
     if dearest:
@@ -350,7 +358,7 @@ def _worker_settings(request: FleetRequest, row: OfferRow, name: str) -> list[st
 
 
 def node_command(role: str, settings: Sequence[str]) -> str:
-    """Return the command that starts a node with these settings."""
+    """Return the command line that starts a node of this role with these settings."""
     sets = [part for item in settings for part in ("--set", item)]
     return f"{command('node', elsewhere=True)} " + shlex.join(
         ["--role", role, "--config", "configs/wan.toml", *sets]
@@ -366,7 +374,7 @@ def _used(request: FleetRequest, plan: Provisioning) -> list[tuple[OfferRow, str
 
 
 def divide_site(request: FleetRequest) -> Division:
-    """Return the best division of all GPUs between training and generation.
+    """Return the best division of all GPUs of the request between training and generation.
 
     Raises:
         PlanError: if the model fits nowhere for training, or nowhere for generation.
@@ -396,7 +404,7 @@ def divide_site(request: FleetRequest) -> Division:
 
 
 def division_text(request: FleetRequest, division: Division) -> str:
-    """Return the division, and the commands that start it."""
+    """Return a description of the division and the commands that start its nodes."""
     lines = [
         f"{request.model.name}: {format_duration(division.step_s)} per step "
         f"(training {format_duration(division.train_s)}, generation "
@@ -418,7 +426,10 @@ def division_text(request: FleetRequest, division: Division) -> str:
 
 
 def _learner_commands(request: FleetRequest, division: Division) -> list[str]:
-    """Return the command of the training, for one process, one machine or several machines."""
+    """Return the lines of the command that starts training.
+
+    The command is for one process, for one machine under torchrun, or for several machines.
+    """
     command = node_command("learner", [f"learner.advertise={request.learner.address}"])
     number = division.num_train_gpus
     per_machine = min(number, request.gpus[division.train_gpu].num_per_node)
@@ -436,7 +447,7 @@ def _learner_commands(request: FleetRequest, division: Division) -> list[str]:
 
 
 def _worker_command(request: FleetRequest, num_gpus: int) -> str:
-    """Return the command of one worker that samples on this number of GPUs."""
+    """Return the command line that starts one worker which samples on `num_gpus` GPUs."""
     sets = [f'worker.connect=["{request.learner.address}"]', "engine.kind=vllm"]
     if num_gpus > 1:
         sets.append(f"engine.options.tensor_parallel_size={num_gpus}")
@@ -444,11 +455,11 @@ def _worker_command(request: FleetRequest, num_gpus: int) -> str:
 
 
 def read_rates(run_dir: Path) -> RunRates:
-    """Return the rates of the run in `run_dir`.
+    """Return the rates that the run in `run_dir` has measured, without its first fifth of steps.
 
     Raises:
-        DataError: if it has made no step or accepted no group yet.
-        StorageError: if a file is damaged.
+        DataError: if the run has made no step or has accepted no group yet.
+        StorageError: if a file of the run is damaged.
     """
     config = read_config(run_dir)
     rows = read_metrics(run_dir).train
@@ -491,12 +502,15 @@ def read_rates(run_dir: Path) -> RunRates:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run `echo-rl plan` and return its exit code."""
     return run_command(run, plan_parser().parse_args(argv))
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print a run's figures, a fleet's plan or a division, as requested; return the exit code."""
+    """Print a run's measured figures, a plan of a fleet or a division, as the arguments request.
+
+    Return the exit code.
+    """
     if not arguments.files:
         return show_run(arguments, console)
     import_extra("scipy", extra="planner", wanted_by="echo-rl plan")
@@ -509,7 +523,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def show_run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print a run's measured figures beside the model's predictions."""
+    """Print a run's measured figures beside the overlap model's predictions.
+
+    Return the exit code.
+    """
     if arguments.run is None:
         remedy = "configs/fleet-example.toml is one to start from"
         raise ConfigError(f"no FILE given: name a fleet file ({remedy}), or a run with --from RUN")
@@ -520,10 +537,10 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def plan_fleet(request: FleetRequest, out: Path, console: Console) -> int:
-    """Print and write the plan of a request.
+    """Print the plan of a request, and write it to the directory `out`; return the exit code.
 
     Raises:
-        PlanError: if no fleet is sufficient; says why and what would help.
+        PlanError: if no fleet is sufficient; the text says why, and which changes would help.
     """
     plan = provision(request.fleet, request.job, request.periods)
     if plan is None:
@@ -543,7 +560,7 @@ def plan_fleet(request: FleetRequest, out: Path, console: Console) -> int:
 
 
 def rollouts_text(job: Job) -> str:
-    """Return how many rollouts a step trains on, and how many are sampled for them."""
+    """Return text on how many rollouts a step trains on, and how many are sampled for them."""
     trained = job.groups_per_step * job.group_size
     if job.useful_share == 1:
         return f"{trained} rollouts per step"
@@ -552,7 +569,10 @@ def rollouts_text(job: Job) -> str:
 
 
 def plan_hetero(request: FleetRequest, out: Path, console: Console) -> int:
-    """Print and write the division of all GPUs of a request between training and generation."""
+    """Divide all GPUs of a request between training and generation, and print the division.
+
+    Also write the division into the directory `out`. Return the exit code.
+    """
     division = divide_site(request)
     print(division_text(request, division), file=console.file)
     write_json(out / "hetero.json", to_json(division))
@@ -561,7 +581,7 @@ def plan_hetero(request: FleetRequest, out: Path, console: Console) -> int:
 
 
 def plan_record(request: FleetRequest, plan: Provisioning) -> dict[str, Any]:
-    """Return the plan as it is written to plan.json."""
+    """Return the content of plan.json for a plan."""
     record: dict[str, Any] = to_json(plan)
     record["rent"] = [
         {"offer": offer.name, "region": offer.region, "count": count}
@@ -572,7 +592,7 @@ def plan_record(request: FleetRequest, plan: Provisioning) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Return `value` in types of JSON: records as objects, infinity as null."""
+    """Return `value` in JSON's types: dataclasses become objects, and infinity becomes null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [entry.name for entry in dataclasses.fields(value)]
         return {name: to_json(getattr(value, name)) for name in names}
@@ -586,10 +606,10 @@ def to_json(value: Any) -> Any:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write a record; its directory is made if missing.
+    """Write `record` as JSON to a file, and make the file's directory if it is missing.
 
     Raises:
-        StorageError: if it cannot be written.
+        StorageError: if the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

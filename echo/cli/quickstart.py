@@ -49,14 +49,15 @@ from echo.tasks.task import GeneratedTask
 
 TASKS: dict[str, type[GeneratedTask]] = {"addition": AdditionTask, "countdown": CountdownTask}
 SMOLLM2 = "smollm2"
-"""The pretrained model that `--model` makes itself; any other name is a directory or hub id."""
+"""The value of `--model` for which this command makes the model itself; any other value is a
+directory or a hub id."""
 GRACE_S = 15.0
-"""Seconds in which workers and relay may end by themselves after the run, before they get
-SIGTERM.
+"""Seconds in which workers and relay may end by themselves after the learner has ended; after that
+they get SIGTERM.
 """
 SAVE_S = 10.0
-"""Seconds from the first SIGTERM to the second: a worker stops its engine and saves rollouts.
-A worker that takes longer waits for acknowledgements, which no learner sends any more.
+"""Seconds from the first SIGTERM to the second: a worker stops its engine and saves rollouts. A
+worker that takes longer waits for acknowledgements, and the learner, which has ended, sends none.
 """
 STOP_S = 10.0
 """Seconds from the second SIGTERM to SIGKILL; a node takes at most interrupts.HURRY_S."""
@@ -64,17 +65,18 @@ STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeProcess:
-    """A node that this command has started."""
+    """A process of `echo-rl node` that the quickstart has started."""
 
     name: str
     process: subprocess.Popen[bytes]
     role: str = "worker"
     output: Path | None = None
-    """The file that gets its standard output and standard error."""
+    """The file that gets the process's standard output and standard error; None if it inherits this
+    process's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the quickstart and return its exit code."""
+    """Run `echo-rl quickstart` and return its exit code."""
     arguments = quickstart_parser().parse_args(argv)
     console = Console(stderr=True)
     try:
@@ -133,22 +135,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class WarmupBar:
-    """The progress bar of a running warm-up."""
+    """The progress bar that is shown while the small model is warmed up."""
 
     def __init__(self, bar: Progress) -> None:
-        """Start before the first step."""
+        """Add a task to this progress bar; its number of steps is unknown until `show`."""
         self._bar = bar
         self._job = bar.add_task("starting", total=None)
 
     def show(self, step: int, num_steps: int, loss: float, pass_rate: float | None) -> None:
-        """Show a step."""
+        """Show the number of steps made, with the loss and the pass rate."""
         rate = "" if pass_rate is None else f", pass rate {pass_rate:.2f}"
         text = f"loss {loss:.2f}{rate}"
         self._bar.update(self._job, completed=step, total=num_steps, description=text)
 
 
 def make_model(name: str, console: Console, *, for_vllm: bool) -> str:
-    """Return the warmed-up small model of a task, making it the first time."""
+    """Return the path of a task's small warmed-up model; make the model if it is missing."""
     from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
     from echo.train.models.warmup import make_warm_model
 
@@ -175,10 +177,10 @@ def make_model(name: str, console: Console, *, for_vllm: bool) -> str:
 
 
 def find_pretrained(name: str, console: Console) -> str:
-    """Return `model.name` of a pretrained model, making `smollm2` the first time.
+    """Return the value of `model.name` for `--model NAME`; make `smollm2` if it does not exist.
 
     Raises:
-        EchoError: if it is a path without a model, or cannot be made.
+        EchoError: if `name` is a path without a model, or the model cannot be made.
     """
     if name != SMOLLM2:
         if find_model(name) is None and "/" not in name and nearest(name.lower(), [SMOLLM2]):
@@ -193,7 +195,7 @@ def find_pretrained(name: str, console: Console) -> str:
 
 
 def thread_settings(num_cores: int, num_workers: int) -> list[str]:
-    """Return overrides that divide the cores: half for the learner, the rest for the workers."""
+    """Return overrides that give half of the cores to the learner, the rest to the workers."""
     learner = max(1, num_cores // 2)
     worker = max(1, (num_cores - learner) // num_workers)
     return [f"learner.num_threads={learner}", f"worker.num_threads={worker}"]
@@ -206,14 +208,14 @@ OWN_ADDRESSES = (
     "relay.listen",
     "worker.connect",
 )
-"""The settings of the addresses over which the four processes communicate."""
+"""The settings that hold the addresses over which the four processes communicate."""
 
 
 def check_addresses(config: Config) -> None:
-    """Refuse addresses from the command line.
+    """Refuse addresses that the command line sets: the quickstart chooses its own.
 
     Raises:
-        ConfigError: if there are any.
+        ConfigError: if the command line sets an address.
     """
     given = [key for key in OWN_ADDRESSES if config.sources[key] == OVERRIDE]
     if given:
@@ -225,11 +227,11 @@ def check_addresses(config: Config) -> None:
 
 
 def free_settings(config: Config, held: ExitStack) -> list[str]:
-    """Return overrides for a run name and for ports that nothing else on this machine has.
+    """Return overrides for a run name and for ports that are not in use on this machine.
 
     Args:
         config: the configuration, with the name and the ports to try first.
-        held: keeps the ports from other programs until it is closed.
+        held: reserves the ports, so that other programs cannot take them until it is closed.
     """
     name, number = config.run.name, 1
     while not _claim(Path(config.run.dir) / name):
@@ -239,14 +241,14 @@ def free_settings(config: Config, held: ExitStack) -> list[str]:
 
 
 def free_ports_of(path: Path, held: ExitStack) -> None:
-    """Replace the ports in a run's config.json that other programs have taken, for a resume.
+    """Replace the ports in a run's config.json that other programs use, so that it can be resumed.
 
-    Overrides cannot replace them: the learner refuses a changed address as unsafe, since nodes that
-    were not restarted would dial the old address. The quickstart restarts all nodes.
+    Overrides cannot replace the ports: the learner refuses a changed address as unsafe, since nodes
+    that were not restarted would dial the old address. The quickstart restarts all nodes.
 
     Args:
         path: the run's config.json.
-        held: keeps the ports from other programs until it is closed.
+        held: reserves the ports, so that other programs cannot take them until it is closed.
 
     Raises:
         StorageError: if the run is under way.
@@ -263,7 +265,7 @@ def free_ports_of(path: Path, held: ExitStack) -> None:
 
 
 def _free_addresses(config: Config, held: ExitStack) -> list[str]:
-    """Return overrides for addresses at free ports, and hold these."""
+    """Return overrides for addresses at free ports, and reserve these ports with `held`."""
     learner, relay = (
         held.enter_context(_held_port(_port_of(address)))
         for address in (config.learner.listen, config.relay.listen)
@@ -278,7 +280,7 @@ def _free_addresses(config: Config, held: ExitStack) -> list[str]:
 
 
 def _claim(run_dir: Path) -> bool:
-    """Make the directory of a run; return whether this process has made it."""
+    """Make the directory of a run; return False if the directory existed before."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     try:
         run_dir.mkdir()
@@ -293,7 +295,9 @@ def _port_of(address: str) -> int:
 
 @contextmanager
 def _held_port(wanted: int) -> Iterator[int]:
-    """Hold a port of the loopback address: the wanted port, or another one if it is taken.
+    """Reserve a loopback port within the block; yield its number.
+
+    The port is `wanted`, or another free port if `wanted` is in use.
 
     Linux refuses a held port to a program that does not set SO_REUSEADDR, such as another
     quickstart that chooses its ports. A node sets SO_REUSEADDR, so it can bind the held port too,
@@ -364,7 +368,7 @@ def run_nodes(
 
 
 def next_commands(config: Config) -> list[str]:
-    """Return three things to try after a run."""
+    """Return three commands that a user may try after the run, each with a comment."""
     quickstart, node = command("quickstart"), command("node")
     if config.task.kind in TASKS:
         what = f"--task {config.task.kind}"
@@ -383,7 +387,11 @@ def next_commands(config: Config) -> list[str]:
 
 
 def join_environment(config: Config) -> dict[str, str]:
-    """Return the environment with the join string; a command line would show it to other users."""
+    """Return the environment variable ECHO_JOIN with the run's join string.
+
+    The join string is not passed on a command line, where other users of the machine would see it.
+    Without encryption no variable is needed, and the result is empty.
+    """
     if not config.security.curve:
         return {}
     keys, secret = load_or_create_keys(config.run_dir)
@@ -401,7 +409,7 @@ def start_node(
     environment: Mapping[str, str] | None = None,
     output: Path | None = None,
 ) -> NodeProcess:
-    """Start one node; if `output` is given, in a session of its own."""
+    """Start the process of one node; if `output` is given, in a process session of its own."""
     command = [sys.executable, "-m", "echo.cli.main", "node", "--role", role]
     command += ["--config", str(config_path)]
     command += [part for item in overrides for part in ("--set", item)]
@@ -425,7 +433,7 @@ def start_node(
 
 
 def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:
-    """Forward a signal to the learner, which is the first of the nodes."""
+    """Forward a signal to the learner, the first of `nodes`; exit if no node was started yet."""
     if number == signal.SIGHUP:
         interrupts.leave_terminal()
     if not nodes:
@@ -438,8 +446,8 @@ def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:
 def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Console) -> int:
     """Wait for the learner to end and return its exit code.
 
-    Once all workers have failed, the learner is ordered to save and end, since it would wait for
-    other workers for hours.
+    Once all workers have failed, send the learner SIGTERM, so that it saves and ends; otherwise it
+    would wait for other workers for hours.
     """
     reported: set[str] = set()
     workers = {node.name for node in nodes if node.role == "worker"}
@@ -457,7 +465,10 @@ def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Consol
 
 
 def describe_end(node: NodeProcess) -> str:
-    """Return how a node failed, with its last line; "" while it runs or if it ended with code 0."""
+    """Return text on how a node failed, with the last line of its output.
+
+    The text is "" while the node runs, and if it ended with exit code 0.
+    """
     code = node.process.poll()
     if not code:
         return ""
@@ -471,8 +482,9 @@ def describe_end(node: NodeProcess) -> str:
 def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
     """Wait `grace_s` for the nodes to end by themselves, then send SIGTERM twice, then SIGKILL.
 
-    On the first SIGTERM a worker stops its engine and saves unfinished rollouts. On the second it
-    ends its engine and its reward processes, which would outlive a killed worker.
+    On the first SIGTERM a worker stops its engine and saves unfinished rollouts. On the second
+    SIGTERM a worker ends its engine and its reward processes, which would outlive the worker if it
+    were killed.
     """
     running = still_running(nodes, within_s=grace_s)
     for patience_s in (SAVE_S, STOP_S):
@@ -485,7 +497,7 @@ def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
 
 
 def still_running(nodes: Sequence[NodeProcess], *, within_s: float) -> list[NodeProcess]:
-    """Wait `within_s` in all for nodes to end; return the nodes that still run."""
+    """Wait until all nodes have ended, at most `within_s`; return the nodes that still run."""
     give_up_at = time.monotonic() + within_s
     running = []
     for node in nodes:

@@ -22,14 +22,14 @@ def load_scenario(
     """Return the scenario and its fleet.
 
     Args:
-        files: as `read_files` returns them.
-        overrides: options of the command line and their texts.
-        name: the scenario's name, for headings.
-        plan: a plan.json, whose nodes and publish period are taken where the scenario leaves
-            them open; None for all nodes.
+        files: the scenario's files and their texts, as `read_files` returns them.
+        overrides: settings from the command line, each with its option's text.
+        name: the scenario's name, which is shown in headings.
+        plan: a plan.json. Its nodes and publish period replace those that the scenario does not
+            set. None: all nodes on offer are rented.
 
     Raises:
-        ConfigError: listing every problem found, each with its source and its row.
+        ConfigError: if anything is wrong; the text lists every problem with its source and its row.
     """
     rented = None if plan is None else read_plan(plan)
     file, request = parse_scenario(files, overrides, rented)

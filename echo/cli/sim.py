@@ -1,7 +1,8 @@
 """`echo-rl sim SCENARIO`: the code of a run on virtual time.
 
-Nothing is rented, started or looked up: learner, relays and workers are the roles of
-`echo-rl node`, in one process; only training, sampling, disk and network are replaced by times.
+Nothing is rented, started or looked up. Learner, relays and workers run the role code of `echo-rl
+node`, all in this process. Only training, sampling, disk and network are replaced: each takes a
+simulated time.
 """
 
 from __future__ import annotations
@@ -67,10 +68,12 @@ def sweep(
     out: Path,
     console: Console,
 ) -> int:
-    """Simulate all combinations of values and seeds; print and write the results.
+    """Simulate all combinations of the swept values and seeds; print and write the results.
+
+    Return 0 if all simulated runs were complete, otherwise 1.
 
     Raises:
-        ConfigError: if a key or a value is wrong.
+        ConfigError: if a swept key or value is wrong.
     """
     axes = [_axis(text) for text in texts]
     combinations = list(itertools.product(*(values for _, values in axes)))
@@ -103,7 +106,7 @@ def sweep(
 
 
 def run_all(scenarios: Sequence[Scenario]) -> list[Summary]:
-    """Simulate scenarios, one per core at a time; return the result of each."""
+    """Simulate the scenarios in parallel processes, one per core; return the summaries in order."""
     num_processes = min(len(scenarios), os.cpu_count() or 1)
     if num_processes < 2:
         return [run_one(scenario) for scenario in scenarios]
@@ -133,7 +136,7 @@ def run_all(scenarios: Sequence[Scenario]) -> list[Summary]:
 
 
 def run_one(scenario: Scenario) -> Summary:
-    """Simulate a scenario and return its result."""
+    """Simulate one scenario and return its summary."""
     return summarise(scenario, Simulation(scenario).run())
 
 
@@ -177,17 +180,19 @@ def _table(
 
 AFTER = f" after the first {RUN_IN:.0%} of the steps"
 MAX_DECISIONS = 6
-"""Largest number of changes of the active workers that are listed; sim.json has all of them."""
+"""Largest number of changes of the set of active workers that are printed; sim.json has all of
+them."""
 MAX_LINKS = 8
-"""Largest number of links that are listed; those with the most bytes are chosen."""
+"""Largest number of links that are printed; the links with the most bytes are chosen."""
 
 
 STALENESS_APART = 0.5
-"""The text explains a larger difference, in steps, between simulated and predicted staleness."""
+"""Difference between the simulated and the predicted mean staleness, in steps, beyond which the
+summary explains it."""
 
 
 def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
-    """Return a run's figures as text, beside the overlap model's predictions for the same fleet."""
+    """Return the figures of a simulated run as text, beside the overlap model's predictions."""
     expected = prediction(scenario, summary)
     nodes = ", ".join(
         f"{count} {offer.name}"
@@ -228,12 +233,12 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
 
 
 def waits(summary: Summary) -> str:
-    """Return the learner's share of waiting as text, for the summary and the plot."""
+    """Return text on the share of time that the learner waits, for the summary and the plot."""
     return f"{summary.idle_share:.1%} of the time{AFTER}, {summary.idle_share_in_all:.1%} in all"
 
 
 def _events_text(summary: Summary) -> list[str]:
-    """Return the counts of the activation, and its last changes."""
+    """Return lines on activation: the number of its changes, and the last MAX_DECISIONS changes."""
     lines = []
     if summary.cost_as_counted is not None:
         lines.append(
@@ -246,7 +251,7 @@ def _events_text(summary: Summary) -> list[str]:
 
 
 def prediction(scenario: Scenario, summary: Summary) -> Prediction:
-    """Return the overlap model's prediction for the fleet, with the measured broadcast."""
+    """Return the overlap model's prediction for the fleet, given the measured broadcast time."""
     job, counts = scenario.job, scenario.counts
     return predict(
         job,
@@ -258,10 +263,12 @@ def prediction(scenario: Scenario, summary: Summary) -> Prediction:
 
 
 def write_run(scenario: Scenario, summary: Summary, history: History, out: Path) -> list[Path]:
-    """Write metrics.jsonl, as a run would, and the plot; return the files.
+    """Write metrics.jsonl with the rows that a real run would write, and the plot.
+
+    Return the paths of the files.
 
     Raises:
-        StorageError: if one cannot be written.
+        StorageError: if a file cannot be written.
     """
     path = out / "metrics.jsonl"
     costs = step_costs(scenario, history)
@@ -301,7 +308,7 @@ def write_run(scenario: Scenario, summary: Summary, history: History, out: Path)
 
 
 def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
-    """Return one row of metrics.jsonl, with the names that a real run uses."""
+    """Return a step's row of metrics.jsonl, with the metric names that a real run uses."""
     total = max(1e-9, step.tokens)
     row: dict[str, Any] = {
         "step": step.step,
@@ -322,7 +329,7 @@ def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
 
 
 def bill_row(bill: BillRecord | None) -> dict[str, Any]:
-    """Return a step's costs as the learner counts them, with the names that a real run uses."""
+    """Return the metrics of a step's costs as the learner counts them; none without a bill."""
     if bill is None:
         return {}
     return {
@@ -334,7 +341,7 @@ def bill_row(bill: BillRecord | None) -> dict[str, Any]:
 
 
 def step_costs(scenario: Scenario, history: History) -> list[float]:
-    """Return the total $ spent up to each step."""
+    """Return, for each step, the $ spent from the start to the end of that step."""
     relays = sum(region.relay_price_per_h for region in scenario.fleet.regions.values())
     hourly = relays + scenario.job.learner_price_per_h
     found = []
@@ -345,7 +352,7 @@ def step_costs(scenario: Scenario, history: History) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run `echo-rl sim` and return its exit code."""
     return run_command(run, sim_parser().parse_args(argv))
 
 
@@ -372,7 +379,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def simulate(scenario: Scenario, console: Console) -> tuple[Summary, History]:
-    """Simulate a run and print its result."""
+    """Simulate a scenario and print its summary; return the summary and the history."""
     began_at = time.monotonic()
     history = Simulation(scenario).run()
     summary = summarise(scenario, history)
@@ -384,7 +391,7 @@ def simulate(scenario: Scenario, console: Console) -> tuple[Summary, History]:
 def write(
     scenario: Scenario, summary: Summary, history: History, record: dict[str, Any], out: Path
 ) -> int:
-    """Write a run's files; return the exit code."""
+    """Write the plot, metrics.jsonl and sim.json of a simulated run; return the exit code."""
     write_json(out / "sim.json", record)
     written = write_run(scenario, summary, history, out)
     print(f"wrote {out / 'sim.json'}, {', '.join(map(str, written))}")
