@@ -1,7 +1,7 @@
-"""Rules that compare several keys, each with the reason for it.
+"""Rules that compare the values of several keys, each with the reason for the rule.
 
-A rule yields at most a few problems and reads only values that are valid on their own: load.py
-drops the problems of a rule that read a value already reported.
+A rule yields a few problems at most. It reads only values that are valid on their own: if a value
+is already reported as invalid, load.py drops the problems of the rules that read this value.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from echo.core.units import format_bytes
 from echo.wire.codec import BYTES_PER_TOKEN
 
 MAX_CURVE_CHUNK_BYTES = 1 << 20
-"""Largest chunk of weights on an encrypted link."""
+"""Largest chunk of weights that is allowed on an encrypted link, in bytes."""
 MAX_GROUP_BYTES = 60 << 20
-"""A little below the largest message of the transport (runtime/node.py)."""
+"""Largest size of a group, in bytes: a little less than the largest message of the transport
+(runtime/node.py)."""
 RATIO_UNDER_TOP_K = 0.9
 """Ratio that a loss's range must include if top-k is set. The probability that top-k removes has no
 bound, so this value is a judgement: ranges of .2, as in PPO, are used with top-k; ranges of some
@@ -29,7 +30,7 @@ percent clip every token.
 
 
 def check_config(config: Config, role: Role | None) -> list[Problem]:
-    """Return every broken rule."""
+    """Return one problem for each rule that the configuration breaks."""
     return [
         *_check_most(config),
         *_check_sync(config),
@@ -91,7 +92,7 @@ def _check_sync(config: Config) -> Iterator[Problem]:
 
 
 def _check_exact_version(config: Config) -> Iterator[Problem]:
-    """Report settings that need groups of several versions if each group has one version."""
+    """Report settings that contradict `exact_version`, where one version samples a whole group."""
     rollout, key = config.rollout, "rollout.exact_version"
     if not rollout.exact_version:
         return
@@ -139,7 +140,7 @@ def _check_security(config: Config) -> Iterator[Problem]:
 
 
 def _check_dual_clip(config: Config) -> Iterator[Problem]:
-    """Refuse a second bound on the ratio that lies within the first."""
+    """Refuse a dual clip that is not above the upper end of the clip."""
     loss = config.loss
     dual_clip = getattr(loss, "dual_clip", False)
     if not isinstance(loss, ClippedSection) or dual_clip is False:
@@ -154,7 +155,10 @@ def _check_dual_clip(config: Config) -> Iterator[Problem]:
 
 
 def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
-    """Refuse top-p and top-k with a loss whose range of ratios begins above theirs (losses.py)."""
+    """Refuse top-p or top-k if truncation makes ratios fall below the range of the loss.
+
+    The reason is in losses.py, under "Truncated sampling".
+    """
     if role != "learner":  # others do not know the loss
         return
     sampling, loss = config.sampling, config.loss
@@ -179,7 +183,7 @@ def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
 
 
 def _check_group_bytes(config: Config) -> Iterator[Problem]:
-    """Refuse groups that no message could carry, before a worker has sampled one."""
+    """Refuse settings with which a group of full-length rollouts exceeds the largest message."""
     key, tokens = "sampling.max_completion_tokens", config.sampling.max_completion_tokens
     if config.agent.listen is not None and config.agent.max_session_tokens > tokens:
         key, tokens = "agent.max_session_tokens", config.agent.max_session_tokens
@@ -213,7 +217,7 @@ def _check_agent(config: Config) -> Iterator[Problem]:
 
 
 def _check_without_effect(config: Config) -> Iterator[Problem]:
-    """Report settings that nothing would read; the default is always silent."""
+    """Report settings that were changed from their default and that no code would read."""
     is_directory = config.model.name is not None and config.model.name.startswith(("/", ".", "~"))
     no_pull = (config.reference.kl_coef == 0, "reference.kl_coef = 0", "reference.kl_coef")
     no_agent = (config.agent.listen is None, "agent.listen is not set", "agent.listen")

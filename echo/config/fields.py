@@ -29,7 +29,8 @@ from echo.core.units import JOIN_SECRET, parse_duration, parse_size
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 MAX_NAME_LENGTH = 64
-"""Characters of the name of a node, a run or a region; messages hold words of 128."""
+"""Largest number of characters in the name of a node, a run or a region; a message holds words of
+up to 128."""
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{22}")
 _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
@@ -38,12 +39,12 @@ _TASK_KIND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 UNREADABLE = (ValueError, RecursionError)
-"""The standard library's errors for TOML or JSON that is wrong, has numbers of thousands of
-digits, or is nested hundreds deep."""
+"""The errors of the standard library for TOML or JSON that is invalid, has numbers of thousands of
+digits, or is nested hundreds of levels deep."""
 
 
 def toml_or_text(text: str) -> Any:
-    """Return a value of the command line, read as TOML, or the text itself if it is not TOML."""
+    """Return a value from the command line: parsed as TOML, or as text if it is not TOML."""
     try:
         table = tomllib.loads(f"value = {text}")
     except UNREADABLE:
@@ -58,18 +59,21 @@ NO_VALUES = frozenset({"null", "None", "~"})
 
 
 def override_of(key: str, text: str) -> str:
-    """Return the override that sets a key to a text, even one that is a number in TOML."""
+    """Return the override `key=text`, with quotes if TOML would read the text as another type."""
     is_plain = toml_or_text(text.strip()) == text and text not in NO_VALUES
     return f"{key}={text if is_plain else json.dumps(text, ensure_ascii=False)}"
 
 
 def _false_is_none(value: object) -> object:
-    """Read `false` as "off": TOML has no word for a missing value."""
+    """Return None for `false`, which means "off" in a file, and every other value unchanged.
+
+    A file cannot contain None: TOML has no word for a missing value.
+    """
     return None if value is False else value
 
 
 def _check_off(value: object) -> object:
-    """Accept `false` and nothing else: 0 is refused, although Python holds 0 == False."""
+    """Return `false`; refuse every other value, also 0, although 0 == False in Python."""
     if value is not False:
         raise ValueError("must be false")
     return value
@@ -138,7 +142,7 @@ def _check_join(text: str) -> str:
 
 
 def has_secret(address: str) -> bool:
-    """Return whether an address is a join string: whether the run's secret is in it."""
+    """Return whether an address is a join string, which contains the run's secret."""
     return "." in address.partition("#")[2]
 
 
@@ -170,14 +174,16 @@ def _check_run_name(name: str) -> str:
 
 
 MAX_FILE_LENGTH = 16 << 20
-"""Characters of a file with settings: the settings that are sent must fit into one message."""
+"""Largest number of characters in a file with settings: the settings that the learner sends must
+fit into one message."""
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file with settings, or of a pipe, of at most MAX_FILE_LENGTH.
+    """Return the text of a file or pipe with settings.
 
     Raises:
-        OSError, UnicodeDecodeError: if it cannot be read, is too large, or is not text.
+        OSError, UnicodeDecodeError: if the file cannot be read, has more than MAX_FILE_LENGTH
+            characters, or is not UTF-8.
     """
     with path.open(encoding="utf-8-sig") as file:  # editors on Windows write a byte order mark
         text = file.read(MAX_FILE_LENGTH + 1)
@@ -205,10 +211,10 @@ Bytes = Annotated[int, BeforeValidator(parse_size)]
 """A size: a whole number of bytes or text such as "8GiB"."""
 
 ListenAddress = Annotated[str, AfterValidator(_check_listen)]
-"""tcp://host:port to bind; port 0 takes any free one."""
+"""tcp://host:port to listen on; with port 0 the system chooses a free port."""
 
 AdvertisedAddress = Annotated[str, AfterValidator(_check_advertise)]
-"""tcp://host:port that others can reach."""
+"""tcp://host:port that other machines can dial."""
 
 DialAddress = Annotated[
     str, AfterValidator(_check_connect), PlainSerializer(_strip_secret, return_type=str)
@@ -216,10 +222,10 @@ DialAddress = Annotated[
 """tcp://host:port, with #KEY or #KEY.SECRET behind it; the secret is in no dump of the model."""
 
 DialAddresses = Annotated[tuple[DialAddress, ...], BeforeValidator(_one_is_a_list)]
-"""Addresses to try in order; a single one needs no brackets."""
+"""Addresses to try in order; a single address needs no brackets."""
 
 Sinks = Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_one_is_a_list)]
-"""Destinations of metrics; a single one needs no brackets."""
+"""Destinations of metrics; a single destination needs no brackets."""
 
 Betas = Annotated[
     tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
@@ -228,7 +234,7 @@ Betas = Annotated[
 """Two numbers from 0 to below 1."""
 
 Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_is_a_list)]
-"""A list of names; a single one needs no brackets."""
+"""A list of names; a single name needs no brackets."""
 
 JoinString = Annotated[
     str,
@@ -238,7 +244,7 @@ JoinString = Annotated[
 """tcp://host:port#KEY.SECRET.FINGERPRINT, in no dump of the model; or a file that holds it."""
 
 Device = Annotated[str, AfterValidator(_check_device)]
-"""Where torch computes: auto, cpu, cuda or cuda:N."""
+"""The device on which torch computes: auto, cpu, cuda or cuda:N."""
 
 TaskKind = Annotated[str, AfterValidator(_check_task_kind)]
 """A built-in task's name or the import path of a class."""
@@ -247,7 +253,7 @@ Directory = Annotated[str, AfterValidator(_check_directory)]
 """The path of a directory, which need not exist yet."""
 
 RunName = Annotated[str, AfterValidator(_check_run_name)]
-"""One path component."""
+"""The name of a run's directory: one component of a path."""
 
 
 Role = Literal["learner", "worker", "relay"]
@@ -256,13 +262,13 @@ ROLES: tuple[Role, ...] = ("learner", "worker", "relay")
 T = TypeVar("T")
 INHERITED = "inherited"
 Inherited = Annotated[T, INHERITED]
-"""The type of a key that the learner decides for its workers."""
+"""The type of a key whose value the learner sets for all its workers."""
 OWN_KIND = "package.module:function"
 """The kind of the section class for the user's own code, which is named by an import path."""
 
 
 class Strict(BaseModel):
-    """A table of a file: frozen, and strict about types and unknown keys."""
+    """A table of a file: immutable; unknown keys and values of another type are refused."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -274,13 +280,16 @@ class Strict(BaseModel):
 
 
 class Section(Strict):
-    """The base of all sections."""
+    """The base class of all sections of a run's configuration."""
 
     roles: ClassVar[tuple[Role, ...]] = ("learner",)
-    """Roles that read this section."""
+    """The roles whose nodes read this section."""
 
 
 def kind_of(value: Any) -> str:
-    """Return the `kind` of a section, given as table or object; OWN_KIND for an import path."""
+    """Return the `kind` of a section, given as a table or as an object.
+
+    The kind of the user's own code, which is an import path, is returned as OWN_KIND.
+    """
     kind = value["kind"] if isinstance(value, Mapping) else value.kind
     return OWN_KIND if ":" in kind else str(kind)

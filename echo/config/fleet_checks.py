@@ -1,7 +1,7 @@
 """Rules that compare several rows of fleet and scenario files.
 
-The rules read invalid rows as well, so that one pass finds every problem. fleet_file.py drops the
-problems of a rule that read a value already reported.
+The rules read invalid rows as well, so that one pass finds every problem. If a value is already
+reported as invalid, fleet_file.py drops the problems of the rules that read this value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo.fleet.gpus import GPUS, MODELS
 
 Rows = Mapping[str, Sequence[tuple[KeyPath, Any]]]
 """The rows of each table, with their paths. An invalid row has the values of the file, and None for
-missing ones; it is only checked, never used.
+each missing value; such a row is only checked, never used.
 """
 
 
@@ -27,14 +27,14 @@ class Plan:
     """The contents of a plan.json of `echo-rl plan`."""
 
     source: str
-    """The file's name in messages."""
+    """The name of the plan's file, for messages."""
     rent: Mapping[str, int]
-    """Nodes by offer."""
+    """Number of nodes to rent, by the name of the offer."""
     publish_period: int
 
 
 def fleet_rules(rows: Rows) -> Iterator[Problem]:
-    """Check a fleet and its job."""
+    """Yield the problems of a fleet and its job."""
     gpus = [*GPUS, *_names(rows, "gpus")]
     yield from _check_regions(rows)
     yield from _check_offers(rows, gpus)
@@ -46,7 +46,10 @@ def fleet_rules(rows: Rows) -> Iterator[Problem]:
 
 
 def _names(rows: Rows, table: str) -> list[str]:
-    """Return the names of a table's rows, invalid rows included, so that references are found."""
+    """Return the names of a table's rows, so that references to a row can be checked.
+
+    Names of invalid rows are included: a reference to such a row is not a second problem.
+    """
     return [row.name for _, row in rows.get(table, ()) if isinstance(row.name, str)]
 
 
@@ -127,21 +130,21 @@ def _of_job(text: str, *keys: str) -> Problem:
 
 
 def _are_numbers(*values: object) -> bool:
-    """Return whether all values are numbers; an invalid row may have values of any type."""
+    """Return whether all values are numbers; an invalid row may have values of other types."""
     return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
 def _fold(name: str) -> str:
-    """Return a name without the differences between spellings of one product."""
+    """Return a name in lower case, without punctuation and "nvidia", to compare spellings."""
     return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia")
 
 
 def scenario_rules(rows: Rows, plan: Plan | None, left_out: Collection[str]) -> Iterator[Problem]:
-    """Check a scenario.
+    """Yield the problems of a scenario.
 
     Args:
         rows: the rows of the scenario file.
-        plan: the plan.json that says which nodes are rented, or None.
+        plan: the plan.json that says which nodes are rented; None without such a file.
         left_out: offers whose nodes cannot run the model.
     """
     yield from fleet_rules(rows)
@@ -208,10 +211,11 @@ def _check_faults(
 def rented_nodes(
     offered: Mapping[str, int], rent: Mapping[str, int], plan: Plan | None
 ) -> dict[str, int]:
-    """Return the number of rented nodes per offer, by [sim], else by the plan, else all offered.
+    """Return the number of rented nodes of each offer.
 
-    A rented number above the offered one is ignored here and reported elsewhere: memory may not
-    hold that number of nodes.
+    The number is the one in [sim], otherwise the one in the plan; without either all nodes on offer
+    are rented. A number above the number on offer is ignored, because memory may not hold so large
+    a list of nodes; `scenario_rules` reports it.
     """
     counts = dict(offered)
     if plan is not None:

@@ -1,8 +1,8 @@
-"""Reading fleet and scenario files, and making the planner's request from them.
+"""Reads fleet and scenario files, and makes the planner's request from them.
 
-A fleet and a job may share one file or be in two files; each table is in one of them. A scenario is
-a fleet file with more tables, and each of these may be left out. layers.py reads these files like
-the file of a run. A message names a row by its table, its number from 1 and the names in the row.
+A fleet and a job may share one file or be in two files; no table is in both. A scenario is a fleet
+file with more tables, all optional. layers.py reads these files, as it reads the file of a run. A
+message names a row by its table, its number from 1 and the names in the row.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ from echo.fleet.market import Offer, Region, RentedFleet
 
 Table = Mapping[str, Any]
 Source = tuple[str, Table]
-"""A file's name in messages, and its tables."""
+"""A file's name, as shown in messages, and the tables of the file."""
 Override = tuple[str, str]
-"""The option of the command line, and its "table.key=value" or "list.name.key=value"."""
+"""The command-line option that gave the override, and its text "table.key=value" or
+"list.name.key=value"."""
 
 
 def read_files(paths: Sequence[Path]) -> list[Source]:
-    """Return the tables of TOML files.
+    """Return the name and the tables of each TOML file.
 
     Raises:
         ConfigError: if a file cannot be read, or two files have the same table.
@@ -97,7 +98,7 @@ def read_files(paths: Sequence[Path]) -> list[Source]:
 
 
 def _read_tables(kind: type[FleetFile], tables: Table, source: str) -> Layer:
-    """Return the layer of a file, in which the rows of a list have their numbers from 1 as keys."""
+    """Return the layer of a file; the keys of a list's rows are the numbers of the rows from 1."""
     opened: dict[str, Any] = {}
     problems = []
     for name, value in tables.items():
@@ -117,7 +118,7 @@ def _read_tables(kind: type[FleetFile], tables: Table, source: str) -> Layer:
 
 
 def _read_override(kind: type[FleetFile], text: str, source: str, below: Settings) -> Layer:
-    """Return the layer of an override, whose text gives rows of lists by name, not by number."""
+    """Return the layer of an override; the text names a list's row, the layer has its number."""
     layer = read_override(SCHEMAS[kind], text, source)
     path = next(iter(layer.settings), ())
     if not path or not repeats(kind, path[0]):
@@ -137,7 +138,7 @@ def _read_override(kind: type[FleetFile], text: str, source: str, below: Setting
 
 
 def _find_row(table: str, name: str, settings: Settings) -> tuple[list[str], str]:
-    """Return the numbers of the rows with this name, and the error if it is not one row."""
+    """Return the numbers of the rows with this name, and the error text for none or several."""
     calls = [
         (path[1], str(setting.value))
         for path, setting in settings.items()
@@ -157,10 +158,10 @@ def _load(
     overrides: Sequence[Override],
     rules: Callable[[Rows], Iterable[Problem]],
 ) -> AnyFile:
-    """Return the merged and checked file of these sources.
+    """Merge the files and overrides, and return the checked contents.
 
     Raises:
-        ConfigError: listing every problem found, each with its source and its row.
+        ConfigError: if anything is wrong; the text lists every problem with its source and its row.
     """
     layers = [_read_tables(kind, tables, source) for source, tables in files]
     for option, text in overrides:
@@ -187,7 +188,7 @@ def _load(
 
 
 def _rows(kind: type[FleetFile], tables: Table) -> tuple[Rows, list[Problem]]:
-    """Return the rows of all tables, and the problems of their values."""
+    """Return the rows of all tables, and the problems of the rows' values."""
     rows: dict[str, list[tuple[KeyPath, Any]]] = {}
     problems: list[Problem] = []
     for name, value in tables.items():
@@ -208,7 +209,7 @@ def _rows(kind: type[FleetFile], tables: Table) -> tuple[Rows, list[Problem]]:
 
 
 def _as_it_stands(table: type[BaseModel], row: object) -> Any:
-    """Return an invalid row as an object, with unchecked values and None for missing ones."""
+    """Return an invalid row as an object with unchecked values; missing values are None."""
     values: dict[str, Any] = {
         key: None for key, info in table.model_fields.items() if info.is_required()
     }
@@ -218,7 +219,10 @@ def _as_it_stands(table: type[BaseModel], row: object) -> Any:
 def _locate(
     kind: type[FleetFile], row: KeyPath, place: tuple[int | str, ...]
 ) -> tuple[KeyPath, Leaf | None]:
-    """Return the path and key of a place in pydantic's error, without the member of a union."""
+    """Return the path and the key of the place that a pydantic error names.
+
+    The end of such a place, which may name the member of a union, is cut off.
+    """
     path = (*row, *map(str, place))
     while SCHEMAS[kind].find(path) is None and len(path) > len(row):
         path = path[:-1]
@@ -229,50 +233,50 @@ def _locate(
 
 
 MBIT = 1e6 / 8
-"""Bytes per second of one Mbit/s."""
+"""One Mbit/s in bytes per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetRequest:
-    """A question to the planner, read from a fleet file."""
+    """What the planner is asked: a fleet and a job, read from a fleet file."""
 
     fleet: RentedFleet
     job: Job
     periods: tuple[int, ...]
-    """Publish periods to try, in order."""
+    """Publish periods that the planner tries, in this order."""
     model: ModelShape
     gpus: Mapping[str, Gpu]
-    """The catalogue with the file's own rows."""
+    """The GPUs of the catalogue and of the file's [[gpus]], by name."""
     learner: LearnerRow
     job_row: JobRow
     offers: tuple[OfferRow, ...]
-    """The rows behind `fleet.offers`, in the same order."""
+    """The file's rows of the offers in `fleet.offers`, in the same order."""
     regions: Mapping[str, RegionRow]
     notices: tuple[str, ...]
-    """Estimates, and offers that were left out, for the reader."""
+    """Lines for the user: which figures are estimates, and which offers were left out."""
 
 
 def load_fleet(paths: Sequence[Path]) -> FleetRequest:
-    """Read and check one or several files of a fleet and a job.
+    """Read and check the files of a fleet and a job; return the planner's request.
 
     Raises:
-        ConfigError: listing every problem found, each with its row.
+        ConfigError: if anything is wrong; the text lists every problem with its row.
     """
     return _request(_load(FleetFile, read_files(paths), (), fleet_rules))
 
 
 def parse_fleet(tables: Table, source: str = "fleet.toml") -> FleetRequest:
-    """Check tables as `load_fleet` checks files."""
+    """Check the tables of a fleet and a job, as `load_fleet` checks files; return the request."""
     return _request(_load(FleetFile, [(source, tables)], (), fleet_rules))
 
 
 def parse_scenario(
     files: Sequence[Source], overrides: Sequence[Override] = (), plan: Plan | None = None
 ) -> tuple[ScenarioFile, FleetRequest]:
-    """Check a scenario, and return it with the planner's request for its fleet.
+    """Check a scenario; return its contents and the planner's request for its fleet.
 
     Raises:
-        ConfigError: listing every problem found, each with its source and its row.
+        ConfigError: if anything is wrong; the text lists every problem with its source and its row.
     """
     file = _load(ScenarioFile, files, overrides, lambda rows: scenario_rules(rows, plan, ()))
     request = _request(file)
@@ -284,10 +288,10 @@ def parse_scenario(
 
 
 def _request(file: FleetFile) -> FleetRequest:
-    """Return the planner's request of a fleet file.
+    """Return the planner's request that a fleet file describes.
 
     Raises:
-        ConfigError: if no node can run the model.
+        ConfigError: if no node on offer can run the model.
     """
     gpus, models = _catalogues(file)
     model, regions = models[file.job.model], {row.name: row for row in file.regions}
@@ -322,7 +326,7 @@ def _request(file: FleetFile) -> FleetRequest:
 
 
 def _catalogues(file: FleetFile) -> tuple[dict[str, Gpu], dict[str, ModelShape]]:
-    """Return the GPUs and models of the catalogue and of the file, by name."""
+    """Return the GPUs and the models by name: those of the catalogue and those of the file."""
     gpus, models = dict(GPUS), dict(MODELS)
     for row in file.gpus:
         gpus[row.name] = Gpu(
@@ -414,7 +418,7 @@ def read_plan(path: Path) -> Plan:
     """Read a plan.json of `echo-rl plan`.
 
     Raises:
-        ConfigError: if it cannot be read or is not a plan.
+        ConfigError: if the file cannot be read or is not a plan.
     """
     try:
         record = json.loads(read_text(path))

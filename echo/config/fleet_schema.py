@@ -1,7 +1,7 @@
 """Every key of fleet and scenario files: its type, its limits, its default and its meaning.
 
-A fleet and a job may share one file or stand in two. A scenario is a fleet file with more tables,
-and each of these may be left out. Rules that join several keys are in fleet_checks.py.
+A fleet and a job may share one file or be in two files. A scenario is a fleet file with more
+tables, all optional. Rules that compare several keys are in fleet_checks.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Name = Annotated[str, Field(min_length=1)]
 Instant = Annotated[Seconds, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 MAX_COUNT = 100_000
-"""Nodes of one offer."""
+"""Largest number of nodes of one offer."""
 LEARNER_REGION = "learner"
 """Where a simulated learner stands: routes of regions lead from here."""
 
@@ -228,7 +228,7 @@ class SimRow(Strict):
     @model_validator(mode="before")
     @classmethod
     def _fill_times(cls, given: Any) -> Any:
-        """Give the network's times that are left out the defaults of the profile."""
+        """Set each of the network's times that is missing to the default of the profile."""
         profile = PROFILES.get(str(given.get("profile"))) if isinstance(given, dict) else None
         if profile is None:
             return given
@@ -285,12 +285,12 @@ class ScenarioFile(FleetFile):
 
 AnyFile = TypeVar("AnyFile", bound=FleetFile)
 ROW = "*"
-"""Placeholder for the number of a row in the path of a list's key."""
+"""Placeholder in the path of a list's key, in place of the number of a row."""
 
 
 @cache
 def tables_of(kind: type[FleetFile]) -> Mapping[str, tuple[type[BaseModel], bool]]:
-    """Return the class of each table, and whether it is a list of rows."""
+    """Return, by the name of each table, its class and whether it is a list of rows."""
     found: dict[str, tuple[type[BaseModel], bool]] = {}
     for name, info in kind.model_fields.items():
         rows = typing.get_args(info.annotation)
@@ -306,14 +306,14 @@ def repeats(kind: type[FleetFile], name: str) -> bool:
 
 
 def expected_table(kind: type[FleetFile], name: str) -> str:
-    """Return the text on how to write a table, such as "written [job], one table"."""
+    """Return text on how the table must be written, such as "written [job], one table"."""
     is_list = repeats(kind, name)
     return f"written [[{name}]], a list of tables" if is_list else f"written [{name}], one table"
 
 
 @cache
 def _leaves(kind: type[FleetFile]) -> Mapping[KeyPath, Leaf]:
-    """Return the keys of a kind of file by path; each table is a key, too."""
+    """Return all keys of a kind of file, by path; each table counts as a key, too."""
     found: dict[KeyPath, Leaf] = {}
     for name, (table, is_list) in tables_of(kind).items():
         path: KeyPath = (name,)
@@ -346,7 +346,11 @@ def _table_leaf(path: KeyPath, expected: str) -> Leaf:
 
 
 def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
-    """Return the key at a path of a file, or the user's own table that contains the path."""
+    """Return the key at a path of a file.
+
+    For a path within a table of the user's own keys, return the key of that table. None if there is
+    neither.
+    """
     if len(path) > 1 and repeats(kind, path[0]):
         path = (path[0], ROW, *path[2:])
     leaf, table = _leaves(kind).get(path), _leaves(kind).get(path[:-1])
@@ -354,7 +358,7 @@ def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
 
 
 def _say_unknown(kind: type[FleetFile], path: KeyPath) -> str:
-    """Return why a path of a file is not a key, and which key was probably meant."""
+    """Return the error text for a path that is not a key, with the key that was probably meant."""
     tables, known, name = tables_of(kind), _leaves(kind), path[-1]
     if path[0] not in tables and path[0] in tables_of(ScenarioFile):
         return "only a scenario has this table, for `echo-rl sim`; remove it from this file"
@@ -372,11 +376,14 @@ def _say_unknown(kind: type[FleetFile], path: KeyPath) -> str:
 
 
 MAX_OWNERS = 4
-"""Largest number of keys of other tables that are suggested for an unknown key."""
+"""Largest number of keys of other tables that the error for an unknown key suggests."""
 
 
 def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
-    """Return the name of a path in messages; for a row its table, its number and its names."""
+    """Return the text that names a path in messages.
+
+    A row is named by its table, its number and the names that it contains.
+    """
     if len(path) < 2:
         return "".join(path)
     if not repeats(kind, path[0]):
@@ -389,9 +396,9 @@ def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
 
 
 NAMES = ("name", "gpu", "region")
-"""Keys whose values name a row in messages."""
+"""Keys whose values are shown in messages to identify a row."""
 MAX_NAMED = 80
-"""Characters of a row's names in a message."""
+"""Largest number of characters of a row's names in a message."""
 
 
 def _schema(kind: type[FleetFile], what: str) -> Schema:

@@ -1,8 +1,8 @@
-"""Layers of settings: overrides on top of files, and every problem with its source.
+"""Layers of settings: overrides on top of files, with the source of each setting.
 
-Run, fleet and scenario files are all read by this module. A layer is one file or one `--set`; a
-later one wins, key by key. A `Schema` says which keys there are. All problems are reported at once,
-each with its source, its key, its value and what to write instead.
+Run, fleet and scenario files are all read by this module. A layer is one file or one `--set`; for
+each key the last layer that sets it wins. A `Schema` says which keys exist. All problems are
+reported at once, each with its source, its key, its value and what to write instead.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from echo.core.errors import ConfigError, in_one, nearest
 from echo.core.units import one_line
 
 OVERRIDE = "--set"
-"""The source of settings from the command line."""
+"""The name of the source of settings that were given by --set."""
 DEFAULT = "default"
-"""The source of a default; the defaults of a profile have a source that begins with "profile "."""
+"""The name of the source of a default; the name for a profile's default begins with "profile "."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and its source."""
+    """The value of one key, and the name of the file or option that set it."""
 
     value: Any
     source: str
 
     @property
     def is_default(self) -> bool:
-        """Whether no user has set it."""
+        """Whether the value is a default of the schema or of a profile, which no user has set."""
         return self.source == DEFAULT or self.source.startswith("profile ")
 
 
@@ -47,34 +47,37 @@ Settings = Mapping[KeyPath, Setting]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, found at the first of `paths` and caused by all of them."""
+    """One error in the settings: the value at the first of `paths` is reported.
+
+    The other paths are those of the values that contribute to the error.
+    """
 
     paths: tuple[KeyPath, ...]
     text: str
     setting: Setting | None = None
-    """The value at fault, if it is not among the accepted settings."""
+    """The refused value; None if the value is among the accepted settings."""
     is_idle: bool = False
-    """Whether the only problem is that the value at the first path has no effect beside others. In
-    a resumed run a saved value of this kind is replaced by its default.
+    """Whether the only problem is that the value at the first path has no effect together with the
+    values at the other paths. A resumed run replaces a saved value of this kind by its default.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """The keys of one kind of file."""
+    """The keys that exist in one kind of file."""
 
     what: str
-    """The kind, as in "the configuration has 3 problems"."""
+    """The name of this kind of file in messages, as in "the configuration has 3 problems"."""
     override_form: str
-    """How an override is written."""
+    """The text on how to write an override."""
     sections: Callable[[], Collection[str]]
-    """Names of tables that set nothing when they are empty."""
+    """Returns the names of the tables that set nothing when they are empty."""
     find: Callable[[KeyPath], Leaf | None]
-    """The key at a path, or the user's own table that the path reaches into."""
+    """Returns the key at a path, or the table of the user's own keys that contains the path."""
     say_unknown: Callable[[KeyPath], str]
-    """Why a path is no key, and which one was probably meant."""
+    """Returns the error text for a path that is not a key, with the key that was probably meant."""
     place: Callable[[KeyPath, Settings], str]
-    """The name of a path in messages."""
+    """Returns the text that names a path in messages."""
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -84,19 +87,20 @@ class Schema:
 
 @dataclass(slots=True)
 class Layer:
-    """The settings of one source."""
+    """The settings and the problems of one source."""
 
     settings: dict[KeyPath, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     replaced: KeyPath | None = None
-    """A table that is set as a whole: earlier settings in it, or in its place, are dropped."""
+    """The path of a table that this layer sets as a whole: all earlier settings at or below this
+    path are dropped."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file.
 
     Raises:
-        ConfigError: if it cannot be read.
+        ConfigError: if the file cannot be read or is not TOML.
     """
     try:
         return tomllib.loads(read_file(path))
@@ -108,7 +112,7 @@ def read_file(path: Path) -> str:
     """Return the text of a file with settings.
 
     Raises:
-        ConfigError: if it cannot be read.
+        ConfigError: if the file cannot be read or is not UTF-8.
     """
     try:
         return read_text(path)
@@ -121,7 +125,7 @@ def read_file(path: Path) -> str:
 
 
 def read_layer(schema: Schema, table: Mapping[str, Any], source: str) -> Layer:
-    """Return the settings of one source, and its unknown keys as problems."""
+    """Return a layer with the settings of one source; unknown keys become its problems."""
     layer = Layer()
     for path, value in flatten(table):
         setting = Setting(value, source)
@@ -142,7 +146,8 @@ def read_layer(schema: Schema, table: Mapping[str, Any], source: str) -> Layer:
 def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
     """Return the layer of one `--set section.key=value`.
 
-    The value is read as TOML; what is not TOML is text, so that names need no quotes.
+    The value is read as TOML. A value that is not valid TOML is taken as text, so names need no
+    quotes.
     """
     key, separator, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
@@ -166,7 +171,7 @@ def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
 
 
 def merge(layers: Iterable[Layer]) -> dict[KeyPath, Setting]:
-    """Return the merged settings of all layers; later layers replace earlier ones."""
+    """Return the settings of all layers by path; for each key the last layer that sets it wins."""
     merged: dict[KeyPath, Setting] = {}
     for layer in layers:
         if place := layer.replaced:
@@ -182,7 +187,7 @@ def merge(layers: Iterable[Layer]) -> dict[KeyPath, Setting]:
 def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
     """Yield every value of nested tables with its path; an empty table is a value.
 
-    A table nested so deeply that it will be refused is a value, too.
+    A table at depth MAX_DEPTH is yielded as a value, too; it is refused later.
     """
     for key, value in table.items():
         path = (*parent, key)
@@ -193,7 +198,7 @@ def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[Ke
 
 
 def nest(settings: Settings) -> dict[str, Any]:
-    """Return the settings as nested tables, the inverse of `flatten`."""
+    """Return the settings as nested tables: the inverse of `flatten`."""
     root: dict[str, Any] = {}
     for path in sorted(settings, key=len):
         table = root
@@ -209,16 +214,17 @@ def nest(settings: Settings) -> dict[str, Any]:
 
 _NO_UTF8 = re.compile("[\ud800-\udfff]")
 MAX_DEPTH = 32
-"""Largest depth of nested tables and lists in a value."""
+"""Largest allowed depth of nested tables and lists in a value."""
 
 
 def _say_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
-    """Return why a message or config.json cannot hold a value unchanged, or None if both can.
+    """Return why a message or config.json cannot hold this value unchanged; None if they can.
 
     Args:
         value: the value of a key, or a part of it.
-        in_table: whether it is in a table of the user's own keys, which no type of ours checks.
-        depth: the number of tables and lists around it.
+        in_table: whether the value is in a table of the user's own keys, whose types are not
+            checked.
+        depth: the number of tables and lists that contain the value.
     """
     if isinstance(value, Mapping | list):
         if depth == MAX_DEPTH:
@@ -243,11 +249,13 @@ def _say_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
 def value_problems(
     error: ValidationError, locate: Callable[[tuple[int | str, ...]], tuple[KeyPath, Leaf | None]]
 ) -> list[Problem]:
-    """Return one problem per key; a union reports once for each of its members.
+    """Return one problem for each key that pydantic's error names.
+
+    pydantic reports a union once for each of its members; only the first report is used.
 
     Args:
-        error: pydantic's error.
-        locate: returns the path and the key of a place in pydantic's error.
+        error: the error that pydantic has raised.
+        locate: returns the path and the key of a place that the error names.
     """
     by_path: dict[KeyPath, Problem] = {}
     for detail in error.errors():
@@ -268,7 +276,7 @@ def value_problems(
 
 
 def say_expected(leaf: Leaf, value: object) -> str:
-    """Return the values that a key accepts, and the one that was probably meant."""
+    """Return text on the values that a key accepts, and on the value that was probably meant."""
     has_choice = isinstance(value, str) and len(leaf.choices) > 1
     near = nearest(str(value), leaf.choices) if has_choice else None
     hint = f'; did you mean "{near}"?' if near else ""
@@ -277,7 +285,7 @@ def say_expected(leaf: Leaf, value: object) -> str:
 
 
 def unreported(found: Iterable[Problem], problems: Iterable[Problem]) -> list[Problem]:
-    """Return those of the `found` problems whose values have not been reported in `problems`."""
+    """Return the problems in `found` that concern no path of a problem in `problems`."""
     reported = {path for problem in problems for path in problem.paths}
     return [problem for problem in found if reported.isdisjoint(problem.paths)]
 
@@ -288,17 +296,17 @@ def as_error(
     """Return the error that lists all problems.
 
     Args:
-        schema: the schema of the file.
+        schema: the schema of the file with the problems.
         problems: at least one problem.
         settings: the accepted settings with their sources.
-        file_name: the source to name for a missing setting.
+        file_name: the source that the text names for a missing setting.
     """
     lines = [_describe(schema, problem, settings, file_name) for problem in problems]
     return ConfigError(in_one(schema.what, lines))
 
 
 def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: str) -> str:
-    """Return one line: file or --set, key, value, what is wrong."""
+    """Return one line on a problem: the file or --set, the key, its value and the error."""
     path = problem.paths[0] if problem.paths else ()
     setting = problem.setting or settings.get(path) or _beside(path, settings, file_name)
     value = "" if setting.value is None or not path else f" = {brief(setting.value)}"
@@ -310,7 +318,7 @@ def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: s
 
 
 def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
-    """Return a setting for a missing key, with the source of other keys in its table."""
+    """Return an empty setting for a missing key, with the source of other keys in its table."""
     for depth in range(len(path), 0, -1):
         for other, setting in settings.items():
             if other[:depth] == path[:depth] and not setting.is_default:

@@ -1,8 +1,9 @@
-"""Load and check a configuration: TOML file, overrides, inherited settings.
+"""Loads and checks a configuration: TOML file, overrides, settings inherited from the learner.
 
-Sources, the later winning: the schema's defaults, the profile's, the file, each `--set` in order.
-All problems are found in one pass: a value that is wrong on its own is reported, replaced by its
-default, and the rules that join several keys are checked on the rest.
+The sources are, in rising precedence: the defaults of the schema, the defaults of the profile, the
+file, and each `--set` in order. All problems are found in one pass: a value that is wrong on its
+own is reported and replaced by its default, and then the rules that compare several keys are
+checked.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ from echo.core.units import format_bytes, without_keys
 # --- keys -----------------------------------------------------------------------------------------
 
 MAX_GUESSES = 3
-"""Keys of other sections that may be meant by an unknown key."""
+"""Largest number of keys of other sections that the error for an unknown key suggests."""
 
 
 def _say_unknown(path: KeyPath) -> str:
-    """Return why `path` is no key, and which key was probably meant."""
+    """Return the error text for a path that is not a key, with the key that was probably meant."""
     section, name = path[0], path[-1]
     if section in sections() and len(path) == 1:
         return f"this is a section, not a key; write [{section}] and its keys below it"
@@ -118,7 +119,7 @@ RUN = Schema(
     say_unknown=_say_unknown,
     place=lambda path, _: ".".join(path),
 )
-"""The keys of a run's file."""
+"""The schema of the configuration file of a run."""
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -128,15 +129,16 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = (), role: str | None = None) -> Config:
-    """Read a TOML file and check it together with its overrides.
+    """Read a TOML file, apply the overrides, check everything, and return the configuration.
 
     Args:
-        path: the file, for all roles.
-        overrides: "section.key=value" each, values in TOML, else taken as text.
+        path: the configuration file, which all roles share.
+        overrides: texts "section.key=value"; a value that is not TOML is taken as text.
         role: learner, worker or relay, whose required keys must be set; None requires no key.
 
     Raises:
-        ConfigError: listing every problem with file, key, value and remedy.
+        ConfigError: if anything is wrong; the text lists every problem with file, key, value and
+            remedy.
     """
     return parse_config(read_toml(Path(path)), overrides, role, source=str(path))
 
@@ -149,16 +151,19 @@ def parse_config(
     source: str = "configuration",
     is_saved: bool = False,
 ) -> Config:
-    """Check nested tables as `load_config` checks a file.
+    """Check nested tables as `load_config` checks a file, and return the configuration.
 
     Args:
         table: the tables of a file.
-        overrides: "section.key=value" each.
-        role: the role whose required keys must be set, or None.
+        overrides: texts "section.key=value".
+        role: the role whose required keys must be set; None requires no key.
         source: the name of `table` in messages.
-        is_saved: whether `table` is a run's saved configuration, which has every key. Saved values
-            without effect are then replaced by their defaults. Otherwise a value of the file is
-            replaced, with a note, only if an override left it without effect.
+        is_saved: whether `table` is a run's saved configuration, which has every key. If it is,
+            saved values without effect are replaced by their defaults. If not, a value of the file
+            is replaced only if an override left it without effect, and a note says so.
+
+    Raises:
+        ConfigError: if anything is wrong; the text lists every problem with its remedy.
     """
     if role is not None and role not in ROLES:
         raise ConfigError(f'role "{role}" does not exist; choose one of {", ".join(ROLES)}')
@@ -184,14 +189,14 @@ def parse_config(
 
 
 def _cause_in_override(problem: Problem, user: Settings) -> bool:
-    """Return whether `--set` has left a setting of the file without effect."""
+    """Return whether a setting of the file has no effect because of a `--set`."""
     idle, *causes = (user.get(path) for path in problem.paths)
     by_line = any(cause is not None and cause.source == OVERRIDE for cause in causes)
     return idle is not None and idle.source != OVERRIDE and by_line
 
 
 def _say_idle(problem: Problem, settings: Settings) -> str:
-    """Return the note on a setting of the file that has no effect beside the command line."""
+    """Return the note on a setting of the file that has no effect because of a `--set`."""
     path, *causes = problem.paths
     setting = problem.setting or settings[path]
     beside = " and ".join(f"{'.'.join(c)} = {brief(settings[c].value)}" for c in causes)
@@ -202,7 +207,10 @@ def _say_idle(problem: Problem, settings: Settings) -> str:
 def _check(
     user: Settings, role: str | None
 ) -> tuple[dict[KeyPath, Setting], Config, list[Problem]]:
-    """Return all settings, a valid configuration, and the problems of the user's settings."""
+    """Return all settings, a valid configuration, and the problems of the user's settings.
+
+    Values with problems have their defaults in the configuration.
+    """
     kinds, problems = _choose_kinds(user)
     known = leaves(kinds)
     own = {path: setting for path, setting in user.items() if _leaf_at(path, known)}
@@ -216,7 +224,7 @@ def _check(
 
 
 def _choose_kinds(user: Settings) -> tuple[dict[str, str], list[Problem]]:
-    """Return the class of each section that has several, and problems of unknown kinds."""
+    """Return the chosen kind of each section in KINDS, and a problem for each unknown kind."""
     kinds, problems = {}, []
     for section, classes in KINDS.items():
         path = (section, "kind")
@@ -235,7 +243,7 @@ def _choose_kinds(user: Settings) -> tuple[dict[str, str], list[Problem]]:
 
 
 def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[Problem]:
-    """Yield a problem for each key that the chosen class of its section does not have."""
+    """Yield a problem for each key that exists only for kinds that are not chosen."""
     known = leaves(kinds)
     for path, setting in user.items():
         if _leaf_at(path, known):
@@ -261,7 +269,7 @@ def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[P
 
 
 def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict[KeyPath, Setting]:
-    """Return the settings without saved defaults of a kind that is no longer chosen."""
+    """Return the settings without defaults that were saved for a kind no longer chosen."""
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
     known, profile = leaves(before), _profile_of(saved)
@@ -277,31 +285,35 @@ def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict
 
 
 def _leaf_at(path: KeyPath, known: Mapping[KeyPath, Leaf]) -> Leaf | None:
-    """Return the key at `path`, or the table that it reaches into, or None."""
+    """Return the key at `path`, or the key of the user's own table that contains `path`."""
     leaf = known.get(path)
     table = known.get(path[:2])
     return leaf or (table if table is not None and table.is_table else None)
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Return every value, defaults included, as nested tables that JSON can hold."""
+    """Return all values of a configuration, defaults included, as nested tables for JSON."""
     return config.model_dump(mode="json")
 
 
 def save_resolved(config: Config, path: Path) -> None:
-    """Write `resolved(config)` as JSON; a crash leaves the old file or the new one."""
+    """Write all values of a configuration as JSON to `path`, replacing the file atomically.
+
+    After a crash the file has its old content or the new one.
+    """
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(resolved(config), indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)  # noqa: PTH105, the atomic one by name
 
 
 def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = None) -> Config:
-    """Read what `save_resolved` wrote, with overrides on top.
+    """Read a file that `save_resolved` wrote, apply the overrides, and return the configuration.
 
-    Saved values that the overrides leave without effect, such as options of another loss, give way.
+    Saved values that an override leaves without effect, such as options of a loss that is no longer
+    chosen, are replaced by their defaults.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: if anything is wrong, as for `load_config`.
     """
     try:
         table = json.loads(read_file(path))
@@ -313,7 +325,7 @@ def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = 
 
 
 def keys_set_by_user(config: Config) -> frozenset[str]:
-    """Return the dotted keys that a file or `--set` gave, not a profile or default."""
+    """Return the dotted keys whose values were given by a file or `--set`."""
     return frozenset(
         key for key, source in config.sources.items() if not Setting(None, source).is_default
     )
@@ -326,7 +338,7 @@ def _profile_of(user: Settings) -> str:
 
 
 def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[KeyPath, Setting]:
-    """Return every key's default under the user's profile and mode."""
+    """Return the default of every key, for the profile and the sync.mode that the user has set."""
     profile = _profile_of(user)
     mode = user.get(("sync", "mode"))
     is_pull = mode is not None and mode.value == "pull"
@@ -341,7 +353,7 @@ def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[Key
 
 
 def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config, list[Problem]]:
-    """Return a valid configuration, and the keys that got their default because of an error."""
+    """Return a valid configuration, and the problems of values that their defaults replaced."""
     try:
         return Config.model_validate(nest(settings)), []
     except ValidationError as error:
@@ -355,7 +367,7 @@ def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config
 def _locate(
     known: Mapping[KeyPath, Leaf], place: tuple[int | str, ...]
 ) -> tuple[KeyPath, Leaf | None]:
-    """Return the path and key of a place in pydantic's error."""
+    """Return the path and the key of the place that a pydantic error names."""
     path = tuple(map(str, place))
     if path[0] in KINDS:
         path = (path[0], *path[2:])  # without the class of the section
@@ -364,7 +376,10 @@ def _locate(
 
 
 def _sources(settings: Settings, known: Mapping[KeyPath, Leaf]) -> dict[str, str]:
-    """Return the source of each key; a table of the user's own keys may have several sources."""
+    """Return the source of each key's value, by dotted key.
+
+    A table of the user's own keys may have several sources, joined by " + ".
+    """
     found: dict[str, list[str]] = {leaf.key: [] for leaf in known.values()}
     for path, setting in settings.items():
         leaf = _leaf_at(path, known)
@@ -385,7 +400,10 @@ _WIDTH = 96
 
 
 def schema_help(role: Role | None = None) -> str:
-    """Return every key that `role` reads (None: all), with its values, default and meaning."""
+    """Return help on every key that `role` reads: its values, its default and its meaning.
+
+    None stands for all roles.
+    """
     lines = [
         'Configuration keys (TOML). Durations take "30s", "5min", "2h"; sizes take "8GiB", "200MB".'
     ]
@@ -411,7 +429,7 @@ def dry_run_text(
     notices: Iterable[str] = (),
     preview: Iterable[str] = (),
 ) -> str:
-    """Return the text of a dry run: verdict, memory budget, data and every setting."""
+    """Return the text of a dry run: whether it would start, memory, data and every setting."""
     head = "would start" if would_start else "would not start, see the end"
     lines = [f"{head}: {_describe_start(config, role)}"]
     if budget is not None:
@@ -445,7 +463,10 @@ def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
 
 
 def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str], list[Leaf]]:
-    """Return the keys that `role` reads by section and kind, "" for the top level."""
+    """Return the keys that `role` reads, by the name and the kind of their section.
+
+    The name is "" for keys outside sections; the kind is "" if the section has only one.
+    """
     groups: dict[tuple[str, str], list[Leaf]] = {}
     for leaf in keys:
         if role is None or role in leaf.roles:
@@ -510,12 +531,12 @@ _UNSAFE: Mapping[str, str] = {
     "security.curve": _OTHER_SECURITY,
     "learner.init_from": "a resumed run takes its weights from its checkpoint",
 }
-"""Why, by dotted key or section."""
+"""Why a change is unsafe, by dotted key or by section."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One setting that differs."""
+    """One setting whose value differs between two configurations of a run."""
 
     key: str
     old: Any
@@ -540,7 +561,7 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
 
 
 def keep_choices(saved: Config, config: Config) -> Config:
-    """Return a configuration with the values that the run's first start chose for "auto"."""
+    """Return `config` with learner.dtype as the run's first start chose it, if it is "auto"."""
     if config.learner.dtype != "auto":
         return config
     learner = config.learner.model_copy(update={"dtype": saved.learner.dtype})
@@ -548,7 +569,7 @@ def keep_choices(saved: Config, config: Config) -> Config:
 
 
 def _at(table: Any, path: Sequence[str]) -> Any:
-    """Return the value of a key; None if the chosen kind of its section has no such key."""
+    """Return the value at a path of nested tables; None if the last table lacks the key."""
     for part in path:
         table = table.get(part)
     return table
@@ -560,11 +581,11 @@ def _at(table: Any, path: Sequence[str]) -> Any:
 
 
 _TEMPLATE = "model.chat_template"
-"""Sent as the file's text; all other keys are sent as their value."""
+"""The one key whose file's text is sent to workers; of all other keys the value is sent."""
 NO_TEMPLATE = "none"
-"""A value in place of the file: the tokenizer's own template is not used."""
+"""Value of the key in place of a file's path: the tokenizer's own template is not used."""
 _AGENTS = "agent.listen"
-"""The learner decides whether there is one; a worker may set another address."""
+"""The learner decides whether workers serve agents; a worker may set its own address for them."""
 
 
 def inherited_settings(config: Config) -> dict[str, Any]:
@@ -577,7 +598,7 @@ def inherited_settings(config: Config) -> dict[str, Any]:
 
 
 def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
-    """Return one line per setting of the worker's user that contradicts the learner's."""
+    """Return one line for each setting of the worker's user that contradicts the learner's."""
     own = _inherited_values(config)
     del own[_TEMPLATE]
     given = config.model.chat_template
@@ -597,9 +618,10 @@ def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
 
 
 def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return the worker's configuration with the learner's settings in it.
+    """Return the worker's configuration with the values that the learner has sent.
 
-    The chat template's key is not changed: it holds a path, and `settings` has the text.
+    The key of the chat template keeps its value: the value is a path, and `settings` has the
+    template's text.
 
     Raises:
         ConfigError: if a setting does not fit this version's schema.
@@ -616,7 +638,7 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def has_own_model(config: Config) -> bool:
-    """Return whether model.name is meant for this worker.
+    """Return whether model.name names the model of this worker, not only the learner's.
 
     One file serves all machines, so the name in a file is meant for the learner, unless it is a
     directory that exists here, too. A name given by --set, even a hub id, is meant for this worker.

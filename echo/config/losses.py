@@ -1,14 +1,14 @@
-"""Keys of [loss]: a class per loss, with the keys of its equation.
+"""Keys of [loss]: one class for each loss, with the parameters of its equation.
 
 The losses in echo/algo document the effect of each key on the gradient. A relay, which has no
 torch, cannot import them, so the keys are repeated here; a test compares names and defaults.
 
-Truncated sampling. With top-p or top-k a worker's log-probabilities are of the truncated and
-renormalised distribution, the learner's of the whole one. So even on-policy a token's ratio of
-learner to sampler is Z, the probability that truncation has kept: between top_p and 1 with top-p,
-any value up to 1 with top-k. A loss whose range of ratios begins above Z learns nothing from
-rollouts with a negative advantage, or leaves all rollouts out. `least_ratios` returns where the
-ranges begin.
+Truncated sampling. With top-p or top-k a worker computes log-probabilities in the truncated and
+renormalised distribution, but the learner computes them in the whole distribution. So even
+on-policy a token's ratio of learner to sampler is Z, the probability that truncation has kept:
+between top_p and 1 with top-p, any value up to 1 with top-k. A loss whose range of ratios begins
+above Z learns nothing from rollouts with a negative advantage, or leaves all rollouts out.
+`least_ratios` returns where the ranges begin.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Aggregation = Annotated[
 
 
 class LossSection(Section):
-    """The policy-gradient loss."""
+    """The keys that all policy-gradient losses share."""
 
     normalize_by_std: bool = True
     """Divide advantages by their group's spread."""
@@ -53,21 +53,24 @@ class LossSection(Section):
     """Weight of a bonus on the policy's entropy, per token; trains every rollout; 0 is off."""
 
     def own_options(self) -> dict[str, Any]:
-        """Return the fields of the loss itself, with `false` as None."""
+        """Return the parameters of the loss itself by name; `false` becomes None."""
         own = self.model_dump(exclude={"kind", *MaskedLossSection.model_fields})
         return {name: None if value is False else value for name, value in own.items()}
 
     def masks(self) -> dict[str, float | None]:
-        """Return the fields of the masks that leave out rollouts."""
+        """Return, by name, the thresholds that leave rollouts out of the loss; None is off."""
         return {}
 
     def least_ratios(self) -> dict[str, float]:
-        """Return, by key, the ratio below which a bad rollout's tokens have no gradient."""
+        """Return, by key, the ratio below which tokens of a bad rollout have no gradient.
+
+        The ratio is that of learner to sampler; a bad rollout has a negative advantage.
+        """
         return {}
 
 
 class MaskedLossSection(LossSection):
-    """A loss over rollouts that may leave some out."""
+    """A loss that can leave out rollouts whose ratios are out of range."""
 
     geometric_low: float | None = Field(default=None, ge=0, le=1)
     """Leave out rollouts whose geometric mean ratio is below this; under staleness nearly all."""
@@ -79,12 +82,12 @@ class MaskedLossSection(LossSection):
     """Leave out bad rollouts further off-policy than this, nats per token; 1e-4 is usual."""
 
     def masks(self) -> dict[str, float | None]:
-        """Return the four fields of this class."""
+        """Return, by name, the four thresholds that leave out rollouts; None is off."""
         own = MaskedLossSection.model_fields.keys() - LossSection.model_fields.keys()
         return self.model_dump(include=set(own))
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the lower ends of the masks that are on."""
+        """Return, by key, the smallest ratio that each active mask accepts."""
         ends = {
             "geometric_low": self.geometric_low,
             "veto": self.veto,
@@ -100,7 +103,7 @@ class ClippedSection(MaskedLossSection):
     clip_high: ClipHigh = 0.28
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the lower ends of the masks and of the clip."""
+        """Return, by key, the smallest ratios that the masks and the clip accept."""
         return super().least_ratios() | _end_of_clip(self.clip_low)
 
 
@@ -151,7 +154,7 @@ class GepoSection(LossSection):
     """Weight of the divergence from the sampler."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the lower end of the clip."""
+        """Return the ratio at the lower end of the clip, by its key."""
         return _end_of_clip(self.clip_low)
 
 
@@ -178,7 +181,11 @@ class DecoupledPpoSection(ClippedSection):
     """Ratio at which the weight is cut or drops."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the lower ends, without the clip's if it compares the learner with itself."""
+        """Return, by key, the smallest ratios that the masks and the clip accept.
+
+        The clip is left out if `proximal` is "recompute": then it compares the learner with itself,
+        and truncated sampling does not change that ratio.
+        """
         ends = super().least_ratios()
         if self.proximal == "recompute":
             ends.pop("clip_low", None)
@@ -193,7 +200,10 @@ class M2poSection(MaskedLossSection):
     """Bound on the mean squared log-ratio."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the lower ends of the masks, and the ratio of a single token at the bound."""
+        """Return, by key, the smallest ratios that the masks and the bound accept.
+
+        For the bound it is the ratio at which a single token alone reaches the second moment.
+        """
         end = math.exp(-math.sqrt(self.max_second_moment))
         return super().least_ratios() | {"max_second_moment": end}
 
@@ -221,7 +231,10 @@ class DppoTvSection(MaskedLossSection):
     """Weight of the distance to the sampler."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the lower ends of the masks, and of a token with a sampler probability of 1."""
+        """Return, by key, the smallest ratios that the masks and the bound accept.
+
+        For the bound it is the ratio of a token that the sampler gave a probability of 1.
+        """
         end = 1 - self.max_probability_gap
         return super().least_ratios() | {"max_probability_gap": end}
 
@@ -234,7 +247,7 @@ class OwnLossSection(MaskedLossSection):
     """Keyword arguments of the function."""
 
     def own_options(self) -> dict[str, Any]:
-        """Return the table as it is."""
+        """Return the user's table of options unchanged."""
         return self.options
 
 
@@ -251,7 +264,7 @@ LOSSES: Mapping[str, type[LossSection]] = {
     "dppo_tv": DppoTvSection,
     OWN_KIND: OwnLossSection,
 }
-"""The section classes by kind; the last one is for any import path."""
+"""The section class of each kind of loss; OWN_KIND stands for any import path."""
 
 AnyLoss = Annotated[
     Annotated[GrpoSection, Tag("grpo")]

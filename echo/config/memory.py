@@ -1,8 +1,8 @@
-"""Memory budget of a role, and the settings that reduce it.
+"""The memory that a role needs, compared with the machine's, and settings that reduce it.
 
 The sums are pure functions of the model's dimensions and the machine's memory; functions at the end
-of the module read both. Only settings that do save memory are named, each with the bytes that it
-saves.
+of the module read these. Only settings that do save memory are suggested, each with the number of
+bytes that it saves.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ModelFacts:
     """The dimensions of a causal language model that determine its memory."""
 
     num_params: int
-    """Number of parameters; tied ones count once."""
+    """Number of parameters; tied parameters count once."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -104,15 +104,15 @@ class ModelFacts:
     num_kv_heads: int
     head_dim: int
     is_tied: bool = True
-    """Whether the head is the embedding."""
+    """Whether the head shares its weights with the embedding."""
     has_head_norms: bool = True
-    """Whether it normalises the queries and keys of each head; True if unknown."""
+    """Whether the model normalises the queries and keys of each head; True if unknown."""
     shares_prompts: bool = False
     """Whether rollouts with the same prompt share it in a packed row; False if unknown."""
 
     @property
     def num_outside_layers(self) -> int:
-        """Parameters of the embedding and the head."""
+        """Number of parameters of the embedding and the head."""
         return self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
 
 
@@ -123,28 +123,28 @@ class Item:
     name: str
     num_bytes: int
     is_on_gpu: bool
-    """Whether it is in the model's memory: the GPU's, if the model runs on one."""
+    """Whether the bytes are in the model's memory: the GPU's, if the model runs on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """The sizes of the largest micro-batch."""
+    """The sizes of the largest micro-batch, which determine the memory of a step."""
 
     num_tokens: int
     """Tokens that go through the model: at least one rollout, at most a whole step."""
     num_keys: int
-    """Keys that the tokens attend to; a shared prompt's count once per completion."""
+    """Keys that the tokens attend to; the keys of a shared prompt count once per completion."""
     num_scored: int
     """Tokens for which the head computes logits: the completion tokens."""
     mask_bytes: int
     """Bytes of the attention mask per layer, if rollouts share a prompt on a CPU."""
     is_only: bool
-    """Whether it is the whole step, so that no gradients exist before it."""
+    """Whether this micro-batch is the whole step, so that no gradients exist before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """The memory that each role needs, in bytes."""
+    """Computes the memory, in bytes, that each role needs with a configuration and a model."""
 
     config: Config
     facts: ModelFacts
@@ -153,7 +153,8 @@ class Footprint:
     has_gpu: bool = False
     """Whether the model is on a GPU."""
     num_ranks: int = 1
-    """Processes over which the learner is sharded; the sizes are those of the first one."""
+    """Number of processes over which the learner is sharded; the sizes are those of the first
+    process."""
     has_versions_on_gpu: bool = True
     """Whether a learner keeps versions on its GPU, if `may_keep_versions`."""
     has_tensors_alone: bool = False
@@ -162,7 +163,7 @@ class Footprint:
     """Tokens of the micro-batch to budget for; None for the largest possible one."""
 
     def changed(self, changes: Mapping[str, Any]) -> Footprint:
-        """Return the footprint with other settings, by dotted key."""
+        """Return a copy of this footprint with other settings, given by dotted key."""
         config = self.config
         for key, value in changes.items():
             name, _, field = key.partition(".")
@@ -172,7 +173,7 @@ class Footprint:
 
     @property
     def rollout_tokens(self) -> int:
-        """Tokens of the longest rollout, its prompt included."""
+        """Number of tokens of the longest rollout, its prompt included."""
         return self.prompt_tokens + self.config.sampling.max_completion_tokens
 
     @property
@@ -182,7 +183,7 @@ class Footprint:
 
     @property
     def _pass(self) -> _Pass:
-        """Return the largest micro-batch, made of rollouts of full length."""
+        """The sizes of the largest micro-batch, with rollouts of full length."""
         batch, limit = self.config.batch, self.config.learner.micro_batch_tokens
         completion, size = self.config.sampling.max_completion_tokens, batch.group_size
         num_together = self._num_together
@@ -210,9 +211,11 @@ class Footprint:
 
     @property
     def _num_together(self) -> int:
-        """Number of rollouts that share a prompt in a row: 1 if they do not or it saves too little.
+        """Number of rollouts that share their prompt in one row.
 
-        Half a micro-batch holds them. Shorter completions save more, so they share as well.
+        They fill at most half a micro-batch. The number is 1 if rollouts do not share prompts, or
+        if sharing saves too little. Completions shorter than the longest save more, so they are
+        shared as well.
         """
         config, prompt = self.config, self.prompt_tokens
         completion = config.sampling.max_completion_tokens
@@ -224,17 +227,18 @@ class Footprint:
         return number if self.facts.shares_prompts and is_packed and saves else 1
 
     def learner_items(self) -> tuple[Item, ...]:
-        """Return the items of training: the model, its optimizer, a micro-batch, the versions.
+        """Return what a learner needs memory for: model, optimizer, a micro-batch, versions.
 
         Masters and gradients are float32. A model that computes in bfloat16 also has the rounded
         weights; its untrained weights (the base of an adapter, a reference) exist in bfloat16 only.
-        Attribution scores with a float32 model. Ranks shard all of these in float32, and round a
-        layer when they gather it. Held-out prompts are sampled with a separate model if a version's
-        image cannot serve as one (runtime/learner/setup.py); ranks keep it in the host's memory.
-        The keys and values of one rollout are budgeted; more rollouts run if memory is left. A GPU
-        with enough memory keeps the last version and compares the next one with it during a step
-        (engine/weights.py). Before a step of several updates weights and moments are copied to the
-        host, so that a step that fails changes nothing.
+        For the attribution of a mismatch the learner scores with a float32 model. Ranks shard all
+        of these models in float32, and round a layer to bfloat16 when they gather it. Held-out
+        prompts are sampled with a separate model if a version's image cannot serve as one
+        (runtime/learner/setup.py); ranks keep it in the host's memory. The keys and values of one
+        rollout are budgeted; more rollouts run if memory is left. A GPU with enough memory keeps
+        the last version and compares the next one with it during a step (engine/weights.py). Before
+        a step of several updates weights and moments are copied to the host, so that a step that
+        fails changes nothing.
         """
         beside = self._sizes_beside_model()
         versions = self._versions(KEEP_VERSIONS + 1)  # one more is being made
@@ -265,7 +269,10 @@ class Footprint:
         return -(-8 * self._largest_trained // self.num_ranks)
 
     def _sizes_with_model(self) -> dict[str, int]:
-        """Return the bytes by name in the memory where the model is trained; 0 if elsewhere."""
+        """Return the bytes in the memory where the model is trained, by name.
+
+        An entry is 0 if its bytes are not needed, or are in other memory.
+        """
         config, num_params, num_trained = self.config, self.facts.num_params, self._num_trained
         is_rounded = self._compute_bytes == 2
         frozen = num_params * (self._compute_bytes if self._is_alone else 4)
@@ -301,7 +308,7 @@ class Footprint:
         return sizes
 
     def _sizes_beside_model(self) -> dict[str, int]:
-        """Return the bytes by name in the host's memory, with all ranks on one machine."""
+        """Return the bytes in the host's memory, by name; all ranks are on one machine."""
         moments, master_bytes = self._moment_bytes, 4 * self._num_trained
         has_undo = self.config.batch.minibatches_per_step > 1
         return {
@@ -317,11 +324,14 @@ class Footprint:
 
     @property
     def may_keep_versions(self) -> bool:
-        """Whether a learner can use versions on its GPU: one process, which encodes them."""
+        """Whether a learner can keep versions on its GPU and encode the next one from them.
+
+        Only a learner of a single process can, and only if it publishes deltas.
+        """
         return self.has_gpu and self._is_alone and self.config.network.codec != "full"
 
     def worker_items(self, dtype: str) -> tuple[Item, ...]:
-        """Return the items of a worker before its first rollout."""
+        """Return what a worker needs memory for before its first rollout."""
         num_bytes = DTYPE_BYTES[dtype] * self.facts.num_params
         return (
             Item(name="weights", num_bytes=num_bytes, is_on_gpu=True),
@@ -329,7 +339,7 @@ class Footprint:
         )
 
     def relay_items(self) -> tuple[Item, ...]:
-        """Return the items of a relay: the versions, and groups that wait to be acknowledged."""
+        """Return what a relay needs memory for: versions, and groups not yet acknowledged."""
         group_bytes = self.config.batch.group_size * self.rollout_tokens * _BYTES_PER_SAMPLED_TOKEN
         num_bytes = MAX_UNACKED_GROUPS * group_bytes
         return (
@@ -344,14 +354,17 @@ class Footprint:
         return per_token * self.rollout_tokens + 4 * facts.vocab_size
 
     def _held_versions(self, role: Role) -> tuple[Item, ...]:
-        """Return the items that a receiver of versions needs besides its model."""
+        """Return what a worker or relay needs memory for besides its model."""
         sizes = {"process": PROCESS_BYTES[role], "encoded versions": self._encoded_bytes}
         items = [Item(name=name, num_bytes=size, is_on_gpu=False) for name, size in sizes.items()]
         return (self._versions(KEEP_VERSIONS), *(item for item in items if item.num_bytes))
 
     @property
     def _encoded_bytes(self) -> int:
-        """Bytes of the deltas that a node keeps for late joiners, after some tens of versions."""
+        """Bytes of the deltas that a node keeps for nodes that join late.
+
+        After some tens of versions they are as large as a whole version.
+        """
         return 0 if self.config.network.codec == "full" else self._bytes_per_version
 
     def _versions(self, num_versions: int) -> Item:
@@ -364,9 +377,10 @@ class Footprint:
 
     @property
     def _num_trained(self) -> int:
-        """Parameters that are trained and published: all, or those of the adapter.
+        """Number of parameters that are trained and published: all, or the adapter's.
 
-        A target module other than the usual seven counts as the largest of them.
+        A target module that is not one of the usual seven counts as large as the largest of the
+        seven.
         """
         facts, lora = self.facts, self.config.lora
         if not lora.rank:
@@ -394,17 +408,21 @@ class Footprint:
 
     @property
     def _largest_trained(self) -> int:
-        """Parameters of the largest trained tensor; an adapter's tensors are all small."""
+        """Number of parameters of the largest trained tensor; 0 with an adapter.
+
+        All tensors of an adapter are small.
+        """
         facts = self.facts
         width = max(facts.vocab_size, facts.intermediate_size)
         return 0 if self.config.lora.rank else width * facts.hidden_size
 
     @property
     def evaluated_rollout_bytes(self) -> int:
-        """Bytes of a held-out rollout's keys and values in a learner of a single process.
+        """Bytes that one rollout of a held-out prompt takes in a learner of one process.
 
-        Counted as in the engine: one layer's exist twice while they grow by a token. 0 without
-        evaluations, and 0 for several ranks, which use the host's free memory.
+        These are the keys and values, which exist twice for one layer while they grow by a token.
+        The result is 0 without evaluations, and for several ranks, which use the host's free
+        memory.
         """
         facts = self.facts
         if not (self._is_alone and self.config.eval.interval_steps):
@@ -415,7 +433,7 @@ class Footprint:
 
     @property
     def _evaluation_bytes(self) -> int:
-        """Bytes for sampling held-out prompts besides all versions: weights and one rollout."""
+        """Bytes for sampling held-out prompts, besides versions: weights and one rollout."""
         config, width = self.config, self._evaluation_width
         is_on_gpu = self.has_gpu and self._is_alone
         is_published = width == DTYPE_BYTES[config.model.dtype]
@@ -431,20 +449,21 @@ class Footprint:
         return self._compute_bytes if as_trained else DTYPE_BYTES[self.config.model.dtype]
 
     def _fullest_moment(self) -> dict[str, int]:
-        """Return the bytes by name besides the model at the moment when they are most."""
+        """Return the bytes that a step needs besides the model when it needs the most, by name."""
         moments = list(self._moments())
         totals = [sum(moment.values()) for moment in moments]
         return moments[totals.index(max(totals))]
 
     def _moments(self) -> Iterator[dict[str, int]]:
-        """Yield the bytes by name besides the model at each moment that may need the most.
+        """Yield the bytes that a step needs besides the model at several moments, by name.
 
-        During a micro-batch after the first, all gradients exist. During the first, none exist at
-        the start, and all but the first layer's exist when its backward reaches that layer. The
-        head's gradient exists when the last layer's backward begins. A tied head's gradient waits
-        in the type of the products for the embedding's; then both are added to the float32
-        gradient. On a CPU the process keeps freed activations until it grows again, and reuses
-        their memory for the first gradients of layers.
+        One of these moments needs the most memory. During a micro-batch after the first, all
+        gradients exist. During the first, none exist at the start, and all but the first layer's
+        exist when the backward pass reaches that layer. The head's gradient exists when the
+        backward pass of the last layer begins. The gradient of a tied head is kept in the type of
+        the products until the embedding's exists; then both are added to the float32 gradient. On a
+        CPU the process keeps freed activations until it grows again, and reuses their memory for
+        the first gradients of layers.
         """
         one = "one layer or head"
         if not self._is_alone:
@@ -495,7 +514,7 @@ class Footprint:
 
     @property
     def _keeps_freed(self) -> bool:
-        """Whether freed memory is counted: a process on a CPU keeps it for a while."""
+        """Whether to count memory that the process has freed, which a CPU's keeps a while."""
         return not (self.has_gpu or self.has_tensors_alone)
 
     @property
@@ -503,10 +522,10 @@ class Footprint:
         return -(-4 * self._num_trained // self.num_ranks)
 
     def _activation_bytes(self) -> int:
-        """Return the bytes of the tensors kept for one micro-batch's backward pass.
+        """Return the bytes of the tensors that one micro-batch keeps for its backward pass.
 
-        With checkpointing they are the layers' inputs; if these are offloaded, only the inputs of a
-        layer and of the next one.
+        With checkpointing these are the inputs of the layers; if the inputs are offloaded, only
+        those of one layer and of the next.
         """
         if self._offloads_inputs:
             return min(2, self.facts.num_layers) * self._input_bytes // self.facts.num_layers
@@ -522,7 +541,7 @@ class Footprint:
         return per_token * self._pass.num_tokens
 
     def _layer_bytes(self, now: _Pass) -> int:
-        """Return the bytes of the tensors that autograd keeps for a layer.
+        """Return the bytes of the tensors that autograd keeps for one layer.
 
         For each of the layer's two norms: its input in float32, the normalised value if the norm's
         weight is trained, and its output. For attention: queries, keys, values and the output, in
@@ -545,9 +564,11 @@ class Footprint:
 
     @property
     def _passing_bytes(self) -> int:
-        """Bytes of gradients inside a layer: two of the MLP's inner width, or those of a norm.
+        """Bytes of the gradients that exist inside a layer during its backward pass.
 
-        On a GPU measurements did not show them: they reuse the memory of the layer's activations.
+        They are two tensors of the MLP's inner width, or the gradients of a norm if those are
+        larger. On a GPU measurements did not show these bytes: they reuse the memory of the layer's
+        activations.
         """
         if self.has_gpu:
             return 0
@@ -557,16 +578,16 @@ class Footprint:
 
     @property
     def _code_bytes(self) -> int:
-        """Bytes that a CPU caches for bfloat16 products, for each row size of an octave.
+        """Bytes that a CPU caches for bfloat16 products.
 
-        The cache has a copy of a layer's weights for each size.
+        The cache has a copy of a layer's weights for each of the SIZES_PER_OCTAVE row sizes.
         """
         if not self._keeps_freed or self._compute_bytes != 2 or not self._is_alone:
             return 0
         return SIZES_PER_OCTAVE * 2 * self._params_per_layer
 
     def _working_bytes_of_a_rank(self) -> int:
-        """Return the largest number of bytes that exist for a moment only.
+        """Return the bytes that a rank needs for a moment only, at the worst moment.
 
         The candidates are a layer that is computed again, with its gradients; the head; and the
         gathered gradients of embedding and head, which belong to no layer. When the latter are
@@ -584,7 +605,7 @@ class Footprint:
         return max(layer, max(self._head_bytes()) + head, gathered)
 
     def _head_bytes(self) -> tuple[int, int]:
-        """Return the bytes for log-probabilities, in the forward and in the backward pass.
+        """Return the bytes that the log-probabilities need in the forward and in the backward pass.
 
         In kernels/torch_kernels.py: logits, their exponentials and the product of both; states and
         their gradient in float32, and a chunk of the head's gradient. On a GPU in bfloat16,
@@ -601,7 +622,10 @@ class Footprint:
         return 3 * logits + states, again + states + 4 * hidden * rows + 4 * chunk * hidden
 
     def _unsharded_bytes(self) -> int:
-        """Return the bytes of gathered weights on a rank: embedding and head, and two layers."""
+        """Return the bytes of the weights that a rank has gathered.
+
+        These are the embedding, the head and two layers.
+        """
         return self._compute_bytes * (self.facts.num_outside_layers + 2 * self._params_per_layer)
 
     @property
@@ -623,7 +647,7 @@ class Footprint:
 
     @property
     def _compute_bytes(self) -> int:
-        """Bytes per number of the learner's matrix products; auto counts as float32."""
+        """Bytes of each number in the learner's matrix products; "auto" counts as float32."""
         return DTYPE_BYTES.get(self.config.learner.dtype, 4)
 
 
@@ -642,7 +666,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """A setting that saves memory."""
+    """A setting that would save memory, and the number of bytes that it would save."""
 
     setting: str
     """The setting as an argument of --set: section.key=value."""
@@ -651,30 +675,32 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The memory that a role needs, compared with the machine's."""
+    """The memory that a role needs, compared with the memory of the machine."""
 
     fits: bool
     line: str
-    """The whole budget in one line of text."""
+    """The budget as one line of text."""
     items: tuple[Item, ...]
     needed_bytes: int
-    """Bytes needed in the memory that is short, or in the model's memory if none is."""
+    """Bytes needed in the memory that is too small; if none is, bytes needed in the model's memory.
+    """
     max_concurrent_rollouts: int | None = None
     """Number of rollouts that fit into a worker's memory; None for other roles."""
     gradient_checkpointing: bool | str = False
-    """The learner's gradient checkpointing, as set or as chosen to fit."""
+    """The learner's gradient checkpointing, as the user set it or as the budget chose it."""
     recompute_above: int = 0
-    """Tokens of the largest micro-batch whose activations fit. A learner that may choose recomputes
-    the activations of larger micro-batches.
+    """Number of tokens of the largest micro-batch whose activations fit. If gradient checkpointing
+    is "auto", the learner recomputes the activations of larger micro-batches.
     """
     has_versions_on_gpu: bool = False
-    """Whether a learner keeps the last version on its GPU, which has enough memory for it."""
+    """Whether a learner keeps the last version on its GPU, because the GPU has enough memory."""
     evaluation_bytes: int = 0
-    """Bytes for concurrent held-out rollouts in a learner of a single process: half of the memory
-    that everything else leaves, and at least the bytes of one rollout.
+    """Bytes for concurrent rollouts of held-out prompts in a learner of a single process: half of
+    the memory that is otherwise free, and at least the bytes of one rollout.
     """
     remedies: tuple[Saving, ...] = ()
-    """Settings that each save memory, the mildest first; empty if it fits or nothing helps."""
+    """Settings that each save memory, the mildest first; empty if everything fits or no setting
+    helps."""
 
 
 def memory_budget(
@@ -686,9 +712,9 @@ def memory_budget(
     prompt_tokens: int = ASSUMED_PROMPT_TOKENS,
     num_ranks: int = 1,
 ) -> Budget:
-    """Return the memory that `role` needs on `machine`, and the settings that help if it is short.
+    """Return the memory that `role` needs on `machine`, with settings that help if it is too much.
 
-    Each of several ranks of a learner needs this much; `machine` is then the share of one rank.
+    With several ranks the budget is that of each rank, and `machine` is the share of one rank.
     """
     footprint = Footprint(
         config=config,
@@ -735,7 +761,9 @@ def memory_budget(
 
 
 def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
-    """Return the footprint of the fastest of a learner's own choices that fits.
+    """Return the footprint of the fastest choice of a learner's automatic settings that fits.
+
+    If none fits, return the choice that needs the least memory.
 
     Versions in host memory do not slow a step; computing activations again slows it by a third.
     """
@@ -756,12 +784,13 @@ def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
 
 
 def _recompute_above(footprint: Footprint, own: _Memory) -> int:
-    """Return the tokens of the largest micro-batch whose activations need no recomputation.
+    """Return how many tokens a micro-batch may have so that its activations fit.
 
-    Its activations take at most half of the free memory; the evaluation takes the other half.
+    Activations of larger micro-batches are recomputed. Kept activations take at most half of the
+    free memory; the evaluation takes the other half.
 
     Args:
-        footprint: of a learner with gradient checkpointing.
+        footprint: the footprint of a learner with gradient checkpointing.
         own: the model's memory, with the items of this learner.
     """
     limit = own.needed_bytes + max(0, -own.missing_bytes) // 2
@@ -780,7 +809,7 @@ def _who(footprint: Footprint, role: Role) -> str:
 
 
 def _chosen(footprint: Footprint, role: Role) -> str:
-    """Return a text of the settings, given or chosen, that decide a learner's memory."""
+    """Return text on the settings that decide a learner's memory; "" for other roles."""
     if role != "learner":
         return ""
     config = footprint.config
@@ -825,9 +854,9 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
 
 
 def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, Any]]:
-    """Return settings that may save memory, the mildest first.
+    """Return settings, as pairs of key and value, that may save memory, the mildest first.
 
-    Settings that change no number of the run come before those that do, or that slow each step.
+    Settings that leave the run's results and speed as they are come first.
     """
     tokens = footprint.micro_batch_tokens
     while tokens // 2 >= footprint.rollout_tokens:
@@ -845,9 +874,10 @@ def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, An
 
 
 def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, ...], str]:
-    """Return the remedies in order, and a sentence with the first ones that suffice together.
+    """Return all remedies in order, and text with the fewest of the first that suffice together.
 
-    The sentence omits a remedy if the others suffice without it, and says if all do not suffice.
+    The text omits a remedy if the others suffice without it. If even all do not suffice, the text
+    says so.
     """
     now = _model_bytes(footprint)
 
@@ -877,12 +907,12 @@ def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, .
 
 
 def _bare(value: Any) -> str:
-    """Return a value as text for --set in a shell, without quotes."""
+    """Return a setting's value as text for --set in a shell, without quotes."""
     return value if isinstance(value, str) else show(value)
 
 
 def _model_bytes(footprint: Footprint) -> int:
-    """Return the learner's bytes in the model's memory, which settings can change.
+    """Return the bytes that a learner needs in the model's memory and that settings can change.
 
     On a CPU this memory also holds the versions, which no setting changes.
     """
@@ -923,16 +953,17 @@ class _Memory:
 
 
 def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
-    """Return the memory that decides whether all fits: the model's, unless main memory is short.
+    """Return the memory that decides whether all items fit.
 
-    Main memory beside a GPU holds versions of the weights, which no setting makes smaller.
+    This is the model's memory, unless main memory beside a GPU is too small. Main memory holds
+    versions of the weights, which no setting makes smaller.
     """
     own, *others = _memories(items, machine)
     return next((memory for memory in others if memory.missing_bytes > 0), own)
 
 
 def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
-    """Return each memory of the machine, the model's memory first."""
+    """Return each memory of the machine with the items in it, the model's memory first."""
     items = tuple(items)
     if machine.gpu_bytes is None:
         return [_Memory(items, machine.host_bytes)]
@@ -952,7 +983,7 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def find_model(name: str, revision: str | None = None, *, key: str = "model.name") -> Path | None:
-    """Return the model directory that a key names; None if it names a model on the hub.
+    """Return the model directory that a key names; None if the key names a model on the hub.
 
     Raises:
         ConfigError: if a revision is set for a directory.
@@ -985,10 +1016,11 @@ _QUANTISED_WEIGHT = re.compile(r"(weight|qweight|packed|blocks)$")
 
 
 def check_unquantised(directory: Path) -> None:
-    """Refuse a model whose weights are quantised: no optimizer step fits into their few values.
+    """Refuse a model whose weights are quantised: training would not change their few values.
 
     Raises:
-        DataError: if they are; it names the method, or a quantised tensor if config.json has none.
+        DataError: if the weights are quantised. The text names the method, or one quantised tensor
+            if config.json names no method.
     """
     try:
         table = json.loads((directory / "config.json").read_bytes())
@@ -1021,7 +1053,8 @@ def read_model_facts(directory: Path) -> ModelFacts:
     missing.
 
     Raises:
-        DataError: if config.json is missing, damaged or of no causal language model.
+        DataError: if config.json is missing, is damaged or does not describe a causal language
+            model.
     """
     path = directory / "config.json"
     try:
@@ -1057,10 +1090,10 @@ def read_model_facts(directory: Path) -> ModelFacts:
 
 
 def read_machine(gpu_bytes: int | None = None) -> Machine:
-    """Return the memory that is available to this process.
+    """Return the memory, in bytes, that is available to this process.
 
     Args:
-        gpu_bytes: free bytes of the GPU that the model will run on; None on a CPU.
+        gpu_bytes: free bytes of the GPU that the model will run on; None if it will run on the CPU.
     """
     available = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")  # psutil knows no limit of a container
@@ -1084,7 +1117,7 @@ def _dimension(dims: Mapping[str, Any], path: Path, *names: str, default: int | 
 
 
 def _count_stored(directory: Path) -> int:
-    """Return the number of parameters in a directory's safetensors files, 0 if files are missing.
+    """Return the number of parameters in a directory's safetensors files; 0 if files are missing.
 
     In the hub's cache some files may be missing, or still being downloaded.
     """
@@ -1101,10 +1134,10 @@ def _count_in_file(path: Path) -> int:
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    """Return shape and dtype of each tensor of a file: 8 bytes of length, then JSON.
+    """Return the header of a safetensors file: the shape and dtype of each tensor.
 
     Raises:
-        DataError: if it is no safetensors file.
+        DataError: if the file is not a safetensors file.
     """
     try:
         with path.open("rb") as file:
@@ -1123,7 +1156,10 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 
 def _estimate_params(facts: Mapping[str, int], *, is_tied: bool) -> int:
-    """Estimate the parameters of a decoder with gated MLPs and without biases."""
+    """Return an estimate of the number of parameters of a decoder from its dimensions.
+
+    The estimate assumes gated MLPs and no biases.
+    """
     hidden, head_dim = facts["hidden_size"], facts["head_dim"]
     attention = 2 * hidden * head_dim * (facts["num_heads"] + facts["num_kv_heads"])
     mlp = 3 * hidden * facts["intermediate_size"]

@@ -1,7 +1,8 @@
-"""Names of settings in other trainers, and their names here.
+"""Names of settings in other trainers, with the names that Echo has for them.
 
-An unknown key that another trainer knows is answered with ours. The table is also that of
-docs/coming-from-other-frameworks.md, which `python docs/reference_pages.py names` prints.
+If a file has an unknown key that is a setting of another trainer, the error names Echo's key. The
+same table is in docs/coming-from-other-frameworks.md, which `python docs/reference_pages.py names`
+prints.
 """
 
 from __future__ import annotations
@@ -213,10 +214,11 @@ ELSEWHERE: dict[str, str] = {
 
 
 def our_name(path: Sequence[str]) -> str | None:
-    """Return the answer to an unknown key that another trainer has; None if no trainer has it.
+    """Return the hint for an unknown key that is a setting of another trainer; otherwise None.
 
     Args:
-        path: the path of the key; its last parts are compared, so that the section does not matter.
+        path: the path of the unknown key. Only its last parts are compared with the table, so the
+            key may be in any section.
     """
     text = next((text for name, text in ELSEWHERE.items() if name in path), None)
     if text is not None:
@@ -237,7 +239,7 @@ def our_name(path: Sequence[str]) -> str | None:
 
 
 def translations() -> Iterator[tuple[str, str, str]]:
-    """Yield (framework, its name of a setting, text with our key) for each name in the table."""
+    """Yield for each name in the table: the framework, the name, and text with Echo's key."""
     for *others, ours in OTHER_NAMES:
         keys = re.sub(r" \(.*\)|, such as .*|`", "", ours)
         for framework, cell in zip(FRAMEWORKS, others, strict=True):
@@ -247,13 +249,17 @@ def translations() -> Iterator[tuple[str, str, str]]:
 
 
 def _same_part(cell: str, name: str, keys: str) -> str:
-    """Return the key of ours for a name, where a cell has the same number of names."""
+    """Return Echo's key for a name in a cell with several names.
+
+    If the cell has as many names as `keys` has keys, names and keys correspond in order; otherwise
+    all of `keys` is returned.
+    """
     names, ours = cell.split(", "), keys.split(", ")
     return ours[names.index(name)] if len(names) == len(ours) and name in names else keys
 
 
 def names_table() -> str:
-    """Return the table as Markdown."""
+    """Return the table of names as Markdown."""
     lines = [f"| {' | '.join(FRAMEWORKS)} | Echo |", "|---" * (len(FRAMEWORKS) + 1) + "|"]
     for *others, ours in OTHER_NAMES:
         cells = (re.sub(r"[^,() ]+(?![^(]*\))", r"`\g<0>`", cell) for cell in others)

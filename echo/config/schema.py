@@ -2,8 +2,8 @@
 
 One file serves all roles. Each class is one section of the TOML; the text under a field is its
 help, unit first. Keys ending in `_s` are durations and take text such as "30s", keys ending in
-`_bytes` take text such as "8GiB". A key whose default is not written here has one per profile.
-The kinds of `[loss]` are in losses.py, rules that join several keys in checks.py.
+`_bytes` take text such as "8GiB". A key whose default is not written here has one per profile. The
+kinds of `[loss]` are in losses.py, rules that compare several keys are in checks.py.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ PULL: Mapping[str, Any] = {"sync.max_staleness": 0, "sync.publish_period": 1}
 
 
 def preset_publish_period(max_staleness: int) -> int:
-    """Return the period that `auto` starts with, before a broadcast has been timed.
+    """Return the publish period that `auto` uses until a broadcast has been timed.
 
     Source: ECHO-2, arXiv:2602.02192: max(1, S - 1).
     """
@@ -202,7 +202,7 @@ class SyncSection(Section):
 
     @property
     def initial_publish_period(self) -> int:
-        """The publish period until training and broadcast have been measured."""
+        """The publish period, in steps, until training and broadcast have been timed."""
         if self.publish_period == "auto":
             return preset_publish_period(self.max_staleness)
         return self.publish_period
@@ -573,36 +573,37 @@ class Config(Section):
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """The source of each value, by dotted key: a file, --set, a profile or the default."""
+        """The source of each value, by dotted key: a file, --set, a profile or a default."""
         return self._sources
 
     @property
     def notes(self) -> Sequence[str]:
-        """One line for each setting of a file that the command line has left without effect."""
+        """One line for each setting of the file that has no effect because of a `--set`."""
         return self._notes
 
     def with_sources(self, sources: Mapping[str, str], notes: Sequence[str] = ()) -> Config:
-        """Return a copy of the configuration with the sources of its values."""
+        """Return a copy of the configuration with these sources of its values."""
         copy = self.model_copy()
         copy._sources, copy._notes = dict(sources), tuple(notes)  # noqa: SLF001, its own class
         return copy
 
     @property
     def run_dir(self) -> Path:
-        """The directory of this run."""
+        """The path of the run's directory, `run.dir`/`run.name`."""
         return Path(self.run.dir) / self.run.name
 
     @property
     def trims_stale(self) -> bool:
-        """Whether a group stays when some of its tokens are too stale, with these masked.
+        """Whether a group stays when some of its tokens are too stale, with these tokens masked.
 
-        Otherwise, on policy or with rollout.stale_tokens = "drop", the group is discarded.
+        If False, such a group is discarded: on policy, or with rollout.stale_tokens = "drop".
         """
         return self.sync.max_staleness > 0 and self.rollout.stale_tokens != "drop"
 
 
 KINDS: Mapping[str, Mapping[str, type[Section]]] = {"loss": LOSSES, "engine": ENGINES}
-"""Sections with a class for each kind; only the keys of the chosen class are known."""
+"""The sections that have a class for each kind. Of such a section only the keys of the chosen class
+are valid."""
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -611,7 +612,7 @@ KINDS: Mapping[str, Mapping[str, type[Section]]] = {"loss": LOSSES, "engine": EN
 
 
 KeyPath = tuple[str, ...]
-"""A key's place in the file: ("batch", "group_size")."""
+"""The path of a key in the file: ("batch", "group_size")."""
 
 _BOUNDS = {  # JSON schema's words, and pydantic's own where the type is a union
     "minimum": "at least",
@@ -635,36 +636,36 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One key of the configuration."""
+    """One key of a configuration, with all that help texts, errors and checks need of it."""
 
     path: KeyPath
     expected: str
-    """The condition on its value, as text that follows "must be"."""
+    """The condition on the key's value, as text that follows "must be"."""
     choices: tuple[str, ...]
-    """The words that it accepts; empty if it accepts other values."""
+    """The words that the key accepts as its value; empty if it accepts other values."""
     help: str
     roles: tuple[Role, ...]
     defaults: Mapping[str, Any]
-    """Default by profile."""
+    """The key's default, by profile."""
     kinds: tuple[str, ...] = ()
-    """The kinds of its section that have this key with this meaning; empty if all have it."""
+    """The kinds of the key's section that have this key with this meaning; empty if all have it."""
     is_inherited: bool = False
-    """Whether the learner decides it for its workers."""
+    """Whether the learner sets the key's value for its workers."""
 
     @property
     def key(self) -> str:
-        """The dotted key."""
+        """The dotted name of the key, such as "batch.group_size"."""
         return ".".join(self.path)
 
     @property
     def is_table(self) -> bool:
-        """Whether its value is a table with keys of the user's choice."""
+        """Whether the key's value is a table whose keys the user chooses."""
         return self.expected == _TYPES["object"]
 
 
 @cache
 def every_leaf() -> tuple[Leaf, ...]:
-    """Return every key in the schema's order; a key of several kinds once for each kind."""
+    """Return every key in the schema's order, once for each kind of its section."""
     definitions = Config.model_json_schema()
     profile = leaf_of(("profile",), definitions["properties"]["profile"], Config)
     found = [profile]
@@ -691,7 +692,7 @@ def _leaves(kinds: frozenset[tuple[str, str]]) -> Mapping[KeyPath, Leaf]:
 
 
 def leaves(kinds: Mapping[str, str]) -> Mapping[KeyPath, Leaf]:
-    """Return the keys of a configuration by path, in the order of the schema."""
+    """Return the keys that exist with these kinds of sections, by path, in the schema's order."""
     return _leaves(frozenset(kinds.items()))
 
 
@@ -702,7 +703,10 @@ def kinds_of(config: Config) -> dict[str, str]:
 
 @cache
 def sections() -> Mapping[str, Mapping[str, type[Section]]]:
-    """Return the classes of every section by name and kind; the kind is "" if there is only one."""
+    """Return the classes of every section, by the section's name and by kind.
+
+    The kind is "" if the section has only one class.
+    """
     return {
         name: KINDS.get(name) or {"": cast("type[Section]", info.annotation)}
         for name, info in Config.model_fields.items()
@@ -716,7 +720,11 @@ def _paths() -> Mapping[KeyPath, Leaf]:
 
 
 def find_leaf(path: KeyPath) -> Leaf | None:
-    """Return the key of any kind at `path`, or the table that contains `path`, or None."""
+    """Return the key at `path`, of any kind of its section.
+
+    For a path within a table of the user's own keys, return the key of that table. None if there is
+    neither.
+    """
     leaf = _paths().get(path)
     if leaf is None:
         table = _paths().get(path[:2])
@@ -725,16 +733,16 @@ def find_leaf(path: KeyPath) -> Leaf | None:
 
 
 def inherited_keys() -> tuple[str, ...]:
-    """Return the dotted keys that the learner decides for its workers."""
+    """Return the dotted keys whose values the learner sets for its workers."""
     return tuple(leaf.key for leaf in _paths().values() if leaf.is_inherited)
 
 
 SHOWN_DEPTH = 64
-"""Largest depth of nested tables and lists that is written; above `layers.MAX_DEPTH`."""
+"""Largest depth of nested tables and lists that `show` writes; deeper than `layers.MAX_DEPTH`."""
 
 
 def show(value: object, depth: int = SHOWN_DEPTH) -> str:
-    """Return a value as TOML text; `None`, which TOML lacks, as "unset".
+    """Return a value as TOML text; None, for which TOML has no word, as "unset".
 
     The secrets of join strings are left out, since the text is logged.
     """
@@ -755,7 +763,7 @@ def show(value: object, depth: int = SHOWN_DEPTH) -> str:
 
 
 def default_text(leaf: Leaf) -> str:
-    """Return the text of a key's default, or of one per profile; "unset" if no profile has one."""
+    """Return a key's default as text, or its default for each profile if they differ."""
     texts = {name: show(value) for name, value in leaf.defaults.items()}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -767,7 +775,10 @@ def _show_key(key: str) -> str:
 
 
 def leaf_of(path: KeyPath, fragment: Mapping[str, Any], table: type[BaseModel]) -> Leaf:
-    """Return the Leaf of one key of the class `table`; `fragment` is the key's JSON schema."""
+    """Return the Leaf of the key at `path`, a field of the class `table`.
+
+    `fragment` is the JSON schema of the key's value.
+    """
     info = table.model_fields[path[-1]]
     default = info.get_default(call_default_factory=True)
     defaults = {name: keys.get(".".join(path), default) for name, keys in PROFILES.items()}
@@ -783,7 +794,7 @@ def leaf_of(path: KeyPath, fragment: Mapping[str, Any], table: type[BaseModel]) 
 
 
 def _leaf_of_kind(leaf: Leaf, classes: Mapping[str, type[Section]]) -> Leaf:
-    """Return the Leaf of a `kind` key, which chooses among classes."""
+    """Return the Leaf of a section's `kind` key, whose value chooses one of `classes`."""
     words = tuple(kind for kind in classes if kind != OWN_KIND)
     expected = f"one of {', '.join(map(show, words))}"
     if OWN_KIND in classes:
@@ -803,7 +814,7 @@ def _choices(fragment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def expected_text(fragment: Mapping[str, Any], name: str) -> str:
-    """Return a text of the values that the JSON schema `fragment` accepts."""
+    """Return text on the values that the JSON schema `fragment` accepts."""
     if "anyOf" in fragment:
         parts = [part for part in fragment["anyOf"] if part.get("type") != "null"]
         return " or ".join(expected_text(part, name) for part in parts)
