@@ -2,8 +2,8 @@
 
 Sender and receiver check the same numbers: the sender in `codec.encode`, the receiver in the
 decoder, before it uses a message. The ranges are wide enough for every honest node of any run. They
-exclude values that would cost the receiver too much memory or time, or a finite result. Ranges with
-both ends exclude NaN and the infinities too.
+exclude values with which the receiver would need too much memory or time, or compute an infinite
+result. Ranges with both ends exclude NaN and the infinities too.
 
 The contents of a `dict[str, Any]` (settings, examples) are bounded only by the size of the message.
 """
@@ -87,7 +87,7 @@ Finite: TypeAlias = Annotated[float, Meta(ge=-1.7976931348623157e308, le=1.79769
 
 
 def clamped_rate(bytes_per_s: float | None) -> float | None:
-    """Return a measured rate, limited to the range of `Rate`."""
+    """Return a measured rate, limited to the range of `Rate`; None for a rate of None."""
     return None if bytes_per_s is None else min(max(bytes_per_s, MIN_RATE), MAX_RATE)
 
 
@@ -103,6 +103,6 @@ Gbit/s. Fewer do not fill it, and 8 overload the link so that it drops packets."
 
 
 def num_connections(rtt_s: float, *, most: int = MAX_CONNECTIONS) -> int:
-    """Return the number of connections for a link with this round-trip time, at most `most`."""
+    """Return how many connections to use for a link with this round-trip time, at most `most`."""
     more = math.ceil((rtt_s - ONE_CONNECTION_RTT_S) / RTT_PER_CONNECTION_S)
     return min(most, max(1, 1 + more))

@@ -1,7 +1,7 @@
 """The rollout buffer: accepted groups within the staleness bound, oldest first.
 
 The buffer enforces promise 1: `take` returns only groups whose oldest trainable token has staleness
-<= max_staleness at this step, and `evict` removes the others with a reason. Admission
+<= max_staleness at this step, and `evict` removes all other groups, each with a reason. Admission
 (`leases/grants/admission.py`) bounds the buffer to (S + 1) * B groups.
 """
 
@@ -15,25 +15,27 @@ from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A group that was removed from the buffer untrained."""
+    """A group that was removed from the buffer without being trained."""
 
     group: Group
     reason: str
-    """The fault by `echo.core.rollout.find_fault`, such as "stale" or "abandoned_version"."""
+    """Why the group was removed: a fault named by `find_fault`, such as "stale" or
+    "abandoned_version"."""
 
 
 class StalenessBuffer:
-    """Groups in order of age; `take` and `evict` enforce the staleness bound."""
+    """The groups that wait to be trained, oldest first, within the staleness bound."""
 
     def __init__(
         self, *, max_staleness: int, lineages: Sequence[Lineage], trims_stale: bool = False
     ) -> None:
-        """Start with no groups.
+        """Start with an empty buffer.
 
         Args:
             max_staleness: the bound S, inclusive.
             lineages: the learner's lineages; a new lineage begins with a new buffer.
-            trims_stale: whether stale tokens of a group are masked, so that the group can stay.
+            trims_stale: whether stale tokens of a group are masked, so that the group can stay in
+                the buffer.
         """
         self.trims_stale = trims_stale
         self.num_trimmed_tokens = 0
@@ -57,7 +59,7 @@ class StalenessBuffer:
         return group_id in self._groups
 
     def num_unspent(self, *, step: int) -> int:
-        """Return the number of groups that admission must count in addition to completed steps.
+        """Return the number of groups that admission must count besides completed steps.
 
         These are the groups in the buffer, and the groups taken at this step, which is not
         completed yet.
@@ -65,13 +67,13 @@ class StalenessBuffer:
         return len(self._groups) + (self._num_taken if self._taken_at == step else 0)
 
     def put(self, group: Group) -> None:
-        """Add a group that is in the ledger and not in the buffer."""
+        """Add a group; it must be in the ledger already, and must not be in the buffer."""
         if group.group_id in self._groups:
             raise ValueError(f"group {group.group_id} is in the buffer already")
         self._groups[group.group_id] = group
 
     def evict(self, *, step: int) -> list[Evicted]:
-        """Remove and return every group that can no longer be trained.
+        """Remove and return every group that can no longer be trained at this step.
 
         If only the first tokens of continued rollouts are stale, `trims_stale` masks them and the
         group stays.
@@ -88,7 +90,7 @@ class StalenessBuffer:
         return evicted
 
     def _trim(self, group: Group, step: int) -> bool:
-        """Mask the stale tokens of a group; return whether it can still be trained."""
+        """Mask the stale tokens of a group; return whether the group can still be trained."""
         trimmed = trim_stale(group, step=step, max_staleness=self.max_staleness)
         if not self.trims_stale or trimmed is None:
             return False
@@ -99,11 +101,14 @@ class StalenessBuffer:
     def take(self, num_groups: int, *, step: int) -> list[Group] | None:
         """Remove and return the `num_groups` oldest groups, or None if there are too few.
 
-        Call `evict` first, since a group beyond the bound raises ValueError.
+        Call `evict` first.
 
         Args:
             num_groups: the number of groups per step, B.
             step: the learner's completed optimizer steps, without the step to be made.
+
+        Raises:
+            ValueError: if one of these groups cannot be trained at this step.
         """
         if len(self._groups) < num_groups:
             return None
@@ -135,7 +140,7 @@ class StalenessBuffer:
             self.put(group)
 
     def clear(self) -> list[Group]:
-        """Remove and return all groups, for the end of a run."""
+        """Remove and return all groups, at the end of a run."""
         groups = list(self._groups.values())
         self._groups.clear()
         return groups

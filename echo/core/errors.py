@@ -52,15 +52,15 @@ class ForgedError(RemoteProtocolError):
 
 
 class TransportError(EchoError):
-    """An operation of a socket failed."""
+    """An operation on a socket failed."""
 
 
 class StorageError(EchoError):
-    """The disk is full, unwritable, or holds a damaged file."""
+    """The disk is full or cannot be written, or a file on it is damaged."""
 
 
 class RefusedError(EchoError):
-    """The learner refused this node and retrying cannot help."""
+    """The learner refused this node, and a retry would be refused, too."""
 
 
 class PlanError(EchoError):
@@ -68,7 +68,7 @@ class PlanError(EchoError):
 
 
 class EngineError(EchoError):
-    """The model runtime failed."""
+    """The inference engine that runs the model failed."""
 
 
 class RankError(EchoError):
@@ -76,7 +76,7 @@ class RankError(EchoError):
 
 
 def in_one(what: str, problems: Iterable[str]) -> str:
-    """Return an error message that lists all problems of `what` without repetition."""
+    """Return an error message that lists the problems of `what`, each problem once."""
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return unique[0]
@@ -84,5 +84,5 @@ def in_one(what: str, problems: Iterable[str]) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that is most similar to a word, or None."""
+    """Return the candidate that is most similar to a word; None if no candidate is similar."""
     return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)), None)

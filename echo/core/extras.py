@@ -1,7 +1,7 @@
-"""The installed version, and optional packages.
+"""The installed version of Echo, and packages that only some features need.
 
-In a checkout bin/echo-setup installs packages; elsewhere pip does, by the requirements in our
-metadata. The name of our distribution is never used, since no index has it.
+In a checkout bin/echo-setup installs packages. Elsewhere pip installs them by the requirements in
+Echo's metadata; Echo's own distribution is on no package index, so no command names it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from echo.core.paths import local_path
 DISTRIBUTION = "echo-rl"
 CHECKOUT = Path(__file__).resolve().parents[2]
 ROLES = ("learner", "worker", "relay")
-"""Extras that are also roles."""
+"""Names of roles that are names of extras, too."""
 STAMP = ".echo-setup"
-"""A file that bin/echo-setup writes into its environments."""
+"""A file that bin/echo-setup writes into each environment that it makes."""
 
 
 def version() -> str:
-    """Return our name and version, even if another package called echo is installed."""
+    """Return Echo's name and version, even if another package called echo is installed."""
     # In a checkout echo/__init__.py is ours, and newer than the metadata of an earlier
     # installation. Among installed packages, another package called echo may have overwritten it.
     if not (CHECKOUT / "pyproject.toml").exists():
@@ -40,7 +40,7 @@ def version() -> str:
 
 
 def program(name: str) -> str:
-    """Return the path of one of our programs, relative to this directory if possible."""
+    """Return the path of a program of Echo, relative to the working directory if possible."""
     own, near = CHECKOUT / "bin" / name, Path("bin") / name
     if not own.exists():
         return name
@@ -48,11 +48,14 @@ def program(name: str) -> str:
 
 
 def command(name: str, *, elsewhere: bool = False) -> str:
-    """Return the command line of a command: `bin/echo-node` in a checkout, else `echo-rl node`.
+    """Return the command line that runs a command: `bin/echo-node`, or else `echo-rl node`.
+
+    The first form is for a checkout, the second for an installed package.
 
     Args:
         name: the command.
-        elsewhere: whether the line is for another machine, relative to its checkout.
+        elsewhere: whether the line is for another machine. Then the path is relative to the
+            checkout there.
     """
     script, is_installed = f"echo-{name}", Path(sys.argv[0]).name == DISTRIBUTION
     if is_installed or not (CHECKOUT / "bin" / "echo-rl").exists():
@@ -63,7 +66,10 @@ def command(name: str, *, elsewhere: bool = False) -> str:
 
 
 def models_directory() -> Path:
-    """Return the directory of models that Echo makes: in a checkout, else in the user's cache."""
+    """Return the directory for models that Echo makes.
+
+    It is in the checkout, or in the user's cache for an installed package.
+    """
     if (CHECKOUT / "pyproject.toml").exists():
         place = CHECKOUT / "build" / "models"
         return place.relative_to(CHECKOUT) if Path.cwd() == CHECKOUT else place
@@ -72,10 +78,10 @@ def models_directory() -> Path:
 
 
 def find_config(name: str) -> Path:
-    """Return the path of a configuration that Echo includes: in ./configs, else in the package.
+    """Return the path of an example configuration: in ./configs, or else in the package.
 
     Raises:
-        ConfigError: if this installation does not include it.
+        ConfigError: if this installation does not include the configuration.
     """
     for directory in (Path("configs"), Path(__file__).parents[1] / "configs"):
         if (directory / name).exists():
@@ -89,10 +95,11 @@ def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:
     Args:
         module: the module's dotted name.
         extra: the extra's name in pyproject.toml.
-        wanted_by: the setting or output that needs it, for the message.
+        wanted_by: the setting or output that needs the module, for the error message.
 
     Raises:
-        ConfigError: with cause and remedy, if the module is missing or cannot be imported.
+        ConfigError: if the module is missing or cannot be imported; the text has the cause and the
+            remedy.
     """
     try:
         return importlib.import_module(module)
@@ -126,9 +133,10 @@ def _is_installed(requirement: str) -> bool:
 
 
 def _requirements(extra: str) -> set[str]:
-    """Return the requirements of an extra by our metadata, with the extras that it includes.
+    """Return the requirements that Echo's metadata lists for an extra.
 
-    The relay is not an extra: it needs only the requirements of every installation.
+    Requirements of the extras that this extra includes are listed, too. "relay" is not an extra: a
+    relay needs only the requirements of every installation.
     """
     try:
         lines = metadata.requires(DISTRIBUTION) or []

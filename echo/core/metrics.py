@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 class Counters:
-    """Monotonic counters by name; a name exists after its first `add`."""
+    """Counters by name, which only increase; a name exists after its first `add`."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
@@ -29,7 +29,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """The learner's view of a node."""
+    """What the learner knows about a node, for the live view."""
 
     node_id: str
     role: str
@@ -45,38 +45,39 @@ class NodeView:
     """Weight bytes received per second over the last seconds."""
     num_leases: int = 0
     parent: str = "-"
-    """The node from which it gets weights."""
+    """The node from which this node gets weights."""
     seen_s: float = 0.0
-    """Seconds since its last message."""
+    """Seconds since the learner received the node's last message."""
     mismatch_kl: float | None = None
-    """Mismatch of a worker's newest trained groups, nats per token; None before the first one."""
+    """Mismatch between learner and sampler in the worker's newest trained groups, nats per token;
+    None before the first group."""
     reward: float | None = None
-    """Mean reward of the groups of `mismatch_kl`."""
+    """Mean reward of the groups for which `mismatch_kl` was computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """A worker's view of itself."""
+    """What a worker knows about itself, for its status line."""
 
     version: str
     """Installed policy version, as text."""
     num_tokens: int
     """Completion tokens sampled since the process started, including unfinished rollouts."""
     num_groups: int
-    """Groups that the learner has accepted."""
+    """Number of this worker's groups that the learner has accepted."""
     activity: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostView:
-    """The costs of the run for the live view."""
+    """The costs of the run, for the live view."""
 
     per_h: float
-    """$ per hour, machines and traffic."""
+    """$ per hour for machines and traffic together."""
     total: float
-    """$ so far."""
+    """$ spent since the start of the run."""
     per_million_tokens: float | None
-    """$ per 10^6 accepted tokens; None before the first one."""
+    """$ per 10^6 accepted tokens; None before the first accepted token."""
     standby_per_h: float
     """The part of `per_h` for machines on standby."""
     unconfirmed_per_h: float
@@ -85,17 +86,18 @@ class CostView:
     num_active: int
     num_standby: int
     decision: str = ""
-    """A description of the last change of active workers."""
+    """A description of the last change in which workers are active."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedView:
-    """The learner's speed in its last step."""
+    """The speed of the learner in its last step."""
 
     tokens_per_s: float
-    """Tokens per second through the model while it trained, prompts included."""
+    """Tokens per second that went through the model while it trained, prompts included."""
     mfu: float | None
-    """Share of the device's arithmetic that the model used; None if unknown."""
+    """Share of the device's peak arithmetic rate that the model used; None if the peak is unknown.
+    """
     peak_memory_bytes: float
     forward_backward_s: float
     optimizer_s: float
@@ -103,7 +105,7 @@ class SpeedView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepView:
-    """Values of the metrics row of an optimizer step."""
+    """The values of an optimizer step that the live view shows, from the step's row of metrics."""
 
     step: int
     """Number of the step, from 1."""
@@ -118,7 +120,7 @@ class StepView:
 
 
 def held_out(is_rate: bool) -> str:
-    """Return the name of the mean reward of held-out prompts.
+    """Return the label of the mean reward of held-out prompts.
 
     Args:
         is_rate: whether every reward is 0 or 1.
@@ -128,19 +130,20 @@ def held_out(is_rate: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningCurve:
-    """The learning curve of a run before it was resumed."""
+    """The learning curve of a resumed run up to the resume."""
 
     rewards: Mapping[int, float]
     """Mean reward by step."""
     evaluations: tuple[tuple[int, float, float], ...]
-    """(step, mean reward sampled, mean reward greedy)."""
+    """For each evaluation: its step, the mean reward of sampled answers, and that of greedy
+    answers."""
     is_rate: bool = True
     """Whether every reward of an evaluation was 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The data that the live view draws, which the learner collects at one time."""
+    """All that the live view draws, collected by the learner at one instant."""
 
     run_name: str
     elapsed_s: float
@@ -149,7 +152,7 @@ class Snapshot:
     max_staleness: int
     publish_period: int
     resumed_at: int = 0
-    """Step at which this learner process began."""
+    """The step at which this process of the learner began."""
     activity: str = ""
     """The learner's activity, such as "training"; empty while it waits for groups."""
     waiting_for: str = ""
@@ -158,7 +161,8 @@ class Snapshot:
     reward_history: tuple[float, ...] = ()
     """Mean reward of each step so far, oldest first."""
     eval_history: tuple[tuple[int, float, float], ...] = ()
-    """(step, mean reward sampled, mean reward greedy) of each evaluation so far."""
+    """For each evaluation: its step, the mean reward of sampled answers, and that of greedy
+    answers."""
     evals_are_rates: bool = True
     """Whether every reward of the evaluations was 0 or 1."""
     eval_errors: Mapping[int, int] = field(default_factory=dict)
@@ -172,7 +176,7 @@ class Snapshot:
     last_step: StepView | None = None
     """The newest step; None before this process has made one."""
     speed: SpeedView | None = None
-    """The speed in the last step; None before the first."""
+    """The learner's speed in its last step; None before the first step."""
     num_buffered: int = 0
     groups_per_step: int = 0
     num_leased: int = 0
@@ -182,8 +186,8 @@ class Snapshot:
     broadcast_bytes: int = 0
     """Weight bytes that the learner itself has sent in the whole run."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Groups refused or dropped so far, by reason."""
+    """Number of groups refused or dropped since the start, by reason."""
     cost: CostView | None = None
-    """The costs; None if nothing has a price."""
+    """The costs of the run; None if no machine has a price."""
     notices: tuple[str, ...] = ()
     """The newest log lines for the operator, oldest first."""

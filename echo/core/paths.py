@@ -1,4 +1,4 @@
-"""Resolving paths as users write them."""
+"""Resolves paths as users write them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 MAX_FILE_NAME_BYTES = 255
-"""Largest number of bytes in a part of a path, on every file system."""
+"""Largest number of bytes in one part of a path that every file system allows."""
 
 
 def local_path(name: str | Path) -> Path:
-    """Return a path with `~` and `~user` expanded; an unknown user's `~user` is kept."""
+    """Return a path with `~` and `~user` expanded; `~user` is kept if the user is unknown."""
     return Path(os.path.expanduser(name))  # noqa: PTH111 -- pathlib's raises there

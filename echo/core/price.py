@@ -1,4 +1,4 @@
-"""The price of a node's machine, which it states at joining."""
+"""The price of a node's machine, which the node states when it joins."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from echo.core.bounds import Money
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """The price of a machine; none is stated by default."""
+    """The price of a machine; by default no price is stated."""
 
     per_h: Money | None = None
     """$ per hour from joining until the machine is given back; None if it is not stated."""
     per_gb: Money = 0.0
     """$ per 1e9 bytes in and out of the machine."""
     losses_per_h: Money = 0.0
-    """Expected losses of such a machine per hour, for a spot machine."""
+    """Expected number of times per hour that a spot machine like this one is taken away."""
 
     def __post_init__(self) -> None:
-        """Refuse values outside the range: prices come from peers."""
+        """Refuse values outside the allowed range, since prices come from peers."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1e9:

@@ -12,10 +12,10 @@ from echo.core.rollout import PolicyVersion
 
 
 class Record(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
-    """An event of the run."""
+    """An event of the run, as the ledger stores it."""
 
     at: float = 0.0
-    """Unix seconds; set at `append` if it is 0."""
+    """Unix time of the event in seconds; if it is 0, `append` sets it."""
 
 
 class Granted(Record, tag="granted"):
@@ -25,19 +25,20 @@ class Granted(Record, tag="granted"):
     attempt: int
     worker: str
     version: PolicyVersion | None = None
-    """The version that the worker had installed."""
+    """The version that the worker had installed when the lease was granted."""
     copy_of: int | None = None
-    """The attempt that this lease repeats on a faster worker; None if it repeats none."""
+    """The number of the attempt that this lease repeats on a faster worker; None if it repeats
+    none."""
 
 
 class Cancelled(Record, tag="cancelled"):
-    """A lease was ended because another attempt was accepted first."""
+    """A lease was ended because another attempt at its group was accepted first."""
 
     group: int
     attempt: int
     worker: str
     tokens: int
-    """Tokens that it had sampled by the last report."""
+    """Tokens that the worker had sampled for this lease when it last reported."""
 
 
 class Refused(Record, tag="refused"):
@@ -50,7 +51,7 @@ class Refused(Record, tag="refused"):
 
 
 class Discarded(Record, tag="discarded"):
-    """A group ended untrained; this is final."""
+    """A group ended without being trained, and will not be granted again."""
 
     group: int
     reason: str

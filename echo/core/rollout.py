@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
-"""Every token has its version as two int32."""
+"""A non-negative int32; each token has its version as two int32."""
 
 KEEP_VERSIONS = 2
 """Whole versions that a node keeps: the version in use, and the previous one, which children may
@@ -25,32 +25,33 @@ still be fetching and which is the base of deltas.
 
 MAX_UNACKED_GROUPS = 64
 """Finished groups that a worker keeps until the learner has them, and that a relay buffers: several
-times the groups of a full engine. So sampling does not pause for a slow disk, and their memory (2
-MB each at 16 rollouts of 8192 tokens) stays small."""
+times the groups of a full engine. With this number sampling does not pause for a slow disk, and the
+groups take little memory (2 MB each at 16 rollouts of 8192 tokens)."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """The name of a set of weights: a lineage, and a step in it.
+    """The name of a set of weights: a lineage of the learner, and a step in that lineage.
 
-    Ordered by lineage first: every version of a newer lineage supersedes all versions of older
-    lineages.
+    Versions are ordered by lineage first: every version of a newer lineage supersedes all versions
+    of older lineages.
     """
 
     lineage: Int32
-    """Number of the learner's lineage: 1 at first, plus 1 at each resume."""
+    """Number of the learner's lineage: 1 for a new run, plus 1 at each resume."""
     step: Int32
-    """Optimizer steps made until these weights; the initial weights are step 0."""
+    """Optimizer steps made to reach these weights; the initial weights have step 0."""
 
     def __str__(self) -> str:
         return f"v{self.step}" if self.lineage == 1 else f"v{self.step}/L{self.lineage}"
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """An uninterrupted history of the learner, and the step at which it left the previous one."""
+    """An uninterrupted history of the learner, which branches off the previous lineage."""
 
     lineage: Int32
     fork_step: Int32
-    """Last step of the previous lineage that belongs to this lineage too; 0 for the first one."""
+    """Last step of the previous lineage that belongs to this lineage, too; 0 for the first lineage.
+    """
 
 
 def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
@@ -70,7 +71,7 @@ def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokens:
-    """Completion tokens with log-probability, version and mask; empty by default."""
+    """Completion tokens, each with log-probability, version and mask; empty by default."""
 
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     """[T] sampled ids, the stop token included."""
@@ -92,15 +93,15 @@ class Tokens:
 
 
 NO_OPINION = math.nan
-"""The reward of a rollout on which the task has no opinion; `scored_part` leaves it out."""
+"""The reward of a rollout that the task cannot score; `scored_part` leaves such rollouts out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout(Tokens):
-    """A sampled answer of at least one token."""
+    """A finished answer of at least one token, with its reward."""
 
     reward: float
-    """The reward, or NO_OPINION."""
+    """The reward, or NO_OPINION if the task cannot score the rollout."""
     finish_reason: str
     """"stop" (a stop token), "length" (the token limit) or "abort" (cut short)."""
 
@@ -125,7 +126,7 @@ class Rollout(Tokens):
 
 
 def _distinct(rows: npt.NDArray[np.int32]) -> list[PolicyVersion]:
-    """Return the distinct versions in [T, 2] rows, oldest first."""
+    """Return the distinct versions in an array of shape [T, 2], oldest first."""
     packed = rows.astype(np.int64)
     found: list[int] = np.unique(packed[:, 0] << 32 | packed[:, 1]).tolist()
     return [PolicyVersion(each >> 32, each & 0xFFFFFFFF) for each in found]
@@ -133,12 +134,12 @@ def _distinct(rows: npt.NDArray[np.int32]) -> list[PolicyVersion]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The rollouts of one prompt: the unit of dispatch, delivery and admission."""
+    """The rollouts of one prompt, which are granted, delivered and admitted together."""
 
     group_id: int
-    """Serial number of the group in the run; a prompt that is drawn twice has two ids."""
+    """Serial number of the group in the run; if a prompt is drawn twice, it has two groups."""
     attempt: int
-    """Number of the lease that produced it, from 0."""
+    """Number of the lease that produced the group, from 0."""
     worker_id: str
     prompt_ids: npt.NDArray[np.int32]
     """[P] prompt token ids."""
@@ -146,7 +147,7 @@ class Group:
     is_trimmed: bool = False
     """Whether tokens were masked after the group was stored (`trim_stale`)."""
     versions: tuple[PolicyVersion, ...] = field(init=False)
-    """The distinct versions that sampled its trainable tokens, oldest first."""
+    """The distinct versions that sampled the group's trainable tokens, oldest first."""
 
     def __post_init__(self) -> None:
         if (
@@ -163,17 +164,17 @@ class Group:
 
     @property
     def oldest_version(self) -> PolicyVersion | None:
-        """The version that bounds the group's staleness; None if no token is trainable."""
+        """The version that determines the group's staleness; None if no token is trainable."""
         return self.versions[0] if self.versions else None
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens of all rollouts."""
+        """Number of completion tokens of all rollouts."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
 
     @property
     def num_trained(self) -> int:
-        """Completion tokens of all rollouts that may be trained on."""
+        """Number of completion tokens of all rollouts that may be trained on."""
         return sum(int(np.count_nonzero(rollout.completion_mask)) for rollout in self.rollouts)
 
     @property
@@ -183,10 +184,11 @@ class Group:
 
 
 def scored_part(group: Group) -> Group | None:
-    """Return a group without the rollouts on which the task has no opinion.
+    """Return a group without the rollouts that the task cannot score.
 
     Returns:
-        None if rollouts were left out and fewer than two remain, which cannot be compared.
+        The group, or None if rollouts were left out and fewer than two remain: their rewards cannot
+            be compared.
     """
     scored = tuple(rollout for rollout in group.rollouts if not math.isnan(rollout.reward))
     if len(scored) == len(group.rollouts):
@@ -195,7 +197,13 @@ def scored_part(group: Group) -> Group | None:
 
 
 def staleness_of(group: Group, *, step: int) -> int:
-    """Return the learner's step minus the step of the group's oldest trainable token."""
+    """Return the staleness of a group at a step of the learner.
+
+    It is `step` minus the step of the version that sampled the group's oldest trainable token.
+
+    Raises:
+        ValueError: if the group has no trainable token.
+    """
     oldest = group.oldest_version
     if oldest is None:
         raise ValueError(f"group {group.group_id} has no trainable token")
@@ -203,11 +211,13 @@ def staleness_of(group: Group, *, step: int) -> int:
 
 
 def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
-    """Return a group with its tokens beyond the bound masked; continued rollouts have such tokens.
+    """Return a copy of a group in which tokens beyond the staleness bound are masked.
+
+    Continued rollouts may have such tokens.
 
     Returns:
-        None if no token is beyond the bound, or if a rollout would lose all its trainable tokens
-            and the group therefore a member.
+        The copy. None if no token is beyond the bound, or if a rollout would lose all its trainable
+            tokens, so that the group would lose a member.
     """
     rollouts = []
     for rollout in group.rollouts:
@@ -224,7 +234,7 @@ def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
 def find_fault(
     group: Group, *, step: int, max_staleness: int, lineages: Sequence[Lineage]
 ) -> str | None:
-    """Return why a group must not be trained at a step, or None if it may."""
+    """Return the reason why a group must not be trained at a step; None if it may be trained."""
     versions = group.versions
     if not versions:
         return "no_trainable_token"
@@ -238,7 +248,7 @@ def find_fault(
 
 
 MAX_LOGPROB = 1e-3
-"""Larger log-probabilities are invalid; slightly positive ones come from rounding."""
+"""Largest valid log-probability; slightly positive values come from rounding."""
 
 
 StaleTokens = Literal["keep", "mask", "drop"]
@@ -246,16 +256,20 @@ StaleTokens = Literal["keep", "mask", "drop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialRollout(Tokens):
-    """An answer that may be unfinished."""
+    """An answer that may be unfinished, and can be continued by another engine call."""
 
     finish_reason: str = ""
-    """"stop" or "length"; empty while it is unfinished."""
+    """"stop" or "length"; empty while the answer is unfinished."""
     num_segments: int = 0
-    """Engine calls that have sampled for it, including calls whose tokens were dropped."""
+    """Number of engine calls that have sampled for this answer, including calls whose tokens were
+    dropped."""
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """The distinct versions that sampled its tokens, masked ones included, oldest first."""
+        """The distinct versions that sampled the answer's tokens, masked ones included.
+
+        They are ordered from the oldest to the newest.
+        """
         return _distinct(self.policy_versions)
 
     @property
@@ -270,7 +284,10 @@ class PartialRollout(Tokens):
         *,
         finish_reason: str,
     ) -> PartialRollout:
-        """Return it with one more segment; a `finish_reason` of "abort" leaves it unfinished."""
+        """Return a copy of the answer with one more segment of tokens.
+
+        After a segment with the `finish_reason` "abort" the answer is still unfinished.
+        """
         return PartialRollout(
             token_ids=np.concatenate([self.token_ids, token_ids]),
             sampler_logprobs=np.concatenate([self.sampler_logprobs, logprobs]),
@@ -283,17 +300,23 @@ class PartialRollout(Tokens):
         )
 
     def reset(self) -> PartialRollout:
-        """Return it without its tokens; the next segment then has another seed than the first."""
+        """Return a copy of the answer without its tokens.
+
+        The number of segments is kept, so the next segment gets another seed than the first.
+        """
         return PartialRollout(num_segments=self.num_segments)
 
     def without(self, is_stale: npt.NDArray[np.bool_]) -> PartialRollout:
-        """Return it with the stale tokens masked."""
+        """Return a copy of the answer in which the tokens marked as stale are masked."""
         if not (self.completion_mask & is_stale).any():
             return self
         return replace(self, completion_mask=self.completion_mask & ~is_stale)
 
     def rollout(self, reward: float, *, stale_tokens: StaleTokens) -> Rollout:
-        """Return the finished rollout."""
+        """Return the finished answer as a rollout with this reward.
+
+        If `stale_tokens` is "mask", tokens of other versions than the last token's are masked.
+        """
         finished = self
         if stale_tokens == "mask":
             newest = self.policy_versions[-1]

@@ -1,7 +1,7 @@
-"""Tables of states: state -> kind of event -> move.
+"""Tables of states: for each state and each kind of event, a move.
 
-A table has every pair: the event changes the state, is ignored, or is impossible. An impossible
-event is a bug of this node.
+A table has an entry for every pair of state and event: the event changes the state, is ignored, or
+is impossible. If an impossible event occurs, this node has a bug.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ State = TypeVar("State", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move(Generic[State]):
-    """The effect of an event in a state."""
+    """The effect of an event that occurs in a state."""
 
     then: State | None = None
-    """The next state; None for no change."""
+    """The next state; None if the state stays."""
     handle: Callable[..., None] | None = None
-    """Called after the move."""
+    """The function to call after the state has changed; None if there is nothing to call."""
 
 
 IGNORED: Move[Any] = Move()

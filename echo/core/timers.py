@@ -1,11 +1,12 @@
 """Deadlines, pacing and bounded maps for thousands of nodes.
 
-* `Paced`: nearly every message requests work over all nodes (granting leases, planning links). In a
-  small fleet the work is done at once. In a large fleet the interval between two runs grows with
-  the number of nodes, so that the cost per second stays constant.
-* `Deadlines`: the earliest of many moving deadlines, without a search through all.
+* `Paced`: limits how often work over all nodes is done (granting leases, planning links), which
+  nearly every message requests. In a small fleet the work is done at once. In a large fleet the
+  interval between two runs grows with the number of nodes, so that the cost per second stays
+  constant.
+* `Deadlines`: finds the earliest of many moving deadlines without a search through all of them.
 * `OncePerMinute`: rate-limited log lines about misbehaving peers.
-* `earliest`: the first of a few instants; roles call it after every message.
+* `earliest`: returns the first of a few instants; roles call it after every message.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ Value = TypeVar("Value")
 
 
 class RecentMap(Generic[RecentKey, Value]):
-    """A map of the last `max_entries` written entries, for data that peers' messages grow."""
+    """A map that keeps the `max_entries` entries that were written last.
+
+    It is for maps to which messages of peers add entries.
+    """
 
     def __init__(self, *, max_entries: int) -> None:
-        """Start empty."""
+        """Start with an empty map that holds at most `max_entries` entries."""
         self.max_entries = max_entries
         self._entries: dict[RecentKey, Value] = {}
 
@@ -45,7 +49,7 @@ class RecentMap(Generic[RecentKey, Value]):
         return self._entries.get(key)
 
     def as_dict(self) -> dict[RecentKey, Value]:
-        """Return the entries, the oldest first."""
+        """Return the entries as a dict, the entry that was written first at the start."""
         return dict(self._entries)
 
     def discard(self, key: RecentKey) -> None:
@@ -59,11 +63,12 @@ class RecentMap(Generic[RecentKey, Value]):
 
 
 MANY_NODES = 64
-"""Largest fleet whose work is never delayed."""
+"""Largest number of nodes in a fleet whose work is never delayed."""
 
 MINUTE_S = 60.0
 MAX_LINES = 100
-"""Lines per minute about all peers together, since a peer can invent names."""
+"""Lines per minute about all peers together; a limit per peer is not enough, since a peer can
+invent names."""
 
 Key = TypeVar("Key")
 
@@ -81,10 +86,11 @@ class Paced:
     """Work that is requested often and done at a limited rate."""
 
     def __init__(self, node_s: float) -> None:
-        """Start without a request.
+        """Start with no requested run.
 
         Args:
-            node_s: least seconds between two runs, per node, in a large fleet.
+            node_s: in a large fleet, the least time between two runs, in seconds per node of the
+                fleet.
         """
         self._node_s = node_s
         self._done_at = -math.inf
@@ -92,7 +98,7 @@ class Paced:
         """The time of the next run; None if none is requested."""
 
     def may(self, num_nodes: int, *, now: float) -> bool:
-        """Return whether to run now; if not, set `deadline` to the time of the next run."""
+        """Return whether the work may run now; if not, set `deadline` to when it may."""
         pause_s = self._node_s * num_nodes if num_nodes > MANY_NODES else 0.0
         if now >= self._done_at + pause_s:
             self._done_at, self.deadline = now, None
@@ -101,29 +107,30 @@ class Paced:
         return False
 
     def want(self, *, now: float) -> None:
-        """Request a run; a request that is pending keeps its deadline."""
+        """Request a run of the work; a request that is pending keeps its deadline."""
         if self.deadline is None:
             self.deadline = now
 
     def is_due(self, *, now: float) -> bool:
-        """Return whether a requested run is due."""
+        """Return whether a run was requested and its deadline has been reached."""
         return self.deadline is not None and now >= self.deadline
 
 
 class OncePerMinute:
-    """Log lines about peers: one per minute for each peer and reason, and a limited number in all.
+    """Limits log lines about peers: one per minute for each peer and reason, MAX_LINES in all.
 
-    Omitted lines are counted; the next line for the same peer and reason has their number.
+    Omitted lines are counted; the next line for the same peer and reason says how many were
+    omitted.
     """
 
     def __init__(self) -> None:
-        """Start without lines."""
+        """Start with no lines counted."""
         self._said: RecentMap[tuple[str, str], tuple[float, int]] = RecentMap(max_entries=MAX_LINES)
         self._minute_at = -math.inf
         self._num_lines = 0
 
     def say(self, peer: str, reason: str, text: str, *, now: float) -> str | None:
-        """Return the line to log, or None to omit it."""
+        """Return the line to log about a peer, or None if the line must be omitted."""
         said_at, num_left_out = self._said.get((peer, reason)) or (-math.inf, 0)
         if now >= self._minute_at + MINUTE_S:
             self._minute_at, self._num_lines = now, 0
@@ -139,10 +146,10 @@ Item = TypeVar("Item", contravariant=True)
 
 
 class DeadlineOwner(Protocol[Item]):
-    """The owner of items, which has their current deadlines."""
+    """The object that knows the current deadlines of items in a `Deadlines`."""
 
     def deadline_of(self, item: Item) -> float | None:
-        """Return an item's current deadline; None if the item has ended."""
+        """Return the current deadline of an item; None if the item has ended."""
 
 
 class Deadlines(Generic[Key]):
@@ -153,13 +160,13 @@ class Deadlines(Generic[Key]):
     """
 
     def __init__(self, owner: DeadlineOwner[Key]) -> None:
-        """Start empty."""
+        """Start with no items; `owner` is asked for the current deadlines."""
         self._owner = owner
         self._heap: list[tuple[float, int, Key]] = []
         self._serial = 0
 
     def add(self, item: Key) -> None:
-        """Watch an item until it has ended or was due."""
+        """Watch the deadline of an item until the item has ended or its deadline is reached."""
         at = self._owner.deadline_of(item)
         if at is not None:
             self._serial += 1
@@ -167,7 +174,7 @@ class Deadlines(Generic[Key]):
 
     @property
     def first(self) -> float | None:
-        """The earliest deadline; None without items."""
+        """The earliest deadline of all items; None if there are no items."""
         heap = self._heap
         while heap:
             at, serial, item = heap[0]
@@ -181,7 +188,7 @@ class Deadlines(Generic[Key]):
         return None
 
     def take_due(self, *, now: float) -> list[Key]:
-        """Remove and return the items that are due, in order of their deadlines."""
+        """Remove and return the items whose deadlines are reached, in order of the deadlines."""
         due = []
         while (first := self.first) is not None and first <= now:
             due.append(heapq.heappop(self._heap)[2])

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import TypeGuard
 
 JOIN_SECRET = re.compile(r"(#[^\s.\"']*)\.[^\s\"']+")
-"""The secret in a join string, which follows the key, anywhere in a text."""
+"""Matches a join string's key and secret in any text; the secret follows the key."""
 
 _KEY = re.compile(r"(?<=\d)#[\w-]{43}(?:\.[\w-]+)*")
 
@@ -42,9 +42,10 @@ SIZE_UNITS: dict[str, int] = {
 """Bytes per unit."""
 
 MAX_DURATION_S = 10_000 * 86400.0
-"""About 27 years, within the range of every clock, timer and message."""
+"""Largest duration, about 27 years, which is within the range of every clock, timer and message."""
 MAX_SIZE_BYTES = 10**6 * 2**40
-"""More than any disk, and within the range of system calls, messages and databases."""
+"""Largest size: more than any disk has, and within the range of system calls, messages and
+databases."""
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _QUANTITY = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[A-Za-z]+)")
@@ -57,7 +58,7 @@ def parse_duration(value: object) -> float:
         value: seconds as a number, or text with a unit: "100ms", "30s", "5min", "2h", "1d".
 
     Raises:
-        ValueError: for any other value, and if it is negative, not finite or above
+        ValueError: for any other value, and if the duration is negative, not finite or above
             `MAX_DURATION_S`.
     """
     seconds: Fraction | float | None = None
@@ -85,7 +86,7 @@ def parse_size(value: object) -> int:
             a byte are cut off.
 
     Raises:
-        ValueError: for any other value, and if it is negative or above `MAX_SIZE_BYTES`.
+        ValueError: for any other value, and if the size is negative or above `MAX_SIZE_BYTES`.
     """
     num_bytes: int | None = None
     if isinstance(value, str):
@@ -116,7 +117,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def _is_amount(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a number from 0 to 2^63; booleans are not."""
+    """Return whether a value is a number from 0 to 2^63, and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
@@ -125,7 +126,7 @@ def _show(value: object) -> str:
 
 
 def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ") -> str:
-    """Return an amount in the largest of `units` (ascending) that does not exceed it."""
+    """Return an amount as text, in the largest unit that does not exceed the amount."""
     if amount < 0:
         return f"-{_format(-amount, units, space)}"
     index = max((i for i, (_, factor) in enumerate(units) if amount >= factor), default=0)
@@ -137,27 +138,27 @@ def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ")
 
 
 def _three_digits(value: float) -> str:
-    """Return a value with three significant digits, and with all digits before the point."""
+    """Return a number as text with three significant digits, or all digits of its whole part."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def without_secrets(text: str) -> str:
-    """Return a text with the secrets of its join strings replaced by ***."""
+    """Return a text in which the secret of every join string is replaced by ***."""
     return JOIN_SECRET.sub(r"\1.***", text)
 
 
 def without_keys(text: str) -> str:
-    """Return a text without the keys that follow its addresses.
+    """Return a text without the keys that follow the addresses in it.
 
-    A key is public, but a reader of a log cannot know that, and does not need it.
+    These keys are public, but the reader of a log cannot know that, and does not need them.
     """
     return _KEY.sub("", text)
 
 
 def one_line(text: str) -> str:
-    """Return foreign text on one line, without characters that move a cursor.
+    """Return text from a peer or user on one line, without characters that move a cursor.
 
     Unprintable characters, such as escape sequences and line breaks, become Python's escapes.
     """
@@ -169,4 +170,4 @@ def one_line(text: str) -> str:
 
 
 GIGABYTE = 1e9
-"""Providers bill traffic by 10^9 bytes."""
+"""Bytes of a gigabyte as providers bill traffic."""

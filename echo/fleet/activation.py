@@ -1,13 +1,14 @@
-"""Activation: the best set of the workers that joined, by a greedy search.
+"""Activation: a greedy search for the best set of workers among those that have joined.
 
 A fleet file has offers, each with a number of equal nodes. A run has workers, each with its own
-measured rate. Workers that are alike form a kind. If there are more than MAX_KINDS kinds, workers
-that differ by less than a share are alike too; the share grows until at most MAX_KINDS kinds are
-left.
+measured rate. Workers with equal properties form a kind. If there are more than MAX_KINDS kinds,
+workers whose properties differ by less than some share form a kind, too; the share grows until
+there are at most MAX_KINDS kinds.
 
-A set is assessed by the caller's forecast of a broadcast to its workers, at the best of the allowed
-publish periods. The best set is the cheapest that satisfies rule and budget. If no set does, the
-set with the shortest step within the budget is best, or the cheapest of those that are hardly
+A set of workers is assessed with the best of the allowed publish periods; the caller forecasts how
+long a broadcast to the set takes. The best set is the cheapest that satisfies the provisioning rule
+(overlap.py) within the budget; such a set is sufficient. If no set is sufficient, the best is the
+set within the budget that has the shortest step, or the cheapest of the sets that are hardly
 slower. The learner then waits, and the decision states its idle share.
 
 The search begins with several sets: no worker, the active workers, and for each kind all workers
@@ -29,26 +30,29 @@ from echo.fleet.market import UNLIMITED, Counts, Offer, Region, RentedFleet
 from echo.fleet.overlap import least_slowdown, predict, required_rate
 
 MAX_KINDS = 32
-"""Largest number of kinds; with 32, a worker of one kind can replace one of another in 992 ways."""
+"""Largest number of kinds of workers; with 32 kinds, a worker of one kind can replace a worker of
+another in 992 ways."""
 _WIDTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, math.inf)
-"""Shares by which workers of one kind may differ, tried in order."""
+"""Shares by which properties of workers of one kind may differ, tried in this order."""
 MAX_ASSESSED = 400
-"""Sets that a search assesses at most; each takes 1.5 ms for ten workers, 4 ms for 100."""
+"""Largest number of sets that a search assesses; each takes 1.5 ms for ten workers, 4 ms for 100.
+"""
 HARDLY_SLOWER = 1.01
-"""Largest ratio of a cheaper set's step to the shortest step."""
+"""Largest ratio of the step time of a cheaper set to the shortest step time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The learner's uplink, and the forecast of a broadcast."""
+    """The learner's uplink and its price, and a forecast of how long broadcasts take."""
 
     broadcast_s: Callable[[Collection[str]], float]
-    """(names) -> seconds from a publication until all of these workers hold it."""
+    """Returns the seconds from a publication until all of the named workers hold the version."""
     uplink_bytes_per_s: float = UNLIMITED
     price_per_gb: float = 0.0
     """$ per GB that leaves the learner."""
     relay_regions: frozenset[str] = frozenset()
-    """Regions with a relay; its price is not counted, because it is paid in any case."""
+    """Regions with a relay; the price of the relay is not counted, because it is paid in any case.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +60,21 @@ class Outlook:
     """Predicted rate and cost of a set of workers."""
 
     rate: float
-    """Rollouts per second."""
+    """Rollouts per second that the workers make."""
     required: float
-    """Rollouts per second that the rule requires, without margin."""
+    """Rollouts per second that the provisioning rule requires, without margin."""
     broadcast_s: float
     latency_s: float
     cost_per_h: float
-    """$ per hour for these workers and their traffic."""
+    """$ per hour for these workers and for the traffic to and from them."""
     idle_share: float
     is_sufficient: bool
-    """Whether the set satisfies the rule, margin included, within the budget."""
+    """Whether the set satisfies the provisioning rule, margin included, within the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """How a set of workers satisfies the rule."""
+    """How well a set of workers satisfies the provisioning rule, and what it costs."""
 
     job: Job
     """The job with the publish period that is best for these workers."""
@@ -79,29 +83,37 @@ class Assessment:
     latency_s: float
     lost_per_s: float
     cost_per_h: float
-    """$ per hour for these workers and their traffic, with steps `slowdown` times as long."""
+    """$ per hour for these workers and their traffic, if steps take `slowdown` times as long."""
     slowdown: float
-    """Factor by which steps must be longer to satisfy the rule; 1 if it is satisfied."""
+    """Factor by which steps must be longer so that the set satisfies the provisioning rule; 1 if it
+    does already."""
     is_sufficient: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The workers that should generate, and their predicted rate and cost."""
+    """The set of workers that should generate, with its predicted rate and cost."""
 
     active: frozenset[str]
     outlook: Outlook
     slowdown: float = 1.0
-    """Step time with this set, divided by the learner's own time; 1 if the set is sufficient."""
+    """Step time with this set, divided by the learner's training time; 1 if the set is sufficient.
+    """
 
 
 class Roll:
-    """The workers by kind, and the assessment of sets of workers."""
+    """The joined workers by kind, and the assessment of sets of these workers."""
 
     def __init__(
         self, workers: Sequence[Offer], links: Links, *, periods: Sequence[int] = ()
     ) -> None:
-        """Set the workers, with different names, and the allowed publish periods."""
+        """Sort these workers, whose names differ, into kinds.
+
+        Args:
+            workers: the workers that have joined.
+            links: the learner's uplink and the forecast of broadcasts.
+            periods: allowed publish periods; if empty, the job's own period.
+        """
         self.workers = tuple(workers)
         self.periods = tuple(periods)
         self._fleets: dict[float, RentedFleet] = {}
@@ -109,7 +121,10 @@ class Roll:
         self.kinds = by_kind(workers)
 
     def fleet(self, job: Job) -> RentedFleet:
-        """Return the workers as offers of a fleet, by which the planner prices sets."""
+        """Return the workers as a fleet with one offer for each kind.
+
+        The planner's code prices a set of workers as numbers of nodes of these offers.
+        """
         links = self.links
         regions = {
             name: Region(
@@ -130,18 +145,24 @@ class Roll:
         )
 
     def delay_s(self, job: Job) -> list[float]:
-        """Return for each kind the seconds of a broadcast to one worker plus those of a group."""
+        """Return for each kind the seconds that one of its workers needs for one group.
+
+        They are the seconds of a broadcast to this worker alone and the seconds of the group.
+        """
         return [
             self.links.broadcast_s([kind[0].name]) + _offer(kind[0].name, kind).group_latency_s(job)
             for kind in self.kinds
         ]
 
     def counts(self, names: Collection[str]) -> tuple[int, ...]:
-        """Return the number of workers of each kind in a set."""
+        """Return how many workers of each kind are among `names`."""
         return tuple(sum(worker.name in names for worker in kind) for kind in self.kinds)
 
     def names(self, counts: Counts, preferred: Collection[str]) -> frozenset[str]:
-        """Return a set with these numbers of each kind, `preferred` workers before faster ones."""
+        """Return the names of `counts` workers of each kind.
+
+        Within a kind `preferred` workers are taken first, then faster before slower ones.
+        """
         chosen: list[str] = []
         for kind, count in zip(self.kinds, counts, strict=True):
             ranked = sorted(kind, key=lambda w: (w.name not in preferred, -w.tokens_per_s, w.name))
@@ -149,7 +170,7 @@ class Roll:
         return frozenset(chosen)
 
     def assess(self, job: Job, names: Collection[str]) -> Assessment:
-        """Assess a set by the forecast of its broadcast: whether it is sufficient, and its cost."""
+        """Return the rate and cost of a set of workers, and whether the set is sufficient."""
         members = [worker for worker in self.workers if worker.name in names]
         offers = [_offer(worker.name, [worker]) for worker in members]
         rate = sum(offer.rollouts_per_s(job) for offer in offers)
@@ -180,7 +201,7 @@ class Roll:
         )
 
     def outlook(self, job: Job, names: Collection[str]) -> Outlook:
-        """Return rate and cost of a set, by the forecast of its broadcast."""
+        """Return the predicted rate, idle share and cost of a set of workers."""
         assessed = self.assess(job, names)
         prediction = predict(
             assessed.job,
@@ -200,14 +221,14 @@ class Roll:
         )
 
     def _fleet_of(self, job: Job) -> RentedFleet:
-        """Return the fleet that prices a set, cached by the size of a version."""
+        """Return the fleet with which sets are priced, cached by the size of a version."""
         if job.version_bytes not in self._fleets:
             self._fleets[job.version_bytes] = self.fleet(job)
         return self._fleets[job.version_bytes]
 
 
 def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
-    """Return the workers by kind, in at most MAX_KINDS kinds if that is possible.
+    """Return the workers grouped into kinds, in at most MAX_KINDS kinds if that is possible.
 
     Two workers never share a kind if they are in different regions, if only one of them can be
     dialled, or if an amount, such as the price, is 0 for only one of them.
@@ -224,7 +245,7 @@ def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
 
 
 def _kind(worker: Offer, width: float) -> object:
-    """Return the key that workers share if they differ by less than the share `width`."""
+    """Return a key that is equal for workers whose properties differ by less than `width`."""
 
     def about(value: float) -> float:
         if width == 0 or value <= 0:
@@ -245,7 +266,7 @@ def _kind(worker: Offer, width: float) -> object:
 
 
 def _offer(name: str, kind: Sequence[Offer]) -> Offer:
-    """Return a kind as one offer, with the worst value of its workers for each property."""
+    """Return the workers of a kind as one offer; each property has its worst worker's value."""
     longest = max(worker.concurrency / max(worker.tokens_per_s, 1e-9) for worker in kind)
     tokens_per_s = min(worker.tokens_per_s for worker in kind)
     return replace(
@@ -264,7 +285,10 @@ def _offer(name: str, kind: Sequence[Offer]) -> Offer:
 
 
 class _Search:
-    """A search for one job, which caches assessments by the number of workers of each kind."""
+    """A search for the best set of workers for one job.
+
+    Assessments are cached by the number of workers of each kind in the set.
+    """
 
     def __init__(self, roll: Roll, job: Job, preferred: Collection[str]) -> None:
         self._roll, self._job, self._preferred = roll, job, frozenset(preferred)
@@ -273,7 +297,7 @@ class _Search:
         self._assessed: dict[Counts, Assessment] = {}
 
     def run(self) -> Choice:
-        """Return the best set that the search finds."""
+        """Search, and return the best set found with its outlook."""
         starts = list(self._starts())
         for counts in starts:
             self._rank(counts, 1.0)
@@ -295,7 +319,7 @@ class _Search:
         )
 
     def _starts(self) -> Iterator[Counts]:
-        """Yield the sets that the search begins with, each once."""
+        """Yield the sets from which the search begins, each once."""
         delays_s = self._roll.delay_s(self._job)
         starts = [(0,) * len(self._most), self._roll.counts(self._preferred)]
         for limit_s in sorted(set(delays_s)):
@@ -304,9 +328,10 @@ class _Search:
         yield from dict.fromkeys(starts)
 
     def _improve(self, counts: Counts, limit: float) -> Counts:
-        """Improve a set until no change makes it better; slowdowns up to `limit` rank alike.
+        """Change a set as long as a change makes it better, and return the result.
 
-        Changes of one kind are tried first, because there are fewer of them than of two or three.
+        Slowdowns up to `limit` count as equal. Changes that concern one kind are tried first,
+        because there are fewer of them than changes that concern two or three kinds.
         """
         changes = (self._of_one_kind, self._of_two_kinds, self._of_three_kinds)
         while True:
@@ -322,7 +347,7 @@ class _Search:
             counts = best
 
     def _of_one_kind(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets that differ in the number of one kind.
+        """Yield the sets that differ from `counts` in the number of workers of one kind.
 
         The numbers tried are one more, one fewer, none, all, and halfway to none and to all.
         """
@@ -333,7 +358,7 @@ class _Search:
                     yield (*counts[:index], other, *counts[index + 1 :])
 
     def _of_two_kinds(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets in which a worker of one kind replaces a worker of another."""
+        """Yield the sets in which a worker of one kind replaces a worker of another kind."""
         for removed, added in itertools.permutations(range(len(counts)), 2):
             yield from self._changed(counts, {removed: -1, added: 1})
 
@@ -348,7 +373,7 @@ class _Search:
                     yield from self._changed(counts, {one: -sign, pair[0]: sign, pair[1]: sign})
 
     def _changed(self, counts: Counts, changes: Mapping[int, int]) -> Iterator[Counts]:
-        """Yield the set with these changes of numbers, if there are enough workers."""
+        """Yield the set after these changes of numbers, if there are enough workers for it."""
         changed = list(counts)
         for index, change in changes.items():
             changed[index] += change
@@ -357,7 +382,10 @@ class _Search:
         yield tuple(changed)
 
     def _rank(self, counts: Counts, limit: float) -> tuple[float, ...]:
-        """Return a set's sort key: too dear, slowdown, cost; infinite beyond MAX_ASSESSED sets."""
+        """Return a set's sort key: whether it exceeds the budget, its slowdown, its cost.
+
+        After MAX_ASSESSED sets have been assessed, every further set ranks last.
+        """
         if counts not in self._assessed:
             if len(self._assessed) >= MAX_ASSESSED:
                 return (math.inf,)
@@ -368,7 +396,10 @@ class _Search:
         return is_too_dear, max(assessed.slowdown, limit), assessed.cost_per_h
 
     def _limit(self) -> float:
-        """Return the largest slowdown that counts as equal to the least within the budget."""
+        """Return the largest slowdown that counts as equal to the least slowdown found.
+
+        Only sets within the budget are compared. If one of them is sufficient, the limit is 1.
+        """
         found = self._assessed.values()
         least = min(each.slowdown for each in found if not self._is_too_dear(each))
         return 1.0 if least <= 1 else least * HARDLY_SLOWER
@@ -385,18 +416,18 @@ def choose(
     preferred: Collection[str] = (),
     periods: Sequence[int] = (),
 ) -> Choice:
-    """Return the cheapest set of workers that satisfies the rule within the budget.
+    """Return the cheapest set of workers that satisfies the provisioning rule and the budget.
 
     Args:
-        workers: all workers.
+        workers: all workers that have joined.
         job: the job, with its budget.
         links: the learner's uplink and the forecast of broadcasts.
-        preferred: workers that are taken before others like them.
+        preferred: workers that are taken before other workers of the same kind.
         periods: allowed publish periods; if empty, the job's own period.
 
     Returns:
-        The set. If no set is sufficient, the cheapest set whose step is at most HARDLY_SLOWER times
-        the shortest within the budget.
+        The set. If no set is sufficient: of the sets within the budget whose step time is at most
+        HARDLY_SLOWER times the shortest, the cheapest.
     """
     return _Search(Roll(workers, links, periods=periods), job, preferred).run()
 
@@ -410,29 +441,30 @@ def choose(
 
 
 MIN_SAVING = 0.05
-"""Share of the step or of the cost that another set must save; rates are measured to about 5 %."""
+"""Share of the step time or of the cost that another set must save to replace the active set; rates
+are measured to about 5 %."""
 IDLE_TOLERANCE = 0.02
-"""Share of the time that a learner may wait and still count as busy."""
+"""Largest share of the time that a learner may wait and still count as busy."""
 _PASSED = "the budget per hour is passed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReviewAnswer:
-    """The answer of a review."""
+    """The result of a review: which workers should generate, and why."""
 
     active: frozenset[str]
     """The workers that should generate from now on."""
     before: Outlook
     after: Outlook
     choice: Choice
-    """The best set of the workers with a known rate."""
+    """The best set among the workers with a known rate."""
     cause: str
-    """Why the active workers change; empty if they do not."""
+    """Why the set of active workers changes; empty if it does not change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The inputs of a review at one instant; another thread can answer it."""
+    """The inputs of a review at one instant, which another thread can solve."""
 
     workers: tuple[Offer, ...]
     job: Job
@@ -448,7 +480,7 @@ class Question:
     """Allowed publish periods; if empty, the job's own period."""
 
     def solve(self) -> ReviewAnswer:
-        """Return the answer; this takes seconds for many kinds of workers."""
+        """Return the result of the review; for many kinds of workers this takes seconds."""
         roll = Roll(self.workers, self.links, periods=self.periods)
         trials = self._trials(roll)
         left_per_h = self.job.budget_per_h - roll.assess(self.job, trials).cost_per_h
@@ -485,7 +517,7 @@ class Question:
         )
 
     def _trials(self, roll: Roll) -> frozenset[str]:
-        """Return the untried workers that the budget pays for, the cheapest first."""
+        """Return the untried workers that the budget can pay for, the cheapest first."""
         trials: frozenset[str] = frozenset()
         for worker in sorted(self.workers, key=lambda worker: (worker.price_per_h, worker.name)):
             if worker.name in self.untried:
@@ -498,7 +530,7 @@ class Question:
 def _saving(
     roll: Roll, job: Job, names: frozenset[str], choice: Choice, *, is_waiting: bool
 ) -> str:
-    """Return why a choice should replace a set of workers; empty if it should not."""
+    """Return why a choice should replace a set of workers; "" if it should not."""
     before, at_most = roll.assess(job, names), 1 - MIN_SAVING
     if before.cost_per_h > job.budget_per_h * (1 + 1e-9):
         return _PASSED
@@ -525,12 +557,12 @@ class ActivationDecision:
     after: Outlook
     train_s: float
     idle_share: float
-    """Idle share that was measured before the change."""
+    """The learner's idle share that was measured before the change."""
     slowdown: float
-    """Factor by which steps are longer; above 1 if no set satisfies rule and budget."""
+    """Factor by which steps are longer than training; above 1 if no set is sufficient."""
 
     def __str__(self) -> str:
-        """Describe the decision in one line."""
+        """Return one line of text on the decision."""
         parts = [f"{self.num_active} of {self.num_active + self.num_standby} workers active"]
         for verb, names in (("activated", self.activated), ("put on standby", self.deactivated)):
             if names:

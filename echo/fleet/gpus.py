@@ -1,18 +1,18 @@
-"""GPU catalogue and roofline: rates of decoding and of training.
+"""A catalogue of GPUs, and roofline estimates of decoding and training speed.
 
 Decoding one token for `c` sequences reads the weights once and each sequence's cache, and computes
-two operations per parameter and sequence. It takes as long as the slower of reading and computing.
-Training computes six operations per parameter and token. Peak rates are scaled by the shares that
-real engines reach:
+two operations per parameter and sequence. The time is that of reading or of computing, whichever is
+longer. Training computes six operations per parameter and token. Peak rates are scaled by the
+shares that real engines reach:
 
 * 0.60 of the memory bandwidth in decoding: measured as 55-60 % on A100 and H100 by Databricks,
   "LLM Inference Performance Engineering: Best Practices" (2023).
 * 0.60 of the arithmetic in large-batch prefill and decoding: between the 76 % of Pope et al.
   (arXiv:2211.05102, prefill of a 540B model) and the 40-50 % of engines on small models.
 * 0.40 of the arithmetic in training: Megatron-LM reports 44-52 % (arXiv:2104.04473) and PaLM 46 %
-  (arXiv:2204.02311) for pre-training; packed sequences of unequal length lose some of it.
+  (arXiv:2204.02311) for pre-training; packed sequences of unequal length reach less.
 
-If a rate is measured, it is used in place of the estimate.
+A measured rate, where there is one, replaces the estimate.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _GIB = SIZE_UNITS["GiB"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU model."""
+    """One type of GPU."""
 
     name: str
     flops_per_s: float
-    """Dense 16-bit peak."""
+    """Peak rate of dense 16-bit arithmetic, operations per second."""
     bytes_per_s: float
-    """Memory bandwidth."""
+    """Memory bandwidth, bytes per second."""
     memory_bytes: int
     link_bytes_per_s: float
-    """Bandwidth to its neighbours in one machine, per direction."""
+    """Bandwidth to the other GPUs of the machine, bytes per second and direction."""
     num_per_node: int = 8
-    """GPUs in a usual machine."""
+    """Number of GPUs in a usual machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The dimensions of a model that decide its speed."""
+    """The dimensions of a model that determine its speed."""
 
     name: str
     num_params: float
@@ -59,7 +59,7 @@ class ModelShape:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token in all layers, two bytes a number."""
+        """Bytes of one token's keys and values in all layers, at two bytes per number."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
@@ -95,7 +95,7 @@ _ROWS = (
 )
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _ROWS}
-"""H20 and H800 as printed in arXiv:2511.00796."""
+"""The catalogue by name; the rows of H20 and H800 are those of arXiv:2511.00796."""
 
 
 def _model(name: str, params: float, layers: int, hidden: int, kv_heads: int) -> ModelShape:
@@ -130,27 +130,27 @@ MODELS: dict[str, ModelShape] = {
 MEMORY_EFFICIENCY = 0.60
 """Share of the memory bandwidth that decoding reaches."""
 ARITHMETIC_EFFICIENCY = 0.60
-"""Share of the peak that large batches reach in generation."""
+"""Share of the peak arithmetic rate that large batches reach in generation."""
 TRAIN_EFFICIENCY = 0.40
-"""Share of the peak that training reaches."""
+"""Share of the peak arithmetic rate that training reaches."""
 USABLE_MEMORY = 0.90
-"""Share of a GPU's memory that an engine uses; vLLM's default."""
+"""Share of a GPU's memory that an engine uses; 0.90 is vLLM's default."""
 MAX_SEQUENCES = 256
-"""Largest number of sequences in a decoding batch; vLLM's default on smaller GPUs."""
+"""Largest number of sequences in a decoding batch; 256 is vLLM's default on smaller GPUs."""
 RESERVED_BYTES = 2 << 30
-"""Memory of activations, CUDA graphs and the context of one process."""
+"""Bytes of GPU memory for activations, CUDA graphs and the context of one process."""
 BYTES_PER_WEIGHT = 2
 """Bytes of a weight in generation, which runs in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Speed and batch size of one replica."""
+    """Speed and batch size of one copy of a model that generates."""
 
     tokens_per_s: float
-    """Completion tokens per second, all sequences together."""
+    """Completion tokens per second of all sequences together."""
     concurrency: int
-    """Sequences in the batch."""
+    """Number of sequences in the batch."""
 
 
 def decode_rate(
@@ -162,7 +162,9 @@ def decode_rate(
     tensor_parallel: int = 1,
     max_tokens: float | None = None,
 ) -> Decode | None:
-    """Estimate the speed of `tensor_parallel` GPUs together; None if the model does not fit.
+    """Return the estimated speed of a model on `tensor_parallel` GPUs together.
+
+    None if the model does not fit into their memory.
 
     Example, RTX 4090 (1008 GB/s, 24 GiB) and 4.0e9 parameters in 36 layers with 8 heads of 128:
     weights 8.0 GB take 13.3 ms at 605 GB/s; 11.6 GB are left for caches of 147 kB per token.
@@ -191,7 +193,7 @@ def decode_rate(
 
 
 def _all_reduce_s(gpu: Gpu, model: ModelShape, num_rows: float, tensor_parallel: int) -> float:
-    """Return seconds of two all-reduces per layer over `num_rows` rows of activations."""
+    """Return the seconds of two all-reduces per layer over `num_rows` rows of activations."""
     if tensor_parallel == 1:
         return 0.0
     volume = 2 * (tensor_parallel - 1) / tensor_parallel
@@ -200,7 +202,10 @@ def _all_reduce_s(gpu: Gpu, model: ModelShape, num_rows: float, tensor_parallel:
 
 
 def train_flops(model: ModelShape, *, num_tokens: float, mean_tokens: float) -> float:
-    """Return the operations of one optimizer step: forward and backward, attention included."""
+    """Return the number of operations of one optimizer step.
+
+    Forward and backward pass are counted, attention included.
+    """
     attention = 6 * model.num_layers * model.hidden_size * mean_tokens
     return num_tokens * (6 * model.num_params + attention)
 
@@ -208,6 +213,9 @@ def train_flops(model: ModelShape, *, num_tokens: float, mean_tokens: float) -> 
 def train_seconds(
     gpu: Gpu, model: ModelShape, *, num_gpus: int, num_tokens: float, mean_tokens: float
 ) -> float:
-    """Estimate one optimizer step on `num_gpus` equal GPUs, without communication."""
+    """Return the estimated seconds of one optimizer step on `num_gpus` equal GPUs.
+
+    Communication between the GPUs is not counted.
+    """
     flops = train_flops(model, num_tokens=num_tokens, mean_tokens=mean_tokens)
     return flops / (num_gpus * gpu.flops_per_s * TRAIN_EFFICIENCY)

@@ -1,8 +1,8 @@
 """Divide the unequal GPUs of one site between training and generation.
 
-Only divisions that Echo can run are considered: training on GPUs of one type, with the weights
-sharded evenly over the ranks of torchrun, and generation on all other GPUs, with each copy of the
-model run by vLLM inside one machine. There are few such divisions, so all are tried.
+Only divisions that Echo can run are considered. GPUs of one type train, with the weights sharded
+evenly over the ranks of torchrun. All other GPUs generate, and vLLM runs each copy of the model
+inside one machine. There are few such divisions, so all are tried.
 
 The idea is AReaL-Hex's (arXiv:2511.00796). Its search also splits training by layers and tensors,
 and across types of GPU; `bench/hex_search.py` implements that search and compares it with the
@@ -18,45 +18,48 @@ from dataclasses import dataclass
 from echo.fleet.gpus import BYTES_PER_WEIGHT, Gpu, ModelShape, decode_rate, train_seconds
 
 PARALLEL_SIZES = (1, 2, 4, 8)
-"""Degrees of tensor parallelism tried for a copy that generates; they divide a machine's 8 GPUs."""
+"""Degrees of tensor parallelism that are tried for a copy of the model that generates; each divides
+a machine's 8 GPUs."""
 MICRO_BATCH_TOKENS = 16_384
-"""Tokens of one micro-batch of one rank."""
+"""Number of tokens in one micro-batch of one rank."""
 STATE_BYTES_PER_PARAM = 16
-"""Bytes of bfloat16 weights and gradients, float32 masters and Adam moments; FSDP2 shards all."""
+"""Bytes per parameter of bfloat16 weights and gradients, float32 masters and Adam moments; FSDP2
+shards all of them."""
 ACTIVATION_SHARE = 0.3
-"""Share of a GPU's memory kept for activations, recomputed layer by layer."""
+"""Share of a GPU's memory that is kept for activations, which are recomputed layer by layer."""
 _PASSES_PER_MICRO_BATCH = 3
-"""Passes of the weights over the links: gathered forward, gathered backward, gradients reduced."""
+"""How often the bytes of all weights pass over the links: gathered forward, gathered backward,
+gradients reduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """GPUs of one site by type, and the links between machines."""
+    """The GPUs of one site by type, and the links between its machines."""
 
     gpus: Mapping[str, Gpu]
     counts: Mapping[str, int]
     node_bytes_per_s: float = 5e9
-    """Bandwidth between machines with the same type of GPU, per GPU."""
+    """Bandwidth between machines with the same type of GPU, bytes per second and GPU."""
     cross_bytes_per_s: float = 1.5e9
-    """Bandwidth between machines with different types of GPU."""
+    """Bandwidth between machines with different types of GPU, bytes per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteJob:
-    """The work of one optimizer step."""
+    """The work of one optimizer step on a site."""
 
     model: ModelShape
     rollouts_per_step: int
     prompt_tokens: float
     completion_tokens: float
     max_tokens: float
-    """Tokens of the longest sequence, prompt included."""
+    """Number of tokens of the longest sequence, prompt included."""
     reward_s: float = 0.0
-    """Seconds of rewards that no other work overlaps."""
+    """Seconds for computing rewards that do not overlap with other work."""
 
     @property
     def mean_tokens(self) -> float:
-        """Mean tokens of a sequence."""
+        """Mean number of tokens of a sequence, prompt included."""
         return self.prompt_tokens + self.completion_tokens
 
 
@@ -64,13 +67,16 @@ class SiteJob:
 
 
 def train_step_s(cluster: Cluster, job: SiteJob, name: str, num_gpus: int) -> float:
-    """Return the seconds of one optimizer step on GPUs of one type; infinite if it does not fit.
+    """Return the seconds of one optimizer step on `num_gpus` GPUs of type `name`.
 
-    FSDP2 gathers the next layer while it computes the present one, so a step takes the longer of
-    traffic and computation.
+    The result is infinite if the model does not fit.
+
+    FSDP2 gathers the next layer while it computes the present layer, so a step takes as long as
+    traffic or computation, whichever is longer.
 
     Example: 8 GPUs of 10^14 operations per second at 40 %, a step of 3.2 * 10^15 operations: 10 s,
-    if each micro-batch of 16 384 tokens takes longer than its weights over the links.
+    if the computation of a micro-batch of 16 384 tokens takes longer than sending the weights over
+    the links.
     """
     gpu, model = cluster.gpus[name], job.model
     state_bytes = model.num_params * STATE_BYTES_PER_PARAM / num_gpus
@@ -89,7 +95,10 @@ def train_step_s(cluster: Cluster, job: SiteJob, name: str, num_gpus: int) -> fl
 
 
 def training_sizes(gpu: Gpu, count: int) -> Iterator[int]:
-    """Yield how many of `count` GPUs of a type can train: up to one machine, or whole machines."""
+    """Yield the numbers of GPUs, at most `count`, that can train together.
+
+    These are the numbers up to one machine's, and the numbers of whole machines.
+    """
     yield from range(1, min(count, gpu.num_per_node) + 1)
     yield from range(2 * gpu.num_per_node, count + 1, gpu.num_per_node)
 
@@ -104,7 +113,10 @@ def training_sizes(gpu: Gpu, count: int) -> Iterator[int]:
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total` into whole numbers in proportion to `weights`: 10 by (2, 1) is [7, 3]."""
+    """Return whole numbers with the sum `total`, in proportion to `weights`.
+
+    For example, 10 divided by (2, 1) is [7, 3].
+    """
     exact = [total * weight / sum(weights) for weight in weights]
     shares = [math.floor(value) for value in exact]
     order = sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])
@@ -115,36 +127,39 @@ def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One way to run a copy of the model."""
+    """A way to run one copy of the model for generation."""
 
     gpus: tuple[tuple[str, int], ...]
-    """(type, number of GPUs) that one copy takes."""
+    """(type, number of GPUs) that one copy uses."""
     tensor_parallel: int
     tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """The replicas to run, and the rollouts of a step that each kind generates."""
+    """The copies of the model to run, and how many of a step's rollouts each kind generates."""
 
     replicas: tuple[tuple[Replica, int], ...] = ()
-    """(replica, number of copies)."""
+    """(replica, number of copies of this kind)."""
     rollouts: tuple[int, ...] = ()
-    """Rollouts of one step for each kind of replica."""
+    """Rollouts of one step that all copies of a kind generate, in the order of `replicas`."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Completion tokens per second of all replicas."""
+        """Completion tokens per second of all copies together."""
         return sum(replica.tokens_per_s * count for replica, count in self.replicas)
 
     @property
     def types(self) -> frozenset[str]:
-        """Types of GPU in use."""
+        """The types of GPU that the copies use."""
         return frozenset(name for replica, _ in self.replicas for name, _ in replica.gpus)
 
 
 def possible_replicas(cluster: Cluster, job: SiteJob) -> tuple[Replica, ...]:
-    """Return the replicas that fit, tensor-parallel inside one machine."""
+    """Return the replicas whose GPUs have enough memory for the model.
+
+    The GPUs of a replica are in one machine and work in tensor parallel.
+    """
     found = []
     for name, gpu in sorted(cluster.gpus.items()):
         for size in PARALLEL_SIZES:
@@ -168,7 +183,10 @@ def possible_replicas(cluster: Cluster, job: SiteJob) -> tuple[Replica, ...]:
 
 
 def choose_replicas(replicas: Sequence[Replica], count: int, num_rollouts: int) -> RolloutPlan:
-    """Return the replicas with the highest summed rate on `count` GPUs, all of one type."""
+    """Return a plan of the replicas that make the most tokens per second on `count` GPUs.
+
+    All replicas use the same type of GPU.
+    """
     # best[n]: the highest rate on n GPUs, and the number of each kind of replica that has it.
     best = [(0.0, (0,) * len(replicas))]
     for num_gpus in range(1, count + 1):
@@ -185,7 +203,7 @@ def choose_replicas(replicas: Sequence[Replica], count: int, num_rollouts: int) 
 
 
 def share_rollouts(replicas: Sequence[tuple[Replica, int]], num_rollouts: int) -> RolloutPlan:
-    """Return the plan in which each kind of replica generates in proportion to its rate."""
+    """Return a plan that divides the rollouts among replicas in proportion to their rates."""
     if not replicas:
         return RolloutPlan()
     rates = [replica.tokens_per_s * count for replica, count in replicas]
@@ -201,37 +219,40 @@ def share_rollouts(replicas: Sequence[tuple[Replica, int]], num_rollouts: int) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlappedStep:
-    """A step in which training and generation overlap."""
+    """A step in which training and generation run at the same time."""
 
     rollouts: RolloutPlan
     train_s: float
-    """C_T, seconds of training per step."""
+    """C_T: seconds of training per step."""
     rollout_s: float
-    """C_I, seconds of generation, rewards and weight update per step."""
+    """C_I: seconds of generation, rewards and weight update per step."""
     update_s: float
     """Seconds of the weight update, a part of `rollout_s`."""
 
     @property
     def step_s(self) -> float:
-        """Seconds per step."""
+        """Seconds of one step: those of the longer of its two sides."""
         return max(self.train_s, self.rollout_s)
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The objective, to be minimised: the longer side, then the shorter."""
+        """The sort key of a step, the best step first.
+
+        It has the seconds of the longer side, then the seconds of the shorter.
+        """
         return self.step_s, min(self.train_s, self.rollout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division(OverlappedStep):
-    """A step in which some GPUs train and the others generate."""
+    """A step for which some GPUs train and all others generate."""
 
     train_gpu: str
     num_train_gpus: int
 
 
 def find_division(cluster: Cluster, job: SiteJob) -> Division | None:
-    """Return the division with the shortest step; None if nothing fits."""
+    """Return the division with the shortest step; None if the model fits on no division."""
     replicas = possible_replicas(cluster, job)
     divisions = (
         price(cluster, job, replicas, name, num_gpus)
@@ -245,7 +266,10 @@ def find_division(cluster: Cluster, job: SiteJob) -> Division | None:
 def price(
     cluster: Cluster, job: SiteJob, replicas: Sequence[Replica], name: str, num_gpus: int
 ) -> Division:
-    """Return the division in which `num_gpus` GPUs of one type train and all others generate."""
+    """Return the division in which `num_gpus` GPUs of type `name` train.
+
+    All other GPUs generate.
+    """
     chosen: list[tuple[Replica, int]] = []
     for other, count in cluster.counts.items():
         own = [replica for replica in replicas if replica.gpus[0][0] == other]

@@ -1,4 +1,4 @@
-"""Regions, offers and rented fleets: rate, price, broadcast time.
+"""Regions, offers and rented fleets: their rates, prices and broadcast times.
 
 A fleet is a list of offers with the number of active nodes of each. The learner sends the weights
 once to each region with a relay, once to each offer whose nodes listen (they pass the weights on in
@@ -18,7 +18,7 @@ from echo.fleet.job import Job
 UNLIMITED = 1e15
 """Bytes per second of a link without a known limit."""
 Counts = Sequence[int]
-"""Active nodes of each offer, in the order of the fleet's offers."""
+"""Number of active nodes of each offer, in the order of the fleet's offers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,10 @@ class Region:
 
     name: str
     bytes_per_s: float
-    """Rate of one stream from the learner."""
+    """Rate of one stream from the learner to the region, bytes per second."""
     latency_s: float = 0.0
     price_per_gb: float = 0.0
-    """$ per GB that leaves the learner for this region."""
+    """$ per GB that the learner sends to this region."""
     relay_bytes_per_s: float | None = None
     """Uplink of the region's relay, bytes per second; None without a relay."""
     relay_price_per_h: float = 0.0
@@ -47,11 +47,11 @@ class Offer:
     tokens_per_s: float
     """Completion tokens per second of one node."""
     concurrency: int
-    """Rollouts that one node generates side by side."""
+    """Number of rollouts that one node generates at the same time."""
     down_bytes_per_s: float = UNLIMITED
     up_bytes_per_s: float = UNLIMITED
     can_listen: bool = False
-    """Whether other nodes can dial it; then it passes weights on."""
+    """Whether other nodes can dial a node of this offer; if so, it passes weights on to them."""
     price_per_gb: float = 0.0
     """$ per GB that enters or leaves the node."""
     losses_per_h: float = 0.0
@@ -61,48 +61,54 @@ class Offer:
 
     @property
     def availability(self) -> float:
-        """Share of the time in which one node works."""
+        """Share of the time in which a node works and is not being replaced."""
         return 1 / (1 + self.losses_per_h / 3600 * self.restart_s)
 
     def lost_rollouts_per_s(self) -> float:
-        """Unfinished rollouts that one node loses per second, counted as half a rollout each."""
+        """Return how many rollouts per second are lost because a node is lost.
+
+        An unfinished rollout counts as half a rollout.
+        """
         return self.losses_per_h / 3600 * self.concurrency / 2
 
     def rollouts_per_s(self, job: Job) -> float:
-        """Rollouts per second that one node finishes."""
+        """Return the number of rollouts per second that one node finishes."""
         made = self.tokens_per_s / job.completion_tokens * self.availability
         return max(0.0, made - self.lost_rollouts_per_s())
 
     def group_latency_s(self, job: Job) -> float:
-        """Seconds of a group: its longest rollout at the speed of one sequence."""
+        """Return the seconds that one node takes for a group.
+
+        They are the seconds of the longest rollout, at the speed of one sequence in a full engine.
+        """
         return job.longest_completion_tokens * self.concurrency / self.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RentedFleet:
-    """All offers, their regions, and the learner's uplink."""
+    """All offers, their regions, and the rate of the learner's uplink."""
 
     offers: tuple[Offer, ...]
     regions: Mapping[str, Region]
     uplink_bytes_per_s: float
-    """Uplink of the learner."""
+    """Rate of the learner's uplink, bytes per second."""
 
     def region_of(self, offer: Offer) -> Region:
-        """Return the region of an offer."""
+        """Return the region in which an offer's nodes are."""
         return self.regions[offer.region]
 
     def rate(self, job: Job, counts: Counts) -> float:
-        """Return the rollouts per second of the active nodes."""
+        """Return the number of rollouts per second that the active nodes finish together."""
         pairs = zip(self.offers, counts, strict=True)
         return sum(offer.rollouts_per_s(job) * count for offer, count in pairs)
 
     def latency_s(self, job: Job, counts: Counts) -> float:
-        """Return the seconds of a group on the slowest active node; 0 if no node is active."""
+        """Return the seconds that the slowest active node takes for a group; 0 without nodes."""
         pairs = zip(self.offers, counts, strict=True)
         return max((offer.group_latency_s(job) for offer, count in pairs if count), default=0.0)
 
     def broadcast_s(self, job: Job, counts: Counts) -> float:
-        """Return the seconds from a publication until the last active node holds it.
+        """Return the seconds from a publication until the last active node holds the version.
 
         Example: 1 GB to two nodes that cannot listen, over an uplink of 100 MB/s and downlinks of
         80 MB/s: two streams of 50 MB/s take 20 s. If they listen, one stream runs at the 80 MB/s
@@ -125,7 +131,7 @@ class RentedFleet:
         )
 
     def learner_streams(self, counts: Counts) -> int:
-        """Return how many times the learner sends a version."""
+        """Return the number of nodes to which the learner itself sends each version."""
         relays = {
             offer.region
             for offer, count in zip(self.offers, counts, strict=True)
@@ -143,12 +149,15 @@ class RentedFleet:
         return self.region_of(offer).relay_bytes_per_s is not None
 
     def link_bytes_per_s(self, offer: Offer) -> float:
-        """Return the rate of one node's stream; a node that listens must also send at that rate."""
+        """Return the rate, in bytes per second, at which one node can receive a version.
+
+        A node that listens passes the version on, so its uplink must reach that rate, too.
+        """
         links = [self.region_of(offer).bytes_per_s, offer.down_bytes_per_s]
         return min([*links, offer.up_bytes_per_s] if offer.can_listen else links)
 
     def num_hops(self, offer: Offer, count: int) -> int:
-        """Return the number of hops between the learner and the last node of an offer."""
+        """Return how many nodes pass a version on to the last of `count` nodes of an offer."""
         return (count - 1 if offer.can_listen else 0) + self.has_relay(offer)
 
     def _relay_s(self, job: Job, region_name: str, counts: Counts) -> float:
@@ -163,14 +172,14 @@ class RentedFleet:
         return job.version_bytes * streams / uplink
 
     def rent_per_h(self, counts: Counts) -> float:
-        """Return $ per hour of the active nodes and of the relays that serve them."""
+        """Return the $ per hour for the active nodes and for the relays that serve them."""
         pairs = list(zip(self.offers, counts, strict=True))
         relays = {offer.region for offer, count in pairs if count and self.has_relay(offer)}
         nodes = sum(offer.price_per_h * count for offer, count in pairs)
         return nodes + sum(self.regions[name].relay_price_per_h for name in relays)
 
     def publication_cost(self, job: Job, counts: Counts) -> float:
-        """Return $ for the traffic of one publication."""
+        """Return the $ for sending one publication to all active nodes."""
         gigabytes = job.version_bytes / GIGABYTE
         relays = set()
         total = 0.0
@@ -185,7 +194,7 @@ class RentedFleet:
         return total + sum(self.regions[name].price_per_gb * gigabytes for name in relays)
 
     def upload_cost_per_s(self, job: Job, counts: Counts) -> float:
-        """Return $ per second for sending rollouts, if all nodes generate at full rate."""
+        """Return the $ per second for sending rollouts, if all nodes generate at full rate."""
         pairs = zip(self.offers, counts, strict=True)
         per_rollout = job.completion_tokens * job.upload_bytes_per_token / GIGABYTE
         return sum(
@@ -194,9 +203,9 @@ class RentedFleet:
         )
 
     def cost_per_h(self, job: Job, counts: Counts) -> float:
-        """Return $ per hour for nodes, relays and traffic, if the learner never waits.
+        """Return the $ per hour for nodes, relays and traffic, if the learner never waits.
 
-        A selection minimises this cost. A version is published every publish_period * train_s.
+        `select` minimises this cost. A version is published every publish_period * train_s seconds.
         """
         publications_per_h = 3600 / (job.publish_period * job.train_s)
         traffic = self.publication_cost(job, counts) * publications_per_h

@@ -1,7 +1,7 @@
-"""Overlap of generation and training: required rate, predicted idle time.
+"""Overlap of generation and training: the provisioning rule, and the predicted idle time.
 
-Two readings of the provisioning rule of ECHO-2 (arXiv:2602.02192, which states it in words only),
-with R rollouts per step, S the staleness bound, kappa the publish period:
+The provisioning rule of ECHO-2 (arXiv:2602.02192) is stated in words only, and has two readings. R
+is the number of rollouts per step, S the staleness bound, kappa the publish period:
 
 * workers that pause while new weights arrive need
       rate >= kappa * R / (kappa * T_train - T_bcast)
@@ -32,11 +32,12 @@ from statistics import NormalDist
 from echo.fleet.job import Job
 
 _CYCLES = 40
-"""Publications that a prediction follows; the first half is the warm-up and is not counted."""
+"""Number of publications that a prediction follows; the first half is the warm-up and is not
+counted."""
 _LARGEST_TAIL = 0.5
-"""Largest delay of a batch by its last groups, as a share of a group's time."""
+"""Largest delay of a batch because its last groups end late, as a share of a group's time."""
 MAX_STALENESS = 64
-"""Largest S that is proposed: published systems train stably up to this staleness."""
+"""Largest S that is proposed as a remedy: published systems train stably up to this staleness."""
 _CHANGE = 0.9
 """Factor by which a resource is improved to find out whether it limits the run."""
 
@@ -61,22 +62,24 @@ class Prediction:
     staleness: Mapping[int, float]
     """Share of the trained tokens by staleness; empty if nothing is trained."""
     wasted_share: float
-    """Share of the generated rollouts that no step uses, apart from groups without a signal."""
+    """Share of the generated rollouts that no step trains on, apart from groups without a signal.
+    """
 
     @property
     def mean_staleness(self) -> float:
-        """Mean staleness of the trained tokens."""
+        """Mean staleness of the trained tokens, in steps."""
         return sum(staleness * share for staleness, share in self.staleness.items())
 
 
 def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = None) -> float:
-    """Return the rollouts per second that the rule asks for, without margin.
+    """Return the rollouts per second that the provisioning rule requires, without margin.
 
     Example: R = 64, T_train = 10 s, kappa = 2, T_bcast = 4 s. Pausing workers have 16 s of 20 s for
     128 rollouts: 8 per second. Workers that keep generating make 64 in 10 s: 6.4 per second.
 
     Returns:
-        The rate; infinity if pausing workers have no time left to generate.
+        The rate, in rollouts per second; infinity if workers that pause during a broadcast have no
+        time left to generate.
     """
     if not (job.has_pausing_workers if is_pausing is None else is_pausing):
         return job.rollouts_per_step / job.train_s
@@ -85,14 +88,18 @@ def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = Non
 
 
 def window_s(job: Job) -> float:
-    """Return the seconds from a publication until its first batch must be complete."""
+    """Return the seconds from a publication until its first batch must be complete.
+
+    They are (S - kappa + 1) * T_train: a later batch would make the learner wait.
+    """
     return (job.max_staleness - job.publish_period + 1) * job.train_s
 
 
 def fits_window(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
-    """Return whether the second reading's condition on staleness holds.
+    """Return whether workers that generate during broadcasts satisfy the staleness bound.
 
-    For whole n, ceil(y) <= n is the same as y <= n, so nothing is rounded here.
+    This is the second condition of the second reading. For whole n, ceil(y) <= n is the same as y
+    <= n, so nothing is rounded here.
     """
     if rate <= 0:
         return False
@@ -101,9 +108,10 @@ def fits_window(job: Job, *, rate: float, broadcast_s: float, latency_s: float) 
 
 
 def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
-    """Return whether a fleet satisfies the job's reading of the rule, margin included.
+    """Return whether a fleet satisfies the provisioning rule with the job's margin.
 
-    Each broadcast must also end before the next begins.
+    The reading of the rule depends on whether the job's workers pause. In both readings each
+    broadcast must also end before the next begins.
     """
     if broadcast_s >= job.publish_period * job.train_s:
         return False
@@ -115,11 +123,11 @@ def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) ->
 
 
 def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> float:
-    """Return the least factor by which steps must be longer for a fleet to satisfy the rule.
+    """Return the least factor by which steps must be longer to satisfy the provisioning rule.
 
     If workers keep generating and the period is S + 1, no length of steps satisfies the rule,
-    because workers and learner take turns. The function then returns the time of a step, including
-    the learner's wait, divided by T_train.
+    because workers and learner must take turns. The function then returns the time of a step,
+    including the learner's wait, divided by T_train.
 
     Example: S = 1, kappa = 1, T_train = 10 s, R = 64, 16 rollouts per second, T_bcast = 7 s and
     T_group = 0. The broadcast of a version and its batch take 7 + 4 s, so steps must take 11 s: the
@@ -163,13 +171,14 @@ def predict(
     """Predict speed, idle share, staleness and waste of a fleet.
 
     Args:
-        job: what is trained.
+        job: the job for which the fleet generates.
         rate: rollouts per second of all nodes together.
-        broadcast_s: seconds from a publication until every node holds it.
-        latency_s: seconds that a group takes.
-        lost_per_s: rollouts per second that are lost with their node; not part of `rate`.
-        is_paced: whether leases limit the workers; if not, rollouts beyond the demand are made and
-            discarded.
+        broadcast_s: seconds from a publication until every node holds the version.
+        latency_s: seconds that a node takes for a group.
+        lost_per_s: rollouts per second that are lost because their node is lost; not part of
+            `rate`.
+        is_paced: whether leases limit the workers to the demand; if not, they make more rollouts,
+            which are discarded.
     """
     if rate <= 0:
         return Prediction(step_s=math.inf, idle_share=1.0, staleness={}, wasted_share=0.0)
@@ -191,7 +200,7 @@ def predict(
 
 
 class _Pipeline:
-    """The times of generation, publication and training, step by step."""
+    """Computes, step by step, when each batch is generated, published and trained."""
 
     def __init__(
         self, job: Job, rate: float, broadcast_s: float, latency_s: float, *, is_paced: bool
@@ -204,15 +213,16 @@ class _Pipeline:
         """Seconds that a batch takes longer than R / rate, because its last groups end late."""
         self.batch_s = _with_spread(job, job.rollouts_per_step / rate)
         self.ends = [0.0]
-        """Version -> when its training ends; the initial weights, version 0, exist at time 0."""
+        """When the training of each version ends, by version; the initial weights, version 0, exist
+        at time 0."""
         self.installed = [(0.0, 0)]
         """(time, version) of each installation, in order of time."""
         self.generated_at = 0.0
-        """When the fleet has finished the newest batch."""
+        """The time at which the fleet has finished the newest batch."""
         self.staleness: dict[int, float] = {}
 
     def make_step(self, step: int) -> None:
-        """Add the batch and the training of one step."""
+        """Compute the times of the next step's batch, training and publication."""
         begin = max(self.generated_at, self._gate(step))
         spans = self._spans_of_work(begin, self.batch_s)
         self.generated_at = spans[-1][1]
@@ -228,14 +238,17 @@ class _Pipeline:
             self.installed.append((at, version))
 
     def _gate(self, step: int) -> float:
-        """Return when the first version that may generate this batch is installed."""
+        """Return when the first version that may generate the batch of this step is installed."""
         if not self.is_paced:
             return 0.0
         oldest = step - self.job.max_staleness
         return next(at for at, version in self.installed if version >= oldest)
 
     def _spans_of_work(self, begin: float, work_s: float) -> list[tuple[float, float]]:
-        """Return the intervals of `work_s` seconds of generation, interrupted by broadcasts."""
+        """Return the intervals in which workers generate for `work_s` seconds in all.
+
+        The work starts at `begin`; workers that pause are interrupted by broadcasts.
+        """
         spans, at = [], begin
         for arrival, _ in self.installed[1:] if self.job.has_pausing_workers else ():
             departure = arrival - self.broadcast_s
@@ -250,7 +263,7 @@ class _Pipeline:
         return [*spans, (at, at + work_s)]
 
     def _note_staleness(self, step: int, spans: list[tuple[float, float]]) -> None:
-        """Count a batch's seconds of generation by the staleness of the version installed then."""
+        """Count the seconds of a batch's generation by the staleness of the installed version."""
         installs = [*self.installed, (math.inf, -1)]
         for begin, end in spans:
             for (since, version), (until, _) in itertools.pairwise(installs):
@@ -261,11 +274,11 @@ class _Pipeline:
 
 
 def _with_spread(job: Job, batch_s: float) -> float:
-    """Return the mean time of a step, given that the time of a batch varies.
+    """Return the mean time of a step, if the time of a batch varies by the job's spread.
 
-    A step takes max(T_train, X), X being the time of a batch. The buffer averages X over the n
-    batches that staleness allows to be made ahead. For normal X that mean is
-    T + d * (z * Phi(z) + phi(z)), with d the deviation and z = (mean - T) / d.
+    A step takes max(T_train, X), where X is the time of a batch. The buffer averages X over the n
+    batches that the staleness bound allows to be made ahead. If X is normal, the mean time is T + d
+    * (z * Phi(z) + phi(z)), where d is the deviation of the average and z = (mean of X - T) / d.
     """
     ahead = max(1, job.max_staleness - job.publish_period + 2)
     deviation = job.rate_spread * batch_s / math.sqrt(ahead)
@@ -277,9 +290,9 @@ def _with_spread(job: Job, batch_s: float) -> float:
 
 
 def binding_resource(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> Resource:
-    """Return the resource whose improvement by a tenth shortens the step most.
+    """Return the resource that limits the speed: improving it by a tenth shortens steps most.
 
-    The learner's own time is one of the resources; it is returned only if it helps most.
+    The learner's training time is one of the resources.
     """
 
     def step_s(job: Job, rate: float, broadcast_s: float, latency_s: float) -> float:
@@ -298,9 +311,11 @@ def binding_resource(job: Job, *, rate: float, broadcast_s: float, latency_s: fl
 def staleness_range(
     job: Job, *, rate: float, broadcast_s: float, latency_s: float
 ) -> tuple[int, int] | None:
-    """Return (least S that satisfies the rule, S beyond which a larger S does not help), or None.
+    """Return the range of staleness bounds S that is useful for a fleet.
 
-    Values up to MAX_STALENESS are tried, whatever the job's own bound.
+    The pair has the least S that satisfies the provisioning rule, and the S beyond which a larger S
+    does not reduce the idle share. None if no S up to MAX_STALENESS satisfies the rule. The job's
+    own bound is not used.
     """
 
     def idle(bound: int) -> float:
@@ -321,11 +336,11 @@ def staleness_range(
 
 
 def auto_publish_period(t_train_s: float, t_bcast_s: float, max_staleness: int) -> int:
-    """Return the smallest period in which training hides the broadcast of one version.
+    """Return the smallest publish period in which training hides the broadcast of a version.
 
-    The smallest kappa with kappa * t_train_s > t_bcast_s, at most S + 1: with a longer period the
-    newest published version would be too old to sample for the step before the next publication,
-    and learner and workers would wait for each other.
+    It is the smallest kappa with kappa * t_train_s > t_bcast_s, but at most S + 1. With a longer
+    period the newest published version would be too old to sample for the step before the next
+    publication, and learner and workers would wait for each other.
 
     Args:
         t_train_s: seconds per optimizer step, above 0.

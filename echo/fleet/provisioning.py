@@ -1,4 +1,4 @@
-"""Provisioning: the fleet to rent, or why none is sufficient."""
+"""Provisioning: which fleet to rent for a job, or why no fleet on offer is sufficient."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from echo.fleet.selection import Selection, select
 
 
 PARETO_SLOWDOWNS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
-"""Factors of the learner's own step time for which the Pareto front has a fleet each."""
+"""Factors of the learner's own step time; the Pareto front has one fleet for each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Predicted speed and cost of a set of active nodes."""
+    """The predicted speed and cost of a set of active nodes."""
 
     counts: tuple[int, ...]
     rate: float
-    """Rollouts per second."""
+    """Rollouts per second that the nodes finish."""
     broadcast_s: float
     latency_s: float
-    """Seconds of a group on the slowest node."""
+    """Seconds that the slowest node takes for a group."""
     prediction: Prediction
     rent_per_h: float
     """$ per hour for nodes and relays."""
@@ -47,49 +47,53 @@ class Forecast:
     """$ per hour for sending weights and rollouts, at the predicted speed."""
     learner_per_h: float
     cost_per_step: float
-    """$ per optimizer step: learner, nodes and traffic."""
+    """$ per optimizer step for learner, nodes and traffic."""
     cost_per_million_tokens: float
     """$ per 10^6 completion tokens trained on."""
 
     @property
     def cost_per_h(self) -> float:
-        """$ per hour in all."""
+        """$ per hour for learner, nodes and traffic."""
         return self.rent_per_h + self.traffic_per_h + self.learner_per_h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """Effect of one change on idle share and cost."""
+    """The effect of a single change on the learner's idle share and on the cost."""
 
     change: str
     idle_change: float
-    """Difference of idle shares; negative if the learner waits less."""
+    """Idle share after the change minus before; negative if the learner waits less."""
     cost_change_per_h: float
-    """Difference in $ per hour."""
+    """$ per hour after the change minus before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provisioning:
-    """A fleet to rent and its forecast."""
+    """A fleet to rent, with its forecast and what limits it."""
 
     fleet: RentedFleet
     job: Job
-    """The job, with the publish period of the plan."""
+    """The job, with the publish period that the plan has chosen."""
     outcome: Forecast
     gap: float
-    """Share of the cost by which another selection may be cheaper; 0 for the proven optimum."""
+    """Share of the cost by which another fleet may be cheaper; 0 if this one is proven to be the
+    cheapest."""
     required_pausing: float
-    """Rollouts per second that the rule requires of workers that pause during a broadcast."""
+    """Rollouts per second that the provisioning rule requires of workers that pause during a
+    broadcast."""
     required_overlapping: float
-    """Rollouts per second that the rule requires of workers that generate during a broadcast."""
+    """Rollouts per second that the provisioning rule requires of workers that generate during a
+    broadcast."""
     binding: Resource
     staleness_bounds: tuple[int, int] | None
-    """(least S that satisfies the rule, S beyond which a larger S does not help)."""
+    """The least S that satisfies the provisioning rule, and the S beyond which a larger S does not
+    help; None if no S satisfies it."""
     unpaced_waste: float
     """Share of rollouts that would be discarded if leases did not limit the workers."""
     sensitivities: tuple[Sensitivity, ...]
     front: tuple[Forecast, ...]
-    """The cheapest set for each speed, fastest first."""
+    """The forecast of the cheapest fleet for each of several step times, fastest first."""
 
 
 def provision(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Provisioning | None:
@@ -101,7 +105,7 @@ def provision(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Provision
 
 
 def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
-    """Return the plan for a selection: its forecast, limits and alternatives."""
+    """Return the plan for selected nodes: their forecast, their limits and alternatives."""
     job, counts = selection.job, selection.counts
     outcome = outcome_of(fleet, job, counts)
     return Provisioning(
@@ -130,7 +134,7 @@ def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
 
 
 def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
-    """Predict speed and cost of a set of nodes.
+    """Return the predicted speed and cost of a set of nodes.
 
     Example: a fleet of $0.68/h, a learner of $2/h, steps of 90 s (40 per hour), no traffic:
     2.68 / 40 = $0.067 per step; with 512 rollouts of 1000 tokens per step, that is $0.131 per
@@ -162,7 +166,11 @@ def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
 
 
 def sensitivities(fleet: RentedFleet, job: Job, counts: Counts) -> tuple[Sensitivity, ...]:
-    """Return the effect of one node more or less of each offer, and of other single changes."""
+    """Return the effect of each of several single changes on idle share and cost.
+
+    The changes are one node more or fewer of each offer, S one higher or lower, a wider uplink,
+    smaller versions and a faster learner.
+    """
     before = outcome_of(fleet, job, counts)
     changed: list[tuple[str, Forecast]] = []
     for index, offer in enumerate(fleet.offers):
@@ -232,26 +240,27 @@ def _predict(fleet: RentedFleet, job: Job, counts: Counts, *, is_paced: bool) ->
 
 
 MAX_FACTOR = 64.0
-"""Largest change that is proposed as a remedy."""
+"""Largest factor of a change that is proposed as a remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """One change that makes a plan possible."""
+    """A single change of the request with which a sufficient fleet exists."""
 
     text: str
     factor: float
-    """New value over old value, at least 1; the smallest is best."""
+    """The ratio of the new to the old value, or its inverse, at least 1; a smaller factor is a
+    smaller change."""
     selection: Selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why there is no plan."""
+    """The reasons why no fleet on offer is sufficient, and remedies."""
 
     reasons: tuple[str, ...]
     remedies: tuple[Remedy, ...]
-    """The smallest change first; empty if no single change helps."""
+    """The single changes that would help, the smallest change first; empty if none would."""
 
 
 def refuse(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Refusal:
@@ -274,7 +283,7 @@ def refuse(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Refusal:
 
 
 def _reasons(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> list[str]:
-    """Return a sentence for each condition that no fleet of these offers satisfies."""
+    """Return one sentence for each condition that no fleet of these offers satisfies."""
     reasons = []
     everything = [offer.count for offer in fleet.offers]
     rate = fleet.rate(job, everything)
@@ -323,7 +332,7 @@ def _reasons(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> list[str]:
 
 
 def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Selection | None:
-    """Return the set that is cheapest at any of the periods, whatever it costs."""
+    """Return the cheapest sufficient set of nodes at any of the periods, without a budget."""
     unbounded = replace(job, budget_per_h=math.inf)
     found = [select(fleet, unbounded, periods=[period]) for period in periods]
     return min(
@@ -334,7 +343,7 @@ def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Sel
 
 
 def _with_more_nodes(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
-    """Return the remedy that adds the fewest nodes to one offer; None if no offer helps."""
+    """Return the remedy that adds the fewest nodes to a single offer; None if none helps."""
     best: Remedy | None = None
     total = max(1, sum(offer.count for offer in fleet.offers))
     for index, offer in enumerate(fleet.offers):
@@ -388,12 +397,13 @@ def _with_other_period(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> 
 def slowed(
     fleet: RentedFleet, job: Job, periods: Sequence[int] | None = None
 ) -> tuple[float, Selection] | None:
-    """Return the least factor (to 1 %) by which steps must be longer for a set to suffice.
+    """Return the least factor, to 1 %, by which steps must be longer so that a fleet suffices.
 
-    The set is the cheapest for steps of that length; the learner waits for part of each step.
+    The selection is the cheapest fleet for steps of that length; the learner waits for a part of
+    each step.
 
     Returns:
-        The factor and the set; None if even MAX_FACTOR does not help.
+        The factor and the selection; None if even the factor MAX_FACTOR does not help.
     """
     return _least_factor(
         lambda factor: select(fleet, replace(job, train_s=job.train_s * factor), periods=periods)
@@ -436,7 +446,10 @@ def _remedy(found: tuple[float, Selection] | None, words: Callable[[float], str]
 
 
 def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None:
-    """Return the least number from 1 to `limit` with which `attempt` succeeds, by doubling."""
+    """Return the least number from 1 to `limit` with which `attempt` succeeds; None without one.
+
+    The number is found by doubling and then by bisection.
+    """
     high = 1
     while attempt(high) is None:
         if high >= limit:
@@ -452,7 +465,10 @@ def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None
 def _least_factor(
     attempt: Callable[[float], Selection | None],
 ) -> tuple[float, Selection] | None:
-    """Return the least factor from 1 to MAX_FACTOR with which `attempt` succeeds, to 1 %."""
+    """Return the least factor, to 1 %, with which `attempt` succeeds, and its selection.
+
+    Factors from 1 to MAX_FACTOR are tried; None if `attempt` fails with all of them.
+    """
     high = MAX_FACTOR
     selection = attempt(high)
     if selection is None:

@@ -1,13 +1,13 @@
-"""Cheapest sufficient set of nodes, by one search that is bounded.
+"""Finds the cheapest sufficient set of nodes, by a search with a bounded number of steps.
 
-The rule is convex in the numbers of nodes: the time of a broadcast is a maximum of linear
-functions, and both the rate that pausing workers need and the time to gather a batch are convex. So
-a mixed-integer linear programme (HiGHS) finds the optimum: tangents are added to it until its
-answer satisfies the rule itself. A tangent never excludes a sufficient set, so a missing tangent
-makes the programme too optimistic and never too pessimistic.
+The provisioning rule (overlap.py) is convex in the numbers of nodes: the time of a broadcast is a
+maximum of linear functions, and both the rate that pausing workers need and the time to gather a
+batch are convex. So a mixed-integer linear programme (HiGHS) finds the optimum: tangents are added
+to it until its answer satisfies the rule itself. A tangent never excludes a sufficient set, so a
+missing tangent makes the programme too optimistic and never too pessimistic.
 
-The search ends after MAX_NODES nodes of its tree. Its answer is then sufficient but perhaps not
-optimal; `gap` bounds how much cheaper the optimum may be.
+The search ends after MAX_NODES nodes of its tree. The answer is then sufficient but perhaps not the
+cheapest; `gap` bounds how much cheaper the optimum may be.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from echo.fleet.market import Counts, Offer, RentedFleet
 from echo.fleet.overlap import is_enough, required_rate, window_s
 
 MAX_NODES = 1000
-"""Nodes of the tree of one search. Most fleets need ten; 40 offers that hardly differ reach the
-limit, after 2 s.
+"""Largest number of nodes in the tree of one search. Most fleets need ten; 40 offers that hardly
+differ reach the limit, after 2 s.
 """
 MAX_ROUNDS = 60
-"""Largest number of tangents; a handful is usual."""
+"""Largest number of tangents that a search adds; a handful is usual."""
 
 
 class SearchLimitError(EchoError):
-    """The search has found neither a set nor a proof that there is none."""
+    """The search ended without a sufficient set and without a proof that none exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which nodes to rent, and the publish period to run them with."""
+    """Which nodes to rent, and the publish period with which to run them."""
 
     counts: tuple[int, ...]
     job: Job
     cost_per_h: float
     """$ per hour for nodes and traffic."""
     gap: float
-    """Share of the cost by which the optimum may be cheaper; 0 if this is the proven optimum."""
+    """Share of the cost by which another set may be cheaper; 0 if this one is proven to be the
+    cheapest."""
 
 
 def is_sufficient(fleet: RentedFleet, job: Job, counts: Counts) -> bool:
-    """Return whether these nodes satisfy rule and budget."""
+    """Return whether these nodes satisfy the provisioning rule and the budget."""
     return fleet.cost_per_h(job, counts) <= job.budget_per_h * (1 + 1e-9) and is_enough(
         job,
         rate=fleet.rate(job, counts),
@@ -61,7 +62,10 @@ def is_sufficient(fleet: RentedFleet, job: Job, counts: Counts) -> bool:
 def select(
     fleet: RentedFleet, job: Job, *, periods: Iterable[int] | None = None
 ) -> Selection | None:
-    """Return the cheapest sufficient set for the smallest publish period that has one."""
+    """Return the cheapest sufficient set of nodes for the first publish period that has one.
+
+    The periods are tried in order; None if no period has a sufficient set.
+    """
     for period in [job.publish_period] if periods is None else periods:
         tried = replace(job, publish_period=period)
         found = _search(fleet, tried)
@@ -86,7 +90,10 @@ _SLACK = 1e-9
 
 
 def _search(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...], float] | None:
-    """Return the counts and gap of the cheapest sufficient set; None if no set is sufficient."""
+    """Return the cheapest sufficient set of nodes for the job's publish period.
+
+    The result has the number of nodes of each offer and the gap; None if no set is sufficient.
+    """
     if job.train_s <= 0 or not fleet.offers:
         return None
     programme = _Programme(fleet, job)
@@ -108,7 +115,7 @@ def _search(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...], float] | Non
 
 @dataclass(slots=True)
 class _Rows:
-    """Constraints `row @ variables >= bound`."""
+    """Linear constraints of the form `row @ variables >= bound`."""
 
     rows: list[_Row] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
@@ -121,7 +128,7 @@ class _Rows:
 
 
 class _Programme:
-    """The programme of one fleet and job, with the tangents found so far."""
+    """The mixed-integer linear programme of a fleet and job, with the tangents found so far."""
 
     def __init__(self, fleet: RentedFleet, job: Job) -> None:
         self.fleet, self.job = fleet, job
@@ -139,7 +146,10 @@ class _Programme:
             self.constraints.add(-self.costs, -job.budget_per_h)
 
     def solve(self) -> tuple[tuple[int, ...], float] | None:
-        """Return the best counts under the present tangents and their gap; None if infeasible."""
+        """Return the best number of nodes of each offer under the present tangents, and the gap.
+
+        None if the constraints cannot be satisfied.
+        """
         offers, job = self.fleet.offers, self.job
         is_integer = np.ones(self.size)
         is_integer[self.time_index] = 0
@@ -169,7 +179,7 @@ class _Programme:
         return counts, 0.0 if result.status == _OPTIMAL else float(result.mip_gap)
 
     def add_tangent(self, *, rate: float, broadcast_s: float) -> None:
-        """Add the tangent of the convex constraint at one point."""
+        """Add the tangent that the convex constraint has at this rate and broadcast time."""
         job, batch = self.job, self.job.rollouts_per_step
         row = self._row()
         row[: self.num_offers] = self.rates
@@ -198,7 +208,10 @@ class _Programme:
         return np.zeros(self.size)
 
     def _costs(self) -> _Row:
-        """$ per hour of one unit of each variable; the sum is RentedFleet.cost_per_h."""
+        """Return the $ per hour of one unit of each variable.
+
+        With the values of all variables the sum is RentedFleet.cost_per_h.
+        """
         fleet, job, row = self.fleet, self.job, self._row()
         publications_per_h = 3600 / (job.publish_period * job.train_s)
         gb_per_h = job.version_bytes / GIGABYTE * publications_per_h
@@ -217,7 +230,10 @@ class _Programme:
         return row
 
     def _link_variables(self) -> None:
-        """Require that an offer is used if and only if it has nodes, and its relay with it."""
+        """Require that an offer counts as used if and only if it has nodes.
+
+        The relay of a used offer's region counts as used, too.
+        """
         for index, offer in enumerate(self.fleet.offers):
             has_nodes = self._row()
             has_nodes[self.num_offers + index], has_nodes[index] = offer.count, -1
@@ -232,7 +248,7 @@ class _Programme:
                 self.constraints.add(relay, 0)
 
     def _bound_broadcast(self) -> None:
-        """Require that t is at least the time that each link to an offer in use needs."""
+        """Require that t is at least the time that each link to a used offer needs."""
         job, fleet = self.job, self.fleet
         for index, offer in enumerate(fleet.offers):
             link = fleet.link_bytes_per_s(offer)
