@@ -5,16 +5,16 @@ Shapes: N groups, G group size.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 STD_FLOOR = 1e-4
 """Added to the standard deviation, as in TRL, so that near-equal rewards stay finite."""
 
 
 def group_advantages(
-    rewards: Tensor, *, normalize_by_std: bool, leave_one_out: bool = False
-) -> Tensor:
+    rewards: npt.NDArray[np.floating], *, normalize_by_std: bool, leave_one_out: bool = False
+) -> npt.NDArray[np.float64]:
     """Return each rollout's reward less its group's mean reward.
 
     A_ng = r_ng - mean_g(r_n), divided by (std_g(r_n) + 1e-4) if normalised, std unbiased. With
@@ -28,7 +28,7 @@ def group_advantages(
         leave_one_out: whether a rollout's own reward stays out of its baseline.
 
     Returns:
-        [N, G] in the dtype of `rewards`; computed in float64.
+        [N, G]
 
     Raises:
         ValueError: if G < 2, the dtype cannot hold fractions, or a reward is not finite.
@@ -45,23 +45,25 @@ def group_advantages(
             f"rewards have shape {list(rewards.shape)}, expected [groups, group_size] with "
             "group_size >= 2: a rollout is measured against the others of its group"
         )
-    if not rewards.is_floating_point():
+    if not np.issubdtype(rewards.dtype, np.floating):
         raise ValueError(f"rewards are {rewards.dtype}, which would round advantages to integers")
-    is_bad = ~rewards.isfinite().all(1)
-    if bool(is_bad.any()):
-        row = int(is_bad.nonzero()[0])
+    is_finite = np.isfinite(rewards).all(1)
+    if not is_finite.all():
+        row = int(is_finite.argmin())
         raise ValueError(f"rewards of row {row} are not all finite: {rewards[row].tolist()}")
-    values = rewards.double()
-    advantages = values - values.mean(1, keepdim=True)
+    values = rewards.astype(np.float64)
+    advantages = values - values.mean(1, keepdims=True)
     if leave_one_out:
-        advantages = advantages * (values.shape[1] / (values.shape[1] - 1))
+        advantages *= values.shape[1] / (values.shape[1] - 1)
     if normalize_by_std:
-        advantages = advantages / (values.std(1, keepdim=True) + STD_FLOOR)
-    is_equal = values.amax(1, keepdim=True) == values.amin(1, keepdim=True)
-    return torch.where(is_equal, 0.0, advantages).to(rewards.dtype)
+        advantages /= values.std(1, ddof=1, keepdims=True) + STD_FLOOR
+    is_equal = values.max(1, keepdims=True) == values.min(1, keepdims=True)
+    return np.where(is_equal, 0.0, advantages)
 
 
-def overlong_penalties(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
+def overlong_penalties(
+    num_tokens: npt.NDArray[np.integer], *, max_tokens: int, buffer_tokens: int
+) -> npt.NDArray[np.float64]:
     """Return the penalty to add to the reward of each completion, by its length.
 
     The penalty is 0 up to max_tokens - buffer_tokens, and falls linearly to -1 at max_tokens.
@@ -72,7 +74,7 @@ def overlong_penalties(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: in
         buffer_tokens: tokens before the limit over which the penalty grows, 1..max_tokens.
 
     Returns:
-        float64 in the shape of `num_tokens`.
+        Array in the shape of `num_tokens`.
 
     Raises:
         ValueError: if the buffer does not fit.
@@ -85,5 +87,5 @@ def overlong_penalties(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: in
         raise ValueError(
             f"buffer_tokens = {buffer_tokens}: must lie in 1..max_tokens = {max_tokens}"
         )
-    over = num_tokens.double() - (max_tokens - buffer_tokens)
-    return -(over / buffer_tokens).clamp(0.0, 1.0)
+    over = num_tokens - (max_tokens - buffer_tokens)
+    return -np.clip(over / buffer_tokens, 0.0, 1.0)

@@ -3,9 +3,10 @@
 The process allocates and frees chunks of weights and activations all the time. By default glibc
 maps each large block and unmaps the block when it is freed, and the page faults cost more than the
 work on the block. So `tune` makes glibc keep freed blocks. Blocks of varying sizes fragment the
-heap, by gigabytes, so `give_back` returns the free memory after a step or an evaluation. Within a
-step a `Trimmer` returns it whenever the process has grown, since the temporary blocks of a layer
-lie between blocks that the layer keeps.
+heap, by gigabytes, so `give_back` returns the free memory after an evaluation. Within a step and
+after it a `Trimmer` returns it if the process has grown, since the temporary blocks of a layer lie
+between blocks that the layer keeps. A small model's process does not grow: the page faults of
+memory returned after each step would take a third of its step.
 
 With other C libraries these functions do nothing.
 

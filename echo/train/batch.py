@@ -238,10 +238,10 @@ def _advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[li
     found: dict[int, list[float]] = {}
     for indices in of_size.values():
         same = [groups[index] for index in indices]
-        rewards = torch.tensor([group.rewards for group in same], dtype=torch.float64)
+        rewards = np.array([group.rewards for group in same], np.float64)
         if settings.overlong_buffer_tokens:
             rewards += overlong_penalties(
-                torch.tensor([[each.num_tokens for each in group.rollouts] for group in same]),
+                np.array([[each.num_tokens for each in group.rollouts] for group in same]),
                 max_tokens=settings.max_completion_tokens,
                 buffer_tokens=settings.overlong_buffer_tokens,
             )

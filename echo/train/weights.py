@@ -57,6 +57,7 @@ class TrainedWeights:
         self._device = compute.device
         self._ranks = compute.ranks
         self._state = compute.optimizer_state
+        self._trim = allocator.Trimmer()
         self.parameters = policy.parameters()
         """float32 parameters by name, sharded if there are several ranks."""
         self.shards = {
@@ -139,11 +140,11 @@ class TrainedWeights:
         return norm
 
     def drop_gradients(self) -> None:
-        """Drop the gradient of every parameter, and return freed memory to the system."""
+        """Drop the gradient of every parameter; return freed memory if the process has grown."""
         for tensor in (*self.parameters.values(), *self.shards.values()):
             tensor.grad = None
         if self._device.type == "cpu":
-            allocator.give_back()  # freed activations as well: they have other sizes next step
+            self._trim()  # freed activations as well: they have other sizes next step
 
     def wait_for_copies(self) -> None:
         """Have the device change the weights only after they have been copied."""

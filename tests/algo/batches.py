@@ -59,12 +59,12 @@ def random_inputs(seed: int = 0, *, spread: float = 0.5, **fields: Any) -> LossI
     shape = (len(LENGTHS), 5)
     sampler = -3.0 * torch.rand(shape, dtype=torch.float64, generator=generator) - 0.01
     noise = torch.randn(shape, dtype=torch.float64, generator=generator)
-    rewards = torch.rand((3, GROUP_SIZE), dtype=torch.float64, generator=generator)
+    rewards = torch.rand((3, GROUP_SIZE), dtype=torch.float64, generator=generator).numpy()
     learner = (sampler + spread * noise).clamp(max=-1e-3 if spread else 0.0)
     return make_inputs(
         learner.requires_grad_(),
         sampler,
-        group_advantages(rewards, normalize_by_std=False).flatten(),
+        torch.from_numpy(group_advantages(rewards, normalize_by_std=False)).flatten(),
         torch.arange(5)[None] < torch.tensor(LENGTHS)[:, None],
         group_index=torch.arange(3).repeat_interleave(GROUP_SIZE),
         staleness=torch.randint(0, 6, shape, generator=generator),
