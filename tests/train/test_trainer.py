@@ -183,8 +183,8 @@ def test_gradient_is_that_of_the_formula(make_trainer: MakeTrainer, tiny_model_d
     loss = torch.zeros(())
     for group in groups:
         rewards = np.array([group.rewards], np.float64)
-        advantages = group_advantages(rewards, normalize_by_std=False)[0]
-        for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
+        advantages = torch.from_numpy(group_advantages(rewards, normalize_by_std=False)[0])
+        for rollout, advantage in zip(group.rollouts, advantages.float(), strict=True):
             mask = torch.from_numpy(rollout.completion_mask)
             ratio = (plain_logprobs(model, group, rollout, 1.0)[mask] + 3.0).exp()
             surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
