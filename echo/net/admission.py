@@ -1,8 +1,9 @@
-"""Admission of inbound connections: keys, tokens, and bounds on the resources of strangers.
+"""Admission of inbound connections: keys, tokens, and bounds on what strangers can use up.
 
-During the handshake with a client libzmq asks whether to admit it, by messages to an address inside
-the process (ZAP, RFC 27). The event loop answers, so no thread is needed. The run has one key for
-all nodes that dial, so no list of keys is kept. libzmq tells a refused client and closes it.
+During the handshake with a client libzmq asks whether to admit the client, by messages to an
+address inside the process (ZAP, RFC 27). The event loop answers, so no thread is needed. All nodes
+of the run dial with the same key, so no list of keys is kept. libzmq informs a refused client and
+closes its connection.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from echo.net.channel import Socket
 from echo.net.transport import PeerId, TransportOptions
 
 MAX_STRANGER_BYTES = 256
-"""Largest frame of a connection without a token; frames of a handshake are shorter."""
+"""Largest frame, in bytes, that a connection without a token may send; frames of a handshake are
+shorter."""
 LOOK_S = 0.1
-"""Seconds between two checks for unfinished messages that are too long."""
+"""Seconds between two checks for connections whose unfinished message is too long."""
 CONNECTIONS_PER_LOOK = 512
-"""Most connections in one check, which takes a system call for each; the next check continues."""
+"""Largest number of connections in one check, which takes a system call for each; the next check
+continues with the others."""
 _BYTES_RECEIVED = struct.Struct("=128xQ")
-"""`tcpi_bytes_received` of Linux's struct tcp_info."""
+"""Extracts `tcpi_bytes_received` from Linux's struct tcp_info."""
 
 
 class AcceptedConnections:
@@ -36,18 +39,21 @@ class AcceptedConnections:
 
     **Strangers** are connections over which no message has arrived. libzmq accepts every
     connection, and each takes a descriptor, which the node needs for its files and links. So at
-    most `max_strangers` stay open: the oldest is closed first. A member sends its first message
-    within a few round trips, so it is closed only if `max_strangers` newer ones arrive first.
+    most `max_strangers` stay open: the oldest is closed first. A node of the run sends its first
+    message within a few round trips, so its connection is closed only if `max_strangers` newer
+    connections arrive before that message.
 
     **Unfinished messages.** libzmq reports a message when its last frame has arrived. It bounds the
-    size of a frame and not the number of frames, so it would store a message without an end. The
-    kernel counts the bytes of each connection; one that has received more than `max_message_bytes`
-    since its last whole message is closed. Linux only: other kernels do not report the count.
+    size of a frame and not the number of frames, so it would store an endless message. The kernel
+    counts the bytes of each connection. A connection is closed if it has received more than
+    `max_message_bytes` since its last whole message. Linux only: other kernels do not report the
+    count.
 
     libzmq owns the descriptors. It reports the end of a connection before it closes the descriptor,
-    so once all news is read a number belongs to the connection that was noted, except for a few
-    microseconds. If the number is reused within them, no harm is done: `shutdown` fails on a file,
-    and a link that it ends is dialled again.
+    so once all events are read, the descriptor's number still belongs to the connection that was
+    added, except during a few microseconds. If the number is reused within these microseconds, no
+    harm is done: `shutdown` fails on a file, and if it ends another link, that link is dialled
+    again.
     """
 
     def __init__(self, max_strangers: int, max_message_bytes: int) -> None:
@@ -55,8 +61,8 @@ class AcceptedConnections:
         self._max_message_bytes = max_message_bytes
         self._strangers: dict[int, None] = {}
         self._whole_bytes: OrderedDict[int, int] = OrderedDict()
-        """Descriptor -> bytes received at the last check that found a whole message; in order
-        of the next checks."""
+        """Descriptor -> bytes received when a check last found a whole message; the connection to
+        check next is first."""
         self._has_spoken: set[int] = set()
         """Descriptors over which a whole message has arrived since their last check."""
 
@@ -65,11 +71,11 @@ class AcceptedConnections:
 
     @property
     def has_excess(self) -> bool:
-        """Whether there are more strangers than may stay."""
+        """Whether more strangers are connected than may stay."""
         return len(self._strangers) > self._max_strangers
 
     def add(self, descriptor: int) -> None:
-        """Add a connection that libzmq has accepted, as a stranger."""
+        """Add a connection that libzmq has accepted; it is a stranger until `spoke`."""
         self._strangers[descriptor] = None
         self._whole_bytes[descriptor] = 0
 
@@ -80,15 +86,16 @@ class AcceptedConnections:
         self._has_spoken.discard(descriptor)
 
     def spoke(self, descriptor: int) -> None:
-        """Note that a whole message has arrived over a connection."""
+        """Note that a whole message has arrived over a connection, so it is no stranger."""
         if descriptor in self._whole_bytes:
             self._strangers.pop(descriptor, None)
             self._has_spoken.add(descriptor)
 
     def close_excess(self) -> int:
-        """Close the oldest strangers beyond the bound; return their number.
+        """Close the oldest strangers above the bound; return how many were closed.
 
-        The caller must first read all news, so that no descriptor belongs to an ended connection.
+        The caller must first read all events of connections, so that no descriptor belongs to an
+        ended connection.
         """
         excess = list(self._strangers)[: max(0, len(self._strangers) - self._max_strangers)]
         for descriptor in excess:
@@ -97,7 +104,10 @@ class AcceptedConnections:
         return len(excess)
 
     def close_unfinished(self) -> int:
-        """Close the connections whose unfinished message is too long; return their number."""
+        """Close connections whose unfinished message is too long; return how many were closed.
+
+        One call checks CONNECTIONS_PER_LOOK connections.
+        """
         num_closed = 0
         for descriptor in list(itertools.islice(self._whole_bytes, CONNECTIONS_PER_LOOK)):
             self._whole_bytes.move_to_end(descriptor)
@@ -114,7 +124,10 @@ class AcceptedConnections:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Yield a socket object for a descriptor, and leave the descriptor open: libzmq closes it."""
+    """Yield a socket object for a descriptor, which stays open after the block.
+
+    libzmq owns the descriptor and closes it.
+    """
     connection = socket.socket(fileno=descriptor)
     try:
         yield connection
@@ -123,13 +136,13 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _shut_down(descriptor: int) -> None:
-    """Shut down a connection; libzmq then reads its end and closes the descriptor."""
+    """Shut down a connection; libzmq then notices the end and closes the descriptor."""
     with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _bytes_received(descriptor: int) -> int:
-    """Return the bytes that a connection has received; 0 if the kernel does not report them."""
+    """Return how many bytes a connection has received; 0 if the kernel does not report it."""
     if sys.platform != "linux":
         return 0
     try:
@@ -142,7 +155,7 @@ def _bytes_received(descriptor: int) -> int:
 
 
 def largest_message(options: TransportOptions) -> int:
-    """Return the largest size of a whole message on the wire, with the overhead of CURVE."""
+    """Return the largest number of bytes of a message on the wire, CURVE's overhead included."""
     return options.max_message_bytes * 17 // 16 + (1 << 20)
 
 
@@ -151,7 +164,7 @@ DOMAIN, BULK_DOMAIN = b"echo", b"echo bulk"
 
 
 class ZapHandler:
-    """Answers libzmq's questions about clients of the listeners of one context."""
+    """Answers libzmq's questions whether to admit a client, for the listeners of one context."""
 
     def __init__(
         self,
@@ -160,9 +173,9 @@ class ZapHandler:
         client_key: bytes,
         warn: Callable[[str, str, str], None],
     ) -> None:
-        """Start to answer, and admit clients with `client_key`.
+        """Start to answer; admit clients that have the key `client_key`.
 
-        Must be made before the listener is bound.
+        Make the handler before the listener is bound. `warn` is called when a client is refused.
         """
         self._loop = loop
         self._client_key = client_key
@@ -176,7 +189,7 @@ class ZapHandler:
         self.answer()  # a reader is woken only after it has returned EAGAIN
 
     def answer(self) -> None:
-        """Answer all questions that have arrived."""
+        """Answer all questions of libzmq that have arrived."""
         while not self._socket.closed:
             try:
                 envelope, _, version, request, *facts = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -197,6 +210,6 @@ class ZapHandler:
                 self._warn("", "secret", text)
 
     def close(self) -> None:
-        """Stop answering; libzmq refuses later clients."""
+        """Stop answering; libzmq then refuses all further clients."""
         self._loop.remove_reader(self._socket.FD)
         self._socket.close(linger=0)

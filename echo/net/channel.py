@@ -1,4 +1,4 @@
-"""Raw sockets of ZeroMQ: their messages, the news of their connections, and their unsent bytes.
+"""Raw sockets of ZeroMQ: their messages, the events of their connections, their unsent bytes.
 
 `zmq.py` describes the behaviour of libzmq that this file relies on.
 """
@@ -31,12 +31,13 @@ from echo.net.transport import (
 BULK_ASK = b"\0bulk?"
 BULK_OFFER = b"\0bulk!"
 BULK_PORT_OFFSET = 1000
-"""The bulk port is the listener's own port plus this number, or any free port if that is taken."""
+"""The bulk port is the listener's own port plus this number; if that port is taken, any free port.
+"""
 TOKEN_BYTES = 16
 
 
 class News(enum.Enum):
-    """Events of a connection."""
+    """The kinds of events that can happen to a connection."""
 
     ACCEPTED = enum.auto()
     UP = enum.auto()
@@ -47,12 +48,12 @@ class News(enum.Enum):
 
 
 OnNews = Callable[[News, int], None]
-"""Receives an event and the descriptor of its connection; an event of a handshake has another
-number in its place."""
+"""Receives an event and the descriptor of its connection; for an event of a handshake the number is
+not a descriptor."""
 
 
 class Burst:
-    """The events that one `receive` returns, and how many more bytes and messages it may take."""
+    """The events that one `receive` returns, up to a limit on bytes and on messages."""
 
     def __init__(self, options: TransportOptions, stats: TransportStats) -> None:
         self.events: list[TransportEvent] = []
@@ -62,11 +63,11 @@ class Burst:
 
     @property
     def is_full(self) -> bool:
-        """Whether the limit on the bytes or on the messages of a burst is reached."""
+        """Whether the burst has reached its limit on bytes or on messages."""
         return self._bytes_left <= 0 or self._messages_left <= 0
 
     def add(self, peer: PeerId, frames: list[Frame], *, is_public: bool = False) -> None:
-        """Add a received message."""
+        """Add a message that was received from a peer."""
         num_bytes = sum(map(len, frames))
         self._bytes_left -= num_bytes
         self._messages_left -= 1
@@ -76,32 +77,33 @@ class Burst:
         self.events.append(Received(peer, frames, is_public))
 
     def discard(self) -> None:
-        """Count a discarded message against the limits, so that a flood of them ends the burst."""
+        """Count a message that is discarded against the limit, so that a flood ends the burst."""
         self._messages_left -= 1
         self._stats.discarded_messages += 1
 
 
 class Host(Protocol):
-    """The part of the transport that listeners and dialled links use."""
+    """The part of the transport that its listeners and dialled links use."""
 
     options: TransportOptions
     totals: TransportStats
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that the transport was started on."""
+        """The event loop on which the transport was started."""
 
     def note(self, source: Any) -> None:
-        """Remember that a channel has events for `receive`."""
+        """Remember that `source` has events, which the next `receive` takes."""
 
     def warn(self, place: str, reason: str, text: str) -> None:
-        """Log a warning, once a minute for a place and a reason."""
+        """Log a warning, at most once a minute for each pair of place and reason."""
 
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
 NEWS_PER_TURN = 1024
-"""Most events of connections read in one turn of the loop; strangers can cause any number."""
+"""Largest number of events of connections that are read in one turn of the loop; strangers can
+cause any number."""
 
 # Smaller frames are copied, which is cheaper than a release notice per frame; pyzmq's own choice.
 _ZERO_COPY_BYTES = zmq.COPY_THRESHOLD
@@ -120,7 +122,8 @@ _NEWS: dict[int, News] = {
 
 
 _MAX_MS = 6_553_599
-"""Largest time to live that libzmq accepts: 16 bits of deciseconds."""
+"""Largest time to live that libzmq accepts, in milliseconds: it has 16 bits for tenths of a second.
+"""
 
 
 def _ms(seconds: float) -> int:
@@ -128,7 +131,7 @@ def _ms(seconds: float) -> int:
 
 
 class ZmqOutbox:
-    """Sends on one connection, and counts the bytes that libzmq has not passed to the kernel."""
+    """Sends messages on one connection, and counts the bytes not yet passed to the kernel."""
 
     def __init__(self, to: Socket, identity: bytes, max_unsent_bytes: int) -> None:
         self._to = to
@@ -139,7 +142,11 @@ class ZmqOutbox:
         self._tracked: deque[tuple[int, zmq.MessageTracker]] = deque()
 
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
-        """Queue a message to be sent; return False if the queue is full or closed."""
+        """Queue a message to be sent; return False if the queue is full or the connection closed.
+
+        Raises:
+            TransportError: if libzmq cannot send for another reason.
+        """
         charge = num_bytes + MESSAGE_OVERHEAD_BYTES
         if self.unsent_bytes + charge > self._max_unsent_bytes:
             return False
@@ -160,7 +167,7 @@ class ZmqOutbox:
 
     @property
     def unsent_bytes(self) -> int:
-        """Accepted bytes that libzmq has not passed to the kernel, overhead included."""
+        """Bytes that `send` accepted and libzmq has not passed to the kernel, with overhead."""
         while self._tracked and self._tracked[0][1].done:
             self._unsent_bytes -= self._tracked.popleft()[0]
         return self._unsent_bytes
@@ -181,7 +188,7 @@ class ZmqOutbox:
 
 
 class ZmqChannel:
-    """One raw socket and its monitor, watched by the loop."""
+    """One raw socket and its monitor, which reports events; the event loop watches both."""
 
     _ids = itertools.count(1)
 
@@ -195,9 +202,10 @@ class ZmqChannel:
         on_news: OnNews,
         more: Mapping[int, int | bytes],
     ) -> None:
-        """Make a ROUTER or DEALER; the caller binds or connects it.
+        """Make a ROUTER or DEALER socket, which the caller then binds or connects.
 
-        `more` are options of the socket; they replace those that follow from `options`.
+        `more` are further options of the socket, with precedence over those that follow from
+        `options`.
         """
         self._loop = loop
         self._on_readable = on_readable
@@ -234,24 +242,27 @@ class ZmqChannel:
         self.read_news()  # only a reader that has seen EAGAIN is woken
 
     def has_whole_message(self) -> bool:
-        """Return whether a message can be received; schedule `look`, as EVENTS are read."""
+        """Return whether a whole message can be received now.
+
+        Reading EVENTS may consume an edge of the descriptor, so `look` is scheduled.
+        """
         self.look_soon()  # reading EVENTS may consume the edge
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def look(self) -> None:
-        """Consume an edge of the descriptor; call `on_readable` if the socket has messages."""
+        """Read the socket's EVENTS, and call `on_readable` if messages have arrived."""
         self._will_look = False
         if not self._is_closed and int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE:
             self._on_readable()
 
     def look_soon(self) -> None:
-        """Schedule one call of `look` for the next turn of the loop, unless one is scheduled."""
+        """Schedule a call of `look` for the next turn of the loop, unless one is scheduled."""
         if not self._will_look:
             self._will_look = True
             self._loop.call_soon(self.look)
 
     def read_news(self, at_most: int | None = None) -> bool:
-        """Read events of connections, at most `at_most`; return whether all have been read."""
+        """Read and report at most `at_most` events of connections; return whether none is left."""
         for _ in itertools.count() if at_most is None else range(at_most):
             if self._monitor.closed:
                 return True
@@ -264,7 +275,10 @@ class ZmqChannel:
         return False
 
     def _read_some_news(self) -> None:
-        """Read NEWS_PER_TURN events, and more in later turns: a flood must not block the loop."""
+        """Read NEWS_PER_TURN events of connections, and the rest in later turns of the loop.
+
+        So a flood of events does not block the loop.
+        """
         if self._is_reading_on:
             return
         if not self.read_news(NEWS_PER_TURN):
@@ -276,7 +290,10 @@ class ZmqChannel:
         self._read_some_news()
 
     def receive(self) -> tuple[bytes, list[Frame]] | None:
-        """Return identity and frames of the next message; None if none waits: the edge is armed."""
+        """Return the identity and the frames of the next message; None if no message has arrived.
+
+        After None, the loop is woken by the next message.
+        """
         try:
             parts = [self.socket.recv(_AT_ONCE, copy=False)]
         except zmq.Again:
@@ -290,25 +307,31 @@ class ZmqChannel:
         return self._first_part.bytes, [_as_frame(part) for part in payload]
 
     def descriptor(self) -> int | None:
-        """Return the descriptor of the connection of the last message; None if libzmq has none."""
+        """Return the descriptor of the connection over which the last message arrived.
+
+        None if libzmq does not know it.
+        """
         try:
             return None if self._first_part is None else int(self._first_part.get(zmq.SRCFD))
         except zmq.ZMQError:  # ZMTP 1 has no metadata, and almost any bytes pass for ZMTP 1
             return None
 
     def user(self) -> PeerId:
-        """Return the peer whose token the last message's connection used; "" without a token."""
+        """Return the peer whose token opened the connection of the last message.
+
+        "" if the connection was opened without a token.
+        """
         try:
             return "" if self._first_part is None else str(self._first_part.get("User-Id"))
         except zmq.ZMQError:
             return ""
 
     def outbox(self, identity: bytes) -> ZmqOutbox:
-        """Return a new outbox for the connection with this identity."""
+        """Return a new outbox for the connection that libzmq names by this identity."""
         return ZmqOutbox(self.socket, identity, self._options.max_unsent_bytes)
 
     def close(self, linger_s: float) -> None:
-        """Close the socket; libzmq sends accepted messages for at most `linger_s`."""
+        """Close the socket; libzmq sends accepted messages for at most `linger_s` seconds."""
         self._loop.remove_reader(self._monitor.FD)
         self._loop.remove_reader(self.socket.FD)
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""CURVE key pairs: admission of nodes, and identity of listeners.
+"""CURVE key pairs: how listeners prove their identity, and how dialling nodes are admitted.
 
 All links are encrypted with CURVE (elliptic curve 25519, forward secret). Two kinds of keys answer
 two questions:
@@ -9,11 +9,12 @@ two questions:
 * *Does the dialler belong to the run?* The run has one **secret**. The key pair with which every
   node of the run dials is derived from it, and a listener admits only that key.
 
-A worker makes a new server key at each start, because its address is known from plans only. The
-address of a relay is part of configurations. Its key is derived from the secret, so the join string
-of the run is enough on every machine and stays valid when the relay restarts. As a consequence any
-member of the run can pose as a relay if it also takes over the relay's address. It cannot pose as
-the learner or change signed data: the join string has the fingerprint of the learner's key.
+A worker makes a new server key at each start, because other nodes know its address only from plans.
+The address of a relay is part of configurations. Its key is derived from the secret, so the join
+string of the run is enough on every machine and stays valid when the relay restarts. As a
+consequence any node of the run can pose as a relay if it also takes over the relay's address. Such
+a node cannot pose as the learner or change signed data: the join string has the fingerprint of the
+learner's key.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from echo.net.transport import parse_address, parse_key, without_key
 
 KEY_BYTES = 32
 SECRET_BYTES = 16
-"""Bytes of the secret: the strength of the curve, and 22 letters in a join string."""
+"""Number of bytes of the secret: as strong as the curve, and 22 letters in a join string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +42,23 @@ class KeyPair:
 
     @classmethod
     def of(cls, secret: bytes) -> KeyPair:
-        """Return the pair with this secret half, any 32 bytes."""
+        """Return the key pair whose secret half is `secret`, any 32 bytes."""
         private = X25519PrivateKey.from_private_bytes(secret)
         return cls(private.public_key().public_bytes_raw(), secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveKeys:
-    """The keys of one process."""
+    """The keys that one process uses."""
 
     server: KeyPair
-    """Key pair with which the process listens."""
+    """Key pair with which this process listens."""
     client: KeyPair
     """Key pair with which every node of the run dials."""
     relay_key: bytes
-    """The server key of the run's relays."""
+    """The public server key of all relays of the run."""
     known: Mapping[str, bytes] = field(default_factory=dict)
-    """Server keys by address, for addresses that are written without one."""
+    """Server keys by address; used for addresses that are written without a key."""
 
     @classmethod
     def of_learner(cls, server: KeyPair, secret: bytes) -> CurveKeys:
@@ -70,7 +71,7 @@ class CurveKeys:
 
     @classmethod
     def of_node(cls, role: str, secret: bytes, *addresses: str) -> CurveKeys:
-        """Return the keys of a relay, or new ones of a worker.
+        """Return the keys of a relay or worker; a worker's server key is new with each call.
 
         The keys in `addresses` are used for the same addresses written without a key.
         """
@@ -88,10 +89,11 @@ class CurveKeys:
         )
 
     def server_keys(self, address: str) -> tuple[bytes, ...]:
-        """Return the possible keys of the process at `address`, the likeliest first.
+        """Return the keys that the process at `address` may have, the likeliest first.
 
-        There is one key if the address has a key or is known. Another address without a key may be
-        a relay's, or another name of a known process: its keys are tried in turn.
+        There is one key if the address contains its key, or is in `known`. Any other address may
+        belong to a relay, or may be another name of a known process, so several keys are returned,
+        and the caller tries them in turn.
         """
         own = parse_key(address) or self.known.get(address)
         if own is not None:

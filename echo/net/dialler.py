@@ -41,19 +41,19 @@ from echo.net.transport import (
 
 _SAME = "security.curve must be the same on all nodes of a run"
 PROBE_S = 3.0
-"""Seconds after which the probe of an address gives up."""
+"""Seconds after which the probe of an address ends without an answer."""
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x00"
-"""Start of a ZMTP 3 greeting; the other side then continues with its own greeting."""
+"""Start of a ZMTP 3 greeting; after it the other side sends its own greeting."""
 GREETING_BYTES = 64
-"""Length of a greeting; its bytes 12 to 31 name the mechanism."""
+"""Length of a ZMTP greeting; bytes 12 to 31 name the mechanism."""
 
 
 class DiallerHost(Host, Protocol):
     """The part of the transport that a dialled link uses."""
 
     def server_keys(self, address: str) -> tuple[bytes | None, ...]:
-        """Return the possible keys of the process at `address`."""
+        """Return the keys that the process at `address` may have; None means no encryption."""
 
     def connect(
         self,
@@ -63,10 +63,10 @@ class DiallerHost(Host, Protocol):
         on_readable: Callable[[], None],
         on_news: OnNews,
     ) -> ZmqChannel:
-        """Open a DEALER that makes one attempt."""
+        """Open a DEALER socket that makes one attempt to connect."""
 
     def curve_of(self, server_key: bytes | None) -> dict[int, int | bytes]:
-        """Return the options that encrypt a link to the owner of this server key."""
+        """Return the socket options that encrypt a link to the owner of this server key."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -79,7 +79,7 @@ class BulkChannel:
 
 
 class DialledLink:
-    """A link that this node dials, and dials again after every loss until it is closed."""
+    """A link to an address, which is dialled again after every loss until it is closed."""
 
     def __init__(
         self, host: DiallerHost, peer: PeerId, address: str, *, has_bulk: bool = False
@@ -108,11 +108,11 @@ class DialledLink:
         self._timer: asyncio.TimerHandle | None = None
         self._attempt: asyncio.Task[None] | None = None
         self._failure: DialFailed | None = None
-        """The failure of the last attempt, until `drain` reports it."""
+        """The failure of the last attempt, until `drain` has reported it."""
         self._begin()
 
     def drain(self, burst: Burst) -> bool:
-        """Move news and messages into the burst; return whether all were moved."""
+        """Move events and messages into the burst; return whether all were moved."""
         if self._failure is not None:
             burst.events.append(self._failure)
             self._failure = None
@@ -161,9 +161,11 @@ class DialledLink:
         return self._host.options.max_bulk_connections
 
     def _open_bulk(self, offer: list[Frame]) -> None:
-        """Connect to the offered port; request more bulk connections if the link is long.
+        """Open a bulk connection to the offered port.
 
-        Each connection has its own token, so a token read on the way cannot be used again.
+        After the first offer, more bulk connections are requested if the link has a long round-trip
+        time. Each connection has its own token, so a token that another machine reads cannot be
+        used again.
         """
         try:
             _, port_bytes, token = map(bytes, offer)
@@ -223,7 +225,7 @@ class DialledLink:
         return is_sent
 
     def close(self) -> None:
-        """End the link; accepted messages are still delivered for `linger_s`."""
+        """End the link; messages already accepted are still delivered for `linger_s` seconds."""
         if self._timer is not None:
             self._timer.cancel()
         if self._attempt is not None:
@@ -287,7 +289,7 @@ class DialledLink:
             self._attempt = self._host.loop.create_task(self._explain())
 
     async def _explain(self) -> None:
-        """Find out why an attempt failed, and dial again."""
+        """Find out why an attempt to connect failed, report it, and dial again after a pause."""
         options, place = self._host.options, without_key(self.address)
         took_s = self._host.loop.time() - self._began_at
         is_refused = False
@@ -320,10 +322,10 @@ class DialledLink:
         self._redial(reason, is_refused=is_refused)
 
     def _diagnose(self, greeting: bytes, *, is_prompt: bool) -> tuple[str, bool]:
-        """Describe what answers at this address, and whether dialling again is useless.
+        """Return what answers at this address, and whether further attempts are useless.
 
-        `greeting` has the first bytes that were received from the address. `is_prompt` says whether
-        the other side ended the handshake before the timeout.
+        The first is a text for the user. `greeting` has the first bytes that were received from the
+        address. `is_prompt` says whether the other side ended the handshake before the timeout.
         """
         place = without_key(self.address)
         if not greeting.startswith(b"\xff") or len(greeting) < GREETING_BYTES:
@@ -378,13 +380,13 @@ class DialledLink:
 async def read_greeting(
     loop: asyncio.AbstractEventLoop, ip_address: str, port: int, *, within_s: float
 ) -> bytes:
-    """Send the start of a ZMTP greeting; return the start of the other side's answer.
+    """Send the start of a ZMTP greeting; return the first bytes that the other side sends.
 
-    libzmq reports that an attempt failed, but not the error of the connection. It reports that the
-    mechanisms differ only if this side reads the greeting before the other side closes.
+    libzmq reports that an attempt failed, but not with which error. It reports different security
+    mechanisms only if this side reads the greeting before the other side closes.
 
     Raises:
-        TimeoutError: if no connection is made in time.
+        TimeoutError: if no connection is made within `within_s` seconds.
         OSError: if the connection fails.
     """
     family = socket.AF_INET6 if ":" in ip_address else socket.AF_INET

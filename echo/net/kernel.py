@@ -1,13 +1,14 @@
-"""Settings of the kernel that bound the transport, read once when a node starts.
+"""Settings of the kernel that limit the transport, read once when a node starts.
 
-One TCP connection over a long link is as fast as its buffers and its congestion control permit.
-At 1 Gbit/s and 100 ms the bandwidth-delay product is 12.5 MB. About 0.7 of a buffer is window, so
-one connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link, and several
-connections together reach all of it. With losses cubic falls far below the link's rate, and BBR
-does not. So nodes open several connections to a parent where buffers are small or BBR may not be
-chosen. docs/broadcast.md names the sysctls that make that unnecessary.
+One TCP connection over a long link is as fast as its buffers and its congestion control permit. At
+1 Gbit/s and 100 ms the bandwidth-delay product is 12.5 MB. A TCP window takes about 0.7 of a
+buffer. So one connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link, and
+several connections together reach all of it. If packets are lost, cubic falls far below the link's
+rate, and BBR does not. So nodes open several connections to a parent if buffers are small or BBR
+may not be chosen. docs/broadcast.md names the sysctls with which one connection is enough.
 
-Open files: each connection takes a descriptor, so the limit is raised as far as it may be.
+Open files: each connection takes a descriptor, so the limit on open files is raised as far as the
+process may.
 """
 
 from __future__ import annotations
@@ -25,21 +26,24 @@ ASSUMED_RATE_BYTES_PER_S = 125e6
 ASSUMED_RTT_S = 0.1
 BDP_BYTES = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
 WINDOW_SHARE = 0.7
-"""Largest measured share of a kernel buffer that holds bytes in flight; the rest is overhead."""
+"""Largest measured share of a kernel buffer that holds bytes under way; the rest of the buffer is
+overhead."""
 SOCKETS_WITHOUT_BBR = 4
-"""Least number of connections of a link without BBR, where a lost packet halves the rate of one."""
+"""Least number of connections of a link without BBR; there a lost packet halves the rate of one
+connection."""
 WANTED_DESCRIPTORS = 1 << 16
-"""Open files: enough for a learner with thousands of workers that have several links each."""
+"""Wanted limit of open files: enough for a learner with thousands of workers that have several
+links each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFacts:
-    """Settings of TCP in this network namespace; None where the system does not report them."""
+    """The kernel's settings of TCP; None for a setting that the system does not report."""
 
     congestion_control: str | None = None
-    """Algorithm that new sockets use."""
+    """The congestion control algorithm that new sockets use."""
     can_use_bbr: bool | None = None
-    """Whether this process may choose BBR for a socket of its own."""
+    """Whether this process may choose the algorithm BBR for a socket."""
     max_send_buffer_bytes: int | None = None
     max_receive_buffer_bytes: int | None = None
 
@@ -48,7 +52,7 @@ _SYSCTLS = Path("/proc/sys/net/ipv4")
 
 
 def read_kernel(sysctls: Path = _SYSCTLS) -> KernelFacts:
-    """Return what the kernel reports; systems other than Linux report nothing."""
+    """Return the kernel's settings of TCP; on systems other than Linux all are None."""
     available = _read(sysctls / "tcp_available_congestion_control")
     default = _read(sysctls / "tcp_congestion_control")
     return KernelFacts(
@@ -71,7 +75,10 @@ def _last_number(words: list[str]) -> int | None:
 
 
 def _can_choose(name: str) -> bool:
-    """Return whether this process may choose an algorithm, by trying it on a socket."""
+    """Return whether this process may choose a congestion control algorithm.
+
+    This is tried on a socket that is closed again.
+    """
     with socket.socket() as probe:
         try:
             probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
@@ -81,7 +88,7 @@ def _can_choose(name: str) -> bool:
 
 
 def most_sockets(facts: KernelFacts) -> int:
-    """Return how many connections one link needs for 1 Gbit/s at 100 ms."""
+    """Return how many connections a link needs to reach 1 Gbit/s at 100 ms."""
     sizes = (facts.max_send_buffer_bytes, facts.max_receive_buffer_bytes)
     known = [size for size in sizes if size is not None]
     num_sockets = 1 if known and facts.can_use_bbr is not False else SOCKETS_WITHOUT_BBR
@@ -92,7 +99,7 @@ def most_sockets(facts: KernelFacts) -> int:
 
 
 def slow_settings(facts: KernelFacts) -> str | None:
-    """Return one line about settings that slow long links; None if all settings are good."""
+    """Return a line on settings that make long links slow; None if no setting does."""
     sizes = {"tcp_wmem": facts.max_send_buffer_bytes, "tcp_rmem": facts.max_receive_buffer_bytes}
     faults = [
         f"net.ipv4.{name} allows {size} bytes"
@@ -107,10 +114,11 @@ def slow_settings(facts: KernelFacts) -> str | None:
 
 
 def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
-    """Raise the limit of open files towards `wanted`, as far as permitted; return the new limit.
+    """Raise the limit of open files to `wanted`, if permitted; return the new limit.
 
-    Every link takes descriptors, and the usual soft limit of 1024 is meant for programs that use
-    `select`, which nothing here does.
+    If `wanted` is not permitted, the limit is raised as far as permitted. Every link takes
+    descriptors. The usual soft limit of 1024 is meant for programs that use `select`, and Echo does
+    not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -120,6 +128,6 @@ def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
 
 
 def descriptor_limit() -> int:
-    """Return the number of files that this process may have open."""
+    """Return how many files this process may have open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft

@@ -1,14 +1,15 @@
-"""Listening sockets, and the connections that others open to them.
+"""Listening sockets, and the connections that other nodes open to them.
 
 A socket is bound first and listens later: a node takes its address before it opens its files, and
 strangers cannot take the descriptors of those files. Loading a model takes minutes. Meanwhile a
-second learner may start on the same port, and Linux lets both bind it until one listens. So a bound
-socket listens for an instant and then stops sharing its port (`_hold`).
+second learner may start on the same port, and Linux lets both bind the port until one of them
+listens. So a bound socket listens for an instant and then stops sharing its port (`_hold`).
 
 The socket is made here and handed to libzmq, so that its congestion control can be chosen. Accepted
-connections inherit the choice, which rules the direction of the weights: from the parent, which
-listens, to its children. BBR keeps its rate under loss where cubic collapses. The system's default
-stays on loopback and where the kernel does not permit the wanted algorithm.
+connections inherit the choice. It applies to the bytes that this side sends: the weights, which go
+from a parent, which listens, to its children. BBR keeps its rate when packets are lost, and cubic
+collapses. On loopback, or if the kernel does not permit the wanted algorithm, the system's default
+stays.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from echo.net.kernel import descriptor_limit
 from echo.net.transport import Connected, Disconnected, Frame, PeerId, format_address, parse_address
 
 _MAX_BACKLOG = 512
-"""Most connections that wait in the kernel until libzmq accepts them, all together; lowered to a
+"""Largest number of connections that wait in the kernel until libzmq accepts them; at most a
 sixteenth of the limit of open files."""
 _REMEDIES = {
     errno.EADDRINUSE: "another process listens there; stop it or choose another port",
@@ -45,11 +46,11 @@ async def bound_socket(
 
     Args:
         address: tcp://host:port.
-        congestion_control: algorithm of accepted connections, if the kernel permits it; None for
-            the system's default.
+        congestion_control: congestion control algorithm of accepted connections, if the kernel
+            permits it; None for the system's default.
 
     Raises:
-        TransportError: if it cannot be bound; the message names the address and the remedy.
+        TransportError: if the socket cannot be bound; the message names the address and the remedy.
     """
     host, port = parse_address(address)
     loop = asyncio.get_running_loop()
@@ -73,10 +74,10 @@ async def bound_socket(
 
 
 def _hold(bound: socket.socket) -> None:
-    """Have the kernel refuse the port to later binds, and refuse connections to it.
+    """Make the kernel refuse other sockets that bind this port, and connections to it.
 
     Raises:
-        OSError: if another socket listens there already.
+        OSError: if another socket listens on the port already.
     """
     if sys.platform == "linux":  # other systems refuse a bound port
         bound.listen(1)
@@ -85,10 +86,10 @@ def _hold(bound: socket.socket) -> None:
 
 
 def listen_on(bound: socket.socket) -> None:
-    """Accept connections from now on.
+    """Let a bound socket accept connections from now on.
 
     Raises:
-        TransportError: if the kernel refuses.
+        TransportError: if the kernel refuses; the message names the address and the remedy.
     """
     try:
         # Connections of an earlier process may linger at the port.
@@ -104,7 +105,10 @@ def _refusal(address: str, error: OSError | UnicodeError) -> TransportError:
 
 
 def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
-    """Set the algorithm of accepted connections; keep the default if the kernel refuses."""
+    """Set the congestion control algorithm that accepted connections inherit.
+
+    The system's default stays on loopback, for None, and if the kernel refuses the algorithm.
+    """
     host = str(bound.getsockname()[0])
     if name is None or host == "::1" or host.startswith("127."):
         return
@@ -113,45 +117,46 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
 
 
 STRANGERS_NEWS = 1024
-"""Most events of connections read in one turn before excess strangers are closed."""
+"""Largest number of events of connections that are read in one turn of the loop before excess
+strangers are closed."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Inbound:
-    """One connection that another node opened."""
+    """A peer that opened a connection to this node, or one bulk connection of such a peer."""
 
     peer: PeerId
     identity: bytes
     outbox: ZmqOutbox
     descriptor: int = -1
-    """Descriptor of its connection; -1 after its end."""
+    """The descriptor of the peer's connection; -1 after the connection has ended."""
     is_hung_up: bool = False
     tokens: list[bytes] = dataclasses.field(default_factory=list)
-    """Tokens, one for each bulk connection that it requested."""
+    """The tokens that the peer was sent, one for each bulk connection that it requested."""
     bulk: list[ZmqOutbox] = dataclasses.field(default_factory=list)
 
 
 class ListenerHost(Host, Protocol):
-    """The part of the transport that a listener uses."""
+    """The part of the transport that its listeners use."""
 
     def mint(self, prefix: str) -> PeerId:
-        """Return a new id."""
+        """Return a new peer id that begins with `prefix`."""
 
     def adopt(self, inbound: Inbound) -> None:
-        """Add an inbound peer."""
+        """Add an inbound peer to the transport's peers."""
 
     def forget(self, inbound: Inbound) -> None:
-        """Remove an inbound peer whose connection has ended."""
+        """Remove an inbound peer, whose connection has ended, and its unused tokens."""
 
     def find_inbound(self, peer: PeerId) -> Inbound | None:
-        """Return an inbound peer; None after its end."""
+        """Return the inbound peer with this id; None if its connection has ended."""
 
     def offer_bulk(self, inbound: Inbound) -> None:
-        """Send an inbound peer the port and a token of its bulk connection."""
+        """Send an inbound peer the bulk port and a new token for a bulk connection."""
 
 
 class Listener:
-    """All inbound peers, and the channel that they share."""
+    """The inbound peers of one listening socket, and the channel that they share."""
 
     def __init__(self, host: ListenerHost) -> None:
         self.channel: ZmqChannel
@@ -162,13 +167,13 @@ class Listener:
             host.options.max_strangers, largest_message(host.options)
         )
         self._look: asyncio.TimerHandle | None = None
-        """The scheduled call of `_close_unfinished`."""
+        """The next scheduled call of `_close_unfinished`; None before the first connection."""
         self._closing: asyncio.Handle | None = None
-        """The scheduled call of `_close_strangers`."""
+        """The next scheduled call of `_close_strangers`; None if none is scheduled."""
         self._ended: list[Inbound] = []
 
     def drain(self, burst: Burst) -> bool:
-        """Move messages into the burst; return whether the channel is empty."""
+        """Move messages into the burst; return whether no message is left."""
         while not burst.is_full:
             message = self.channel.receive()
             if message is None:
@@ -185,7 +190,7 @@ class Listener:
         return False
 
     def _take(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
-        """Handle a message."""
+        """Handle a message of an inbound peer: answer a bulk request, or add it to the burst."""
         if frames == [BULK_ASK]:
             self._host.offer_bulk(inbound)
         else:
@@ -212,14 +217,14 @@ class Listener:
                 self._host.note(self)
 
     def close(self, linger_s: float) -> None:
-        """Close the channel, and so every connection."""
+        """Close the channel, and with it all connections of inbound peers."""
         for handle in (self._closing, self._look):
             if handle is not None:
                 handle.cancel()
         self.channel.close(linger_s)
 
     def _close_strangers(self) -> None:
-        """Close the oldest strangers beyond the bound, once all news of connections is read."""
+        """Close the oldest strangers above the bound, once all events of connections are read."""
         # Only a part of the news in one turn, so that a flood does not block the loop.
         is_current = self.channel.read_news(STRANGERS_NEWS)
         num_closed = self._accepted.close_excess() if is_current else 0
@@ -238,7 +243,8 @@ class Listener:
     def _close_unfinished(self) -> None:
         """Close connections whose unfinished message is too long, and check again soon.
 
-        The check waits while whole messages are unread, because their bytes count as well.
+        While whole messages are unread, no connection is closed, because the kernel's count
+        includes their bytes.
         """
         is_idle = not self.channel.has_whole_message()
         num_closed = self._accepted.close_unfinished() if is_idle else 0
@@ -269,7 +275,10 @@ class Listener:
         return inbound
 
     def _admit_peer(self, identity: bytes, burst: Burst) -> Inbound | None:
-        """Return the peer of a connection after its first message; None if it has no peer."""
+        """Return the inbound peer for a new connection whose first message has arrived.
+
+        None if the connection belongs to no peer, so that its messages are discarded.
+        """
         inbound = Inbound(self._host.mint("in"), identity, self.channel.outbox(identity))
         self._host.adopt(inbound)
         burst.events.append(Connected(inbound.peer, None))
@@ -285,7 +294,7 @@ class Listener:
 
 
 class BulkListener(Listener):
-    """The bulk connections of inbound peers."""
+    """The bulk connections that inbound peers have opened, on a port of their own."""
 
     def _admit_peer(self, identity: bytes, burst: Burst) -> Inbound | None:
         owner = self._host.find_inbound(self.channel.user())

@@ -1,31 +1,31 @@
-"""Transport contract: the guarantees of a transport to its node.
+"""The transport contract: what a transport guarantees to the node that uses it.
 
 A message is a list of frames. A transport listens at one address at most, dials any number of
-others, and reports events, in order for each peer:
+addresses, and reports events. The events of each peer are in this order:
 
     Connected  Received*  Disconnected      for a dialled peer again after each redial, with a
                                             DialFailed for each failed attempt
 
 A *dialled* peer is the link that `dial` opened; it keeps its id through every loss and redial until
-`hang_up`. An *inbound* peer is one connection that another node opened. When it is lost its id
-ends, and the same node is a new peer when it returns. Ids are never used twice.
+`hang_up`. An *inbound* peer is one connection that another node opened. When the connection is
+lost, the id ends; if the same node connects again, it is a new peer. Ids are never used twice.
 
 Every implementation guarantees the following, and the contract tests check it:
 
 * Between `Connected` and `Disconnected` messages arrive whole, once and in order. Messages that
-  have not arrived when a connection breaks are lost: the protocol above has acknowledgements.
+  have not arrived when a connection breaks are lost, so the protocol above uses acknowledgements.
 * Messages that a peer sent before it closed are received before its `Disconnected`.
-* The dialling side speaks first: an inbound peer becomes known with its first message.
-* A link may have **bulk connections** beside it, without encryption. Messages over them
-  (`is_public`) have no order, neither among each other nor with the link's. If a bulk connection
-  ends, so does the link.
+* The dialling side sends the first message: an inbound peer becomes known with its first message.
+* A link may have **bulk connections** beside it, without encryption. Messages over bulk connections
+  (`is_public`) arrive in any order, among each other and relative to messages over the link. If a
+  bulk connection ends, so does the link.
 * Everything is bounded by `TransportOptions`. A peer that does not read fills its own queue until
   `send` returns False, and does not affect other peers. A node that does not call `receive` stops
   reading, so the queues of its peers fill.
 * Only the loop's thread may call a transport. `send`, `dial` and `hang_up` never block.
 
-A `Disconnected` may be late by `dead_after_s` (a vanished machine says nothing), and for an inbound
-peer it can be missing altogether, so the protocol keeps heartbeats of its own.
+A `Disconnected` may be late by `dead_after_s` (a machine that vanishes sends nothing). For an
+inbound peer the event can be missing altogether. So the protocol has heartbeats of its own.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from typing import TypeAlias
 from echo.core.errors import TransportError
 
 PeerId: TypeAlias = str
-"""Names a peer within one transport: opaque, minted by the transport, never reused."""
+"""Names a peer within one transport: opaque, made by the transport, never used twice."""
 
 Frame: TypeAlias = bytes | memoryview
-"""One received frame; large ones are views of the memory they arrived in."""
+"""One received frame; large frames are views of the memory into which they were received."""
 
 MESSAGE_OVERHEAD_BYTES = 512
-"""Bytes counted for each message beside its frames, so that byte bounds limit tiny messages."""
+"""Bytes that are counted for each message in addition to its frames, so that limits in bytes also
+limit tiny messages."""
 
 _ADDRESS = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[\w.-]+)):(?P<port>\d{1,5})"
@@ -66,7 +67,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A connection has ended; a dialled peer is dialled again until `hang_up`."""
+    """The connection of a peer has ended; a dialled peer is dialled again until `hang_up`."""
 
     peer: PeerId
     reason: str
@@ -74,23 +75,25 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A whole message has arrived."""
+    """A whole message has arrived from a peer."""
 
     peer: PeerId
     frames: list[Frame]
     is_public: bool = False
-    """Whether it arrived over a bulk connection, where another machine may have read or made it."""
+    """Whether the message arrived over a bulk connection, where another machine may have read or
+    made it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DialFailed:
-    """An attempt to dial has failed; another one follows."""
+    """An attempt to connect to a dialled peer has failed; another attempt follows."""
 
     peer: PeerId
     reason: str
     """Cause of the failure, in words for the user."""
     is_refused: bool
-    """Whether a node answers with other keys or another mechanism, so that every attempt fails."""
+    """Whether a node answers that has another key or another mechanism, so that every attempt
+    fails."""
 
 
 TransportEvent: TypeAlias = Connected | Disconnected | DialFailed | Received
@@ -98,37 +101,42 @@ TransportEvent: TypeAlias = Connected | Disconnected | DialFailed | Received
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOptions:
-    """Bounds and timings of a transport."""
+    """Limits and timings of a transport."""
 
     max_message_bytes: int = 16 << 20
-    """Largest message, frames together. A peer that sends a larger frame is disconnected."""
+    """Largest size of a message, all frames together. A peer that sends a larger frame is
+    disconnected."""
     max_unsent_bytes: int = 64 << 20
-    """Most bytes accepted for a peer and not yet passed to the kernel, overhead included."""
+    """Largest number of bytes accepted for a peer and not yet passed to the kernel, overhead
+    included."""
     max_unread_messages: int = 256
-    """Most unread messages of one peer; its connection is not read while it has more."""
+    """Largest number of unread messages of one peer; above it the peer's connection is not read."""
     max_burst_bytes: int = 16 << 20
-    """Bytes after which one `receive` takes no further message."""
+    """Number of bytes after which one `receive` takes no further message."""
     max_burst_messages: int = 256
-    """Most messages that one `receive` returns."""
+    """Largest number of messages that one `receive` returns."""
     heartbeat_s: float = 2.0
-    """Interval of probes on an idle connection, seconds."""
+    """Seconds between two probes on an idle connection."""
     dead_after_s: float = 10.0
     """Time without an answer to a probe after which a connection is dead, seconds.
 
     Must exceed the time that the largest message takes on the slowest link.
     """
     connect_timeout_s: float = 10.0
-    """Limit of one attempt to connect, for TCP and for the handshake each, seconds."""
+    """Time limit of one attempt to connect, seconds: for TCP and for the handshake separately."""
     min_redial_s: float = 0.1
-    """Pause after a lost connection, doubled with each further attempt, seconds."""
+    """Pause before the first attempt after a lost connection, seconds; it doubles with each further
+    attempt."""
     max_redial_s: float = 5.0
-    """Longest pause between attempts, seconds."""
+    """Longest pause between two attempts, seconds."""
     max_strangers: int = 256
-    """Most inbound connections without a message yet; if there are more, the oldest is closed."""
+    """Largest number of inbound connections that have not sent a message; above it the oldest is
+    closed."""
     max_bulk_connections: int = 1
-    """Most bulk connections of a dialled link; a short link has one."""
+    """Largest number of bulk connections of a dialled link; a link with a short round-trip time has
+    one."""
     linger_s: float = 1.0
-    """Time for which `close` and `hang_up` deliver accepted messages, seconds."""
+    """Seconds for which `close` and `hang_up` still deliver accepted messages."""
 
     def __post_init__(self) -> None:
         if self.max_unsent_bytes < self.max_message_bytes + MESSAGE_OVERHEAD_BYTES:
@@ -141,7 +149,7 @@ class TransportOptions:
 
 @dataclass(slots=True)
 class TransportStats:
-    """Totals since the transport was made."""
+    """Totals of a transport since it was made."""
 
     messages_in: int = 0
     messages_out: int = 0
@@ -150,58 +158,65 @@ class TransportStats:
     bytes_out: int = 0
     """Payload bytes accepted for sending, framing not counted."""
     refused_sends: int = 0
-    """Times that `send` returned False."""
+    """Number of times that `send` returned False."""
     discarded_messages: int = 0
-    """Messages from inbound peers after `hang_up`, and of connections with another protocol."""
+    """Messages that were discarded: from inbound peers after `hang_up`, and over connections with
+    another protocol."""
     failed_handshakes: int = 0
     """Connections whose other side does not use this protocol, or has a wrong key."""
     closed_strangers: int = 0
-    """Connections closed without a message, because of too many newer ones."""
+    """Connections that were closed before their first message, because of too many newer
+    connections."""
     public_messages_in: int = 0
-    """Messages received over bulk connections, as part of `messages_in`."""
+    """Messages received over bulk connections; they are included in `messages_in`."""
     refused_clients: int = 0
-    """Connections that use this protocol without the run's secret."""
+    """Connections that use this protocol, but not the run's secret."""
 
 
 class Transport(abc.ABC):
-    """Carries messages between this node and its peers; see the module's docstring."""
+    """Carries messages between this node and its peers, with the guarantees of this module."""
 
     options: TransportOptions
-    """Bounds and timings."""
+    """The limits and timings of this transport."""
 
     @property
     @abc.abstractmethod
     def listen_address(self) -> str | None:
-        """Where this transport listens, with the real port once started; None if it only dials."""
+        """The address at which this transport listens; None if it only dials.
+
+        After `start` it has the real port and the transport's server key.
+        """
 
     @abc.abstractmethod
     async def start(self) -> None:
         """Begin to listen.
 
         Raises:
-            TransportError: if the address cannot be bound; the message names it and the remedy.
+            TransportError: if the address cannot be bound; the message names the address and the
+                remedy.
         """
 
     @abc.abstractmethod
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
-        """Begin to connect to `address`, and again after every loss, with growing pauses.
+        """Start to connect to `address`, and again after every loss; return the id of the peer.
 
         Args:
-            address: tcp://host:port#key.
+            address: tcp://host:port#key. Pauses between attempts grow.
             has_bulk: whether to ask the other side for a bulk connection, where links are
                 encrypted.
 
         Raises:
-            TransportError: if the address is not of the form tcp://host:port#key, or has a key
-                where this transport does not encrypt, or none where it does and knows none.
+            TransportError: if the address is not of the form tcp://host:port#key, or it has a key
+                but this transport does not encrypt, or it has no key but this transport encrypts
+                and knows no key for the address.
         """
 
     @abc.abstractmethod
     def hang_up(self, peer: PeerId) -> None:
-        """End a peer: no event of it follows, and sends to it are refused.
+        """End the link to a peer: no event of the peer follows, and sends to it are refused.
 
-        Accepted messages are still delivered for `linger_s`. A dialled peer sees the connection
-        close; further messages of an inbound peer are discarded. An unknown peer is ignored.
+        Accepted messages are still delivered for `linger_s`. The connection to a dialled peer is
+        closed; further messages of an inbound peer are discarded. An unknown peer is ignored.
         """
 
     @abc.abstractmethod
@@ -212,18 +227,19 @@ class Transport(abc.ABC):
         *,
         is_public: bool = False,
     ) -> bool:
-        """Queue a message to be sent to a peer, or drop it; never block.
+        """Queue a message to be sent to a peer, or drop the message; never block.
 
         Frames are not copied, so the caller must never change their memory.
 
         Args:
-            peer: the receiver.
-            frames: the message.
-            is_public: whether any machine may read it, so that it may use a bulk connection.
+            peer: the peer that is to receive the message.
+            frames: the frames of the message.
+            is_public: whether any machine may read the message, so that it may use a bulk
+                connection.
 
         Returns:
-            False if nothing was sent, because the peer is unknown, not connected, or has
-            `max_unsent_bytes` waiting.
+            Whether the message was queued. It was dropped if the peer is unknown or not connected,
+            or if `max_unsent_bytes` are waiting for the peer already.
 
         Raises:
             ValueError: if there is no frame, or the message exceeds `max_message_bytes`.
@@ -231,26 +247,28 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     async def receive(self) -> list[TransportEvent]:
-        """Wait for events and return them in order, at least one. One caller at a time.
+        """Wait for events and return them in order, at least one.
+
+        Only one caller at a time may wait.
 
         Raises:
-            TransportError: if the transport is closed, also while waiting.
+            TransportError: if the transport is closed, before the call or while it waits.
         """
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Deliver accepted messages for at most `linger_s`, then close all connections."""
+        """Deliver accepted messages for at most `linger_s` seconds, then close all connections."""
 
     @abc.abstractmethod
     def stats(self) -> TransportStats:
-        """Return the totals so far, as a copy."""
+        """Return a copy of the totals up to now."""
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Return host and port of "tcp://host:port" or "tcp://host:port#key".
+    """Return the host and the port of "tcp://host:port" or "tcp://host:port#key".
 
-    IPv6 addresses stand in brackets, as in tcp://[::1]:7700. Port 0 means "any free port" to a
-    listener. The key belongs to the process that listens there; `parse_key` returns it.
+    IPv6 addresses stand in brackets, as in tcp://[::1]:7700. For a listener port 0 means any free
+    port. The key is the key of the process that listens at the address; `parse_key` returns it.
 
     Raises:
         TransportError: if the address has another form.
@@ -271,30 +289,34 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def parse_key(address: str) -> bytes | None:
-    """Return the public key in an address, 32 bytes, or None if it has none."""
+    """Return the public key in an address, 32 bytes; None if the address has no key."""
     key = address.partition("#")[2]
     return base64.urlsafe_b64decode(key + "=") if len(key) == 43 else None
 
 
 def with_key(address: str, key: bytes) -> str:
-    """Return an address with this public key in the place of any that it had."""
+    """Return an address with this public key, in place of any key that the address had."""
     text = base64.urlsafe_b64encode(key).decode().rstrip("=")
     return f"{without_key(address)}#{text}"
 
 
 def without_key(address: str) -> str:
-    """Return the address without its key, and without a secret that may follow it."""
+    """Return an address without its key and without the secret that may follow the key."""
     return address.partition("#")[0]
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is on the loopback interface."""
+    """Return whether the host of an address is on the loopback interface."""
     host, _ = parse_address(address)
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def parse_dial_address(address: str) -> tuple[str, int]:
-    """Split an address that can be dialled: as `parse_address`, with a real port."""
+    """Return the host and the port of an address that can be dialled.
+
+    Raises:
+        TransportError: if the address has another form, or its port is 0.
+    """
     host, port = parse_address(address)
     if port == 0:
         raise TransportError(
@@ -305,7 +327,7 @@ def parse_dial_address(address: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """Join host and port to an address."""
+    """Return the address of a host and a port, with brackets around an IPv6 host."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -315,7 +337,7 @@ def checked_num_bytes(
     """Return the size of a message in bytes.
 
     Raises:
-        ValueError: if there is no frame, or together they exceed `max_message_bytes`.
+        ValueError: if there is no frame, or the frames together exceed `max_message_bytes`.
     """
     if not frames:
         raise ValueError("a message needs at least one frame")

@@ -1,8 +1,9 @@
-"""ZeroMQ transport: messages over TCP.
+"""The ZeroMQ transport: messages over TCP.
 
-Parents bind one ROUTER, and every dial is a DEALER. A `ZmqChannel` (`channel.py`) is one raw socket
-with its news. A `Listener` (`listener.py`) shares one channel among all inbound peers, which
-`admission.py` bounds. A `DialledLink` (`dialler.py`) owns at most one channel at a time.
+Parents bind one ROUTER, and every dial is a DEALER. A `ZmqChannel` (`channel.py`) is one raw
+socket, with the events of its connections. A `Listener` (`listener.py`) shares one channel among
+all inbound peers, which `admission.py` bounds. A `DialledLink` (`dialler.py`) owns at most one
+channel at a time.
 
     dialled    looking up -> connecting -> up (Connected) -> ended (Disconnected) -> backoff ->
     again
@@ -11,19 +12,20 @@ with its news. A `Listener` (`listener.py`) shares one channel among all inbound
 
 **One connection, one channel, one identity.** A dialled link opens a new channel for each attempt,
 because libzmq would mix the messages of two connections in one pipe. So libzmq's own reconnection
-is off. ZMQ_IMMEDIATE stays 0: 1 discards what a peer sent just before it closed. The end of a
-connection is reported only after its channel has been drained, so last messages come first. The
-ROUTER names each inbound connection itself (no routing id is sent), so a node that comes back after
-a half-open connection is a new peer and not a refused duplicate. libzmq reports the end of an
-inbound connection by its descriptor, so a peer's descriptor is read with its first message. libzmq
-reports the end before it closes the descriptor: a number is never assigned to two peers at once.
+is off. ZMQ_IMMEDIATE stays 0: with 1 messages that a peer sent just before it closed would be
+discarded. The end of a connection is reported only after its channel has been drained, so last
+messages come first. The ROUTER names each inbound connection itself (no routing id is sent), so a
+node that comes back after a half-open connection is a new peer and not a refused duplicate. libzmq
+reports the end of an inbound connection by its descriptor, so a peer's descriptor is read with its
+first message. libzmq reports the end before it closes the descriptor: a number is never assigned to
+two peers at once.
 
-**Backpressure: bytes are counted by what libzmq has released.** A ROUTER does not report how much
-waits for one peer. Its high-water mark counts messages, and it drops messages silently unless
-ROUTER_MANDATORY is set. So sends have no high-water mark. Instead pyzmq's tracker of a zero-copy
-frame reports that libzmq has passed the frame to the kernel. A connection sends in order, so one
-tracker covers all frames before it. The count is exact and needs no acknowledgements on the wire;
-one tracker per 64 KiB keeps it cheap. On the receiving side RCVHWM stops reading, TCP fills,
+**Backpressure: bytes are counted by what libzmq has released.** A ROUTER does not report how many
+bytes wait for one peer. Its high-water mark counts messages, and the ROUTER drops messages silently
+unless ROUTER_MANDATORY is set. So sends have no high-water mark. Instead pyzmq's tracker of a
+zero-copy frame reports that libzmq has passed the frame to the kernel. A connection sends in order,
+so one tracker covers all frames before it. The count is exact and needs no acknowledgements on the
+wire; one tracker per 64 KiB keeps it cheap. On the receiving side RCVHWM stops reading, TCP fills,
 trackers stay open, and `send` refuses.
 
 **Sockets are drained raw, on the loop.** A reader callback only marks a socket as readable.
@@ -151,18 +153,25 @@ class ZmqTransport(Transport):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop on which it was started."""
+        """The event loop on which the transport was started.
+
+        Raises:
+            TransportError: if the transport has not been started.
+        """
         if self._loop is None:
             raise TransportError("the transport has not been started")
         return self._loop
 
     @property
     def listen_address(self) -> str | None:
-        """Address at which it listens; after the start with the real port and its server key."""
+        """The address at which this transport listens; None if it only dials.
+
+        After the start it has the real port and the transport's server key.
+        """
         return self._listen_address
 
     async def start(self) -> None:
-        """Bind and listen, if there is an address."""
+        """Bind the address and listen, if there is an address."""
         await self.bind()
         try:
             self.listen()
@@ -171,10 +180,11 @@ class ZmqTransport(Transport):
             raise
 
     async def bind(self) -> None:
-        """Bind the address, and refuse connections until `listen` is called.
+        """Bind the address; connections are refused until `listen` is called.
 
         Raises:
-            TransportError: if the address cannot be bound; the message names it and the remedy.
+            TransportError: if the address cannot be bound; the message names the address and the
+                remedy.
         """
         self._loop = asyncio.get_running_loop()
         if self._listen_address is None:
@@ -193,7 +203,10 @@ class ZmqTransport(Transport):
         self._listen_address = address if key is None else with_key(address, key)
 
     async def _bind_bulk(self, host: str, wanted: int) -> socket.socket | None:
-        """Return a socket for bulk connections, at the wanted port or at any other."""
+        """Return a bound socket for bulk connections, at the port `wanted` or at any free port.
+
+        None if no port can be bound.
+        """
         for port in (wanted, 0):
             with contextlib.suppress(TransportError):
                 bound = await bound_socket(format_address(host, port), self._congestion_control)
@@ -211,7 +224,7 @@ class ZmqTransport(Transport):
         """Accept connections at the address that `bind` took.
 
         Raises:
-            TransportError: if the kernel refuses.
+            TransportError: if the kernel refuses to listen.
         """
         if self._bound is not None:
             bound, self._bound = self._bound, None
@@ -228,14 +241,14 @@ class ZmqTransport(Transport):
                 self._listen(self._bulk_listener, bound)
 
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
-        """Begin to connect."""
+        """Start to connect to `address`, and return the id of the peer."""
         self._check_open()
         peer = self.mint("out")
         self._peers[peer] = DialledLink(self, peer, address, has_bulk=has_bulk)
         return peer
 
     def hang_up(self, peer: PeerId) -> None:
-        """End a peer."""
+        """End the link to a peer: no event of the peer follows, and sends to it are refused."""
         match self._peers.pop(peer, None):
             case DialledLink() as link:
                 link.close()
@@ -250,7 +263,7 @@ class ZmqTransport(Transport):
         *,
         is_public: bool = False,
     ) -> bool:
-        """Queue a message to be sent; return False if the peer is away or its queue is full."""
+        """Queue a message; return False if the peer is not connected or its queue is full."""
         num_bytes = checked_num_bytes(frames, self.options.max_message_bytes)
         is_sent = False
         match self._peers.get(peer):
@@ -276,7 +289,7 @@ class ZmqTransport(Transport):
         return is_sent
 
     async def receive(self) -> list[TransportEvent]:
-        """Wait for events, and return at most one burst."""
+        """Wait until there are events, and return at most one burst of them."""
         if self._noted:
             await asyncio.sleep(0)  # a busy transport must not starve the rest of the loop
         while True:
@@ -292,7 +305,7 @@ class ZmqTransport(Transport):
                 await self._waiter
 
     async def close(self) -> None:
-        """Close all sockets; bounded by `linger_s`."""
+        """Close all sockets; accepted messages are still delivered for at most `linger_s`."""
         self._is_closed = True
         self._wake()
         for peer in self._peers.values():
@@ -315,36 +328,36 @@ class ZmqTransport(Transport):
         await asyncio.to_thread(self.context.term)
 
     def stats(self) -> TransportStats:
-        """Return the totals so far."""
+        """Return a copy of the totals up to now."""
         return dataclasses.replace(self.totals)
 
     def note(self, source: Listener | DialledLink) -> None:
-        """Remember that a channel has events for `receive`."""
+        """Remember that `source` has events, which the next `receive` takes."""
         self._noted[source] = None
         self._wake()
 
     def mint(self, prefix: str) -> PeerId:
-        """Return a new id."""
+        """Return a new peer id that begins with `prefix`."""
         return f"{prefix}-{next(self._ids)}"
 
     def adopt(self, inbound: Inbound) -> None:
-        """Add an inbound peer."""
+        """Add an inbound peer to the transport's peers."""
         self._peers[inbound.peer] = inbound
 
     def forget(self, inbound: Inbound) -> None:
-        """Remove an inbound peer whose connection has ended."""
+        """Remove an inbound peer, whose connection has ended, and its unused tokens."""
         self._peers.pop(inbound.peer, None)
         if self._admission is not None:
             for token in inbound.tokens:
                 self._admission.tokens.pop(token, None)
 
     def find_inbound(self, peer: PeerId) -> Inbound | None:
-        """Return an inbound peer; None after its end."""
+        """Return the inbound peer with this id; None if its connection has ended."""
         found = self._peers.get(peer)
         return found if isinstance(found, Inbound) else None
 
     def offer_bulk(self, inbound: Inbound) -> None:
-        """Send an inbound peer the bulk port and a token; port 0 if there is no bulk port."""
+        """Send an inbound peer the bulk port and a token; port 0 means there is no bulk port."""
         if self._admission is None or len(inbound.tokens) >= MAX_CONNECTIONS:
             return
         token = secrets.token_hex(TOKEN_BYTES).encode()
@@ -355,16 +368,16 @@ class ZmqTransport(Transport):
         inbound.outbox.send(offer, sum(map(len, offer)))
 
     def warn(self, place: str, reason: str, text: str) -> None:
-        """Log a warning, unless it was logged for this place within the last minute.
+        """Log a warning, unless it was logged for this place and reason within the last minute.
 
-        So redials and several links to one place do not repeat it.
+        So redials and several links to one place do not repeat the warning.
         """
         line = self._warnings.say(place, reason, text, now=self.loop.time())
         if line is not None:
             _log.warning("%s", line)
 
     def server_keys(self, address: str) -> tuple[bytes | None, ...]:
-        """Return the possible keys of the process at `address`; a key None means no encryption."""
+        """Return the keys that the process at `address` may have; None means no encryption."""
         if self._keys is not None:
             return self._keys.server_keys(address)
         if parse_key(address) is not None:
@@ -382,10 +395,10 @@ class ZmqTransport(Transport):
         on_readable: Callable[[], None],
         on_news: OnNews,
     ) -> ZmqChannel:
-        """Open a DEALER that makes one attempt.
+        """Open a DEALER socket that makes one attempt to connect.
 
         Raises:
-            TransportError: if no socket can be made now.
+            TransportError: if libzmq cannot make a socket now.
         """
         more = {**security, zmq.IPV6: int(":" in host), zmq.RECONNECT_IVL: _NEVER_MS}
         try:
@@ -402,7 +415,10 @@ class ZmqTransport(Transport):
         return channel
 
     def curve_of(self, server_key: bytes | None) -> dict[int, int | bytes]:
-        """Return the options that encrypt a link to the owner of this server key; {} for None."""
+        """Return the socket options that encrypt a link to the owner of this server key.
+
+        For None, which means no encryption, there are no options.
+        """
         if self._keys is None or server_key is None:
             return {}
         client = self._keys.client

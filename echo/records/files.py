@@ -1,4 +1,4 @@
-"""Atomic files, and directories that one process locks."""
+"""Writes files atomically, and locks directories for one process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ _READ_BYTES = 16 << 20
 def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> int:
     """Lock a directory for this process until the descriptor is closed or the process ends.
 
+    Return the descriptor of the lock file.
+
     Args:
-        directory: created if missing, readable by its owner only.
-        name: the file that is locked and has the process id.
-        called: the name of the directory in messages.
-        in_use: the message if another process has locked it; its process id replaces "{}".
+        directory: the directory to lock; it is created if it is missing, and only its owner may
+            read it.
+        name: the name of the file that is locked; this process's id is written into it.
+        called: what messages call the directory.
+        in_use: the message if another process has locked the directory; the id of that process
+            replaces "{}".
 
     Raises:
         StorageError: if the directory cannot be locked, or another process has locked it.
@@ -53,12 +57,12 @@ def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> i
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write or replace a file atomically, and sync it to the disk.
+    """Write a file atomically, or replace its content, and sync the file to the disk.
 
-    `mode` is the file's mode before the umask.
+    `mode` is the permission mode of a new file, before the umask.
 
     Raises:
-        OSError: if it cannot be written; the previous file is kept.
+        OSError: if the file cannot be written; the previous file is kept.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -75,7 +79,7 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def make_private_directory(path: Path) -> None:
-    """Create a directory, and let only its owner read it.
+    """Create a directory if it is missing, and let only its owner read it.
 
     Raises:
         OSError: if the directory cannot be created or its mode cannot be changed.
@@ -85,7 +89,7 @@ def make_private_directory(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Sync the bytes of a file, or the names in a directory, to the disk."""
+    """Write the content of a file, or the names in a directory, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -96,8 +100,8 @@ def sync_path(path: Path) -> None:
 def hash_file(path: Path) -> str:
     """Return the BLAKE3 hash of a file as hexadecimal digits.
 
-    The file is read, not mapped into memory: a bad sector then raises OSError and does not kill the
-    process.
+    The file is read, not mapped into memory: if a sector is bad, the function raises OSError, and
+    the process is not killed.
     """
     digest = blake3(max_threads=blake3.AUTO)
     with path.open("rb") as file:

@@ -1,6 +1,7 @@
-"""The learner's ledger: a record of what happened to every group.
+"""The learner's ledger: records of what happened to every group of prompts.
 
-Records are on the disk before any node is informed. Files in the run's directory, format 2:
+A record is on the disk before any node is informed of the event. Files in the run's directory,
+format 2:
 
 * `ledger.sqlite`, small and never deleted. The table `records` has a row for each event: `seq` (1,
   2, 3, ... without a gap), `body` (a JSON object: `kind`, `at` in Unix seconds, and the fields of
@@ -15,18 +16,18 @@ Records are on the disk before any node is informed. Files in the run's director
 Other programs can read the table, or the JSON lines of `echo-rl ledger RUN`.
 
 Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
-step > f: these steps were abandoned. The remaining records are the surviving line. There every
-accepted group has at most one end, and exactly one after the run has finished. A discard is never
-voided.
+step > f: these steps were abandoned. The remaining records are the surviving line. On this line
+every accepted group has at most one end (it was trained or discarded), and exactly one after the
+run has finished. A discard is never voided.
 
 Durability. The event loop never waits for the disk: it appends to a queue in memory. Another
 thread, one at a time, writes the whole queue in order, or nothing of it (`commit`). After `commit`
 the records survive a kill of the process (write-ahead log, synchronous = NORMAL); after `sync` they
 survive a power cut too (FULL). So a record is committed before other nodes are informed of it. It
-is synced before another copy is dropped: a worker's copy of an acknowledged group, or a checkpoint
-that a newer one replaces. After a kill or a power cut the ledger has a prefix of the committed
-records, with all synced ones. All processes that have the ledger open share memory for the
-write-ahead log, so on a network volume they must run on the learner's machine.
+is synced before another copy of the same data is dropped: a worker's copy of an acknowledged group,
+or a checkpoint that a newer one replaces. After a kill or a power cut the ledger has a prefix of
+the committed records, with all synced ones. All processes that have the ledger open share memory
+for the write-ahead log, so on a network volume they must run on the learner's machine.
 """
 
 from __future__ import annotations
@@ -53,23 +54,27 @@ from echo.records.files import lock_directory, sync_path, write_file
 from echo.wire.codec import Frame, decode_group
 
 FORMAT = 2
-"""Raised with every new kind of record."""
+"""Number of the ledger's format; it is raised with every new kind of record."""
 FILE = "ledger.sqlite"
 HEAD = "ledger.head"
 HEAD_FORMAT = b"%020d\n"
-"""All numbers have the same size, so that they can be overwritten in place."""
+"""Format of the number in `ledger.head`; all numbers have the same length, so they can be
+overwritten in place."""
 GROUPS = "groups"
 GROUP_FILE_BYTES = 64 << 20
-"""Size at which the next group file begins; small, so that files can be deleted early."""
+"""Size, in bytes, at which the next group file begins; small, so that files can be deleted early.
+"""
 BUSY_S = 30.0
-"""Seconds to wait for a lock of SQLite; readers hold a lock for milliseconds."""
+"""Seconds to wait for a lock of SQLite; readers hold such a lock for milliseconds."""
 LOG_RECORDS = 2000
-"""Records after which the write-ahead log, then some MB, is moved into the database."""
+"""Number of records after which the write-ahead log, by then some MB, is moved into the database.
+"""
 READ_ROWS = 2000
-"""Rows per query; this bounds the time for which a reader holds a lock."""
+"""Number of rows per query, which limits the time for which a reader holds a lock."""
 
 _SQLITE_ERRORS = sqlite3.Error, UnicodeDecodeError
-"""Errors that reading raises; UnicodeDecodeError if the text of SQLite's error is damaged."""
+"""Errors that reading the database can raise; UnicodeDecodeError if the text of SQLite's error is
+damaged."""
 _SCHEMA = """
 CREATE TABLE records (
     seq INTEGER PRIMARY KEY,
@@ -85,34 +90,37 @@ CREATE TABLE records (
 
 
 class Began(Record, tag="lineage"):
-    """The learner started; the first lineage has fork_step 0."""
+    """The learner started, and with it a new lineage of the run.
+
+    `fork_step` is the step from which the lineage continues; 0 for the first lineage.
+    """
 
     lineage: int
     fork_step: int
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """The place of a group's bytes; a JSON array of four."""
+    """Where a group's bytes are stored; in JSON an array of these four values."""
 
     file: str
-    """Name in the directory of group files."""
+    """Name of the group file."""
     offset: int
     length: int
     hash: str
-    """BLAKE3 of the bytes, in hexadecimal digits."""
+    """BLAKE3 hash of the bytes, in hexadecimal digits."""
 
 
 class Accepted(Record, tag="accepted"):
-    """A worker's result was accepted; its bytes are in a group file."""
+    """A worker's group was accepted; the bytes of the group are in a group file."""
 
     group: int
     attempt: int
     worker: str
     versions: tuple[PolicyVersion, ...]
     version_tokens: tuple[int, ...]
-    """Trainable tokens of each of `versions` at acceptance."""
+    """Number of trainable tokens that each of `versions` had sampled, at acceptance."""
     tokens: int
-    """Completion tokens, masked ones included."""
+    """Number of completion tokens, masked ones included."""
     rewards: tuple[float, ...]
     place: Place
 
@@ -123,12 +131,13 @@ class Trained(Record, tag="trained"):
     lineage: int
     step: int
     consumed_at: int
-    """Optimizer steps done before this one."""
+    """Number of optimizer steps done before this one."""
     groups: tuple[int, ...]
     staleness: dict[int, int]
-    """Trained tokens by staleness."""
+    """Number of trained tokens by staleness."""
     trimmed: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
-    """Group -> tokens of each remaining version, for groups whose older tokens were masked."""
+    """Group -> number of tokens of each remaining version, for groups in which stale tokens were
+    masked."""
 
 
 class Published(Record, tag="published"):
@@ -142,9 +151,9 @@ class Sealed(Record, tag="sealed"):
 
     version: PolicyVersion
     root: str
-    """Hexadecimal digits."""
+    """The root hash of the version's manifest, in hexadecimal digits."""
     image_hash: str
-    """Hexadecimal digits."""
+    """The hash of the version's image, in hexadecimal digits."""
 
 
 class Checkpointed(Record, tag="checkpoint"):
@@ -155,10 +164,10 @@ class Checkpointed(Record, tag="checkpoint"):
 
 
 class Finished(Record, tag="finished"):
-    """All steps are made, saved and exported, and every node was informed."""
+    """The run has finished: all steps are made, saved and exported, and every node was informed."""
 
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps that the run has made."""
 
 
 class BoundChanged(Record, tag="bound"):
@@ -178,17 +187,17 @@ class ActivationChanged(Record, tag="activation"):
     activated: tuple[str, ...]
     deactivated: tuple[str, ...]
     numbers: dict[str, Any] = msgspec.field(default_factory=dict)
-    """The numbers behind the decision."""
+    """The numbers on which the decision was based."""
 
 
 class Cost(Record, tag="cost"):
-    """Costs of the run up to a step; a resumed run continues from them."""
+    """The costs of the run up to a step; a resumed run continues to count from them."""
 
     step: int
     total: float
-    """$."""
+    """$ spent since the start of the run."""
     per_h: float
-    """$ per hour at this step."""
+    """$ per hour at the time of this step."""
 
 
 AnyRecord = (
@@ -206,7 +215,7 @@ def _hash(seq: int, body: bytes) -> bytes:
 
 
 def _tokens_by_version(group: Group) -> tuple[int, ...]:
-    """Return the number of trainable tokens of each of the group's versions, in their order."""
+    """Return how many trainable tokens each of the group's versions sampled, in their order."""
     rows = np.concatenate(
         [rollout.policy_versions[rollout.completion_mask] for rollout in group.rollouts]
     )
@@ -216,7 +225,10 @@ def _tokens_by_version(group: Group) -> tuple[int, ...]:
 
 
 def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[int, int]:
-    """Return the trained tokens by staleness of the step after `consumed_at` other steps."""
+    """Return how many trained tokens of the groups have each staleness.
+
+    `consumed_at` is the number of optimizer steps done before the step that trains the groups.
+    """
     steps = np.concatenate(
         [r.policy_versions[r.completion_mask, 1] for group in groups for r in group.rollouts]
     )
@@ -228,14 +240,14 @@ def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[in
 
 
 class LedgerQueue(ABC):
-    """The queue of records and groups of a run, and the interface of its storage.
+    """A queue of a run's records and groups, and the interface of the storage behind it.
 
     `append` and `store` only fill the queue and may be called in the event loop. The other methods
-    write, one at a time, and are for threads that may wait for the disk.
+    access the disk, one method at a time, so only threads that may wait for the disk call them.
     """
 
     def __init__(self, run_dir: Path, *, spool_bytes: float) -> None:
-        """Begin with an empty queue; `store` fails beyond `spool_bytes` of group files."""
+        """Start with an empty queue; `store` fails if group files exceed `spool_bytes`."""
         self.run_dir = run_dir
         self.spool_bytes = spool_bytes
         self.num_records = 0
@@ -245,23 +257,24 @@ class LedgerQueue(ABC):
         self._used_bytes = 0
 
     def now(self) -> float:
-        """Return the time for records, in Unix seconds."""
+        """Return the present time for records, in Unix seconds."""
         return time.time()
 
     @property
     def has_queued(self) -> bool:
-        """Whether the queue has records for the next `commit` or `sync`."""
+        """Whether the queue has records that the next `commit` or `sync` would write."""
         return bool(self._queue)
 
     def append(self, record: AnyRecord) -> None:
-        """Append a record to the queue; the next `commit` writes it."""
+        """Append a record to the queue; the next `commit` or `sync` writes it."""
         with self._queue_lock:
             self._queue.append((self._stamped(record), ()))
 
     def store(self, group: Group, header: Frame, arrays: Frame) -> None:
-        """Append an accepted group to the queue; it may be acknowledged after the next `sync`.
+        """Append an accepted group to the queue; the next `commit` or `sync` writes it.
 
-        Header and arrays are the received frames; they must not change before they are written.
+        The group may be acknowledged to its worker after the next `sync`. `header` and `arrays` are
+        the received frames, which must not change before they are written.
 
         Raises:
             StorageError: if the group files would take more than `spool_bytes`.
@@ -292,25 +305,29 @@ class LedgerQueue(ABC):
         return record if record.at else msgspec.structs.replace(record, at=round(self.now(), 3))
 
     def commit(self) -> None:
-        """Write the queue; the records then survive a kill of the process.
+        """Write the queue to the disk; its records then survive a kill of the process.
 
         Raises:
-            StorageError: if writing fails; the queue is kept, and the disk has none of its records.
+            StorageError: if writing fails. The queue is kept, and none of its records is on the
+                disk.
         """
         with self._write_lock:
             self._write_queue(durably=False)
 
     def sync(self) -> None:
-        """Write the queue; its records and all earlier ones then survive a power cut.
+        """Write the queue to the disk; all records then survive a power cut.
 
         Raises:
-            StorageError: as in `commit`.
+            StorageError: if writing fails, as in `commit`.
         """
         with self._write_lock:
             self._write_queue(durably=True)
 
     def trained(self, groups: Sequence[Group], *, lineage: int, consumed_at: int) -> dict[int, int]:
-        """Commit the record of an optimizer step; return its trained tokens by staleness."""
+        """Commit the record of an optimizer step that has trained these groups.
+
+        Return the number of trained tokens by staleness.
+        """
         staleness = staleness_of_groups(groups, consumed_at=consumed_at)
         self.append(
             Trained(
@@ -327,19 +344,19 @@ class LedgerQueue(ABC):
 
     @abstractmethod
     def records(self) -> Iterator[AnyRecord]:
-        """Yield the written records, oldest first."""
+        """Yield the records that have been written, oldest first."""
 
     @abstractmethod
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Sync the record of a checkpoint, and drop groups that have finally ended.
+        """Sync the record of a checkpoint, and drop the bytes of groups no longer needed.
 
-        The bytes of groups that were trained after `oldest_step` are kept: a resume from the oldest
-        kept checkpoint, made at this step, needs them.
+        A group is needed while it has not ended, or if it was trained after `oldest_step`: a resume
+        from the oldest kept checkpoint, which was made at that step, trains it again.
         """
 
     @abstractmethod
     def load(self, group_id: int, place: Place) -> Group:
-        """Read a group from the disk, after a restart.
+        """Read a group from the disk after the learner has restarted.
 
         Raises:
             StorageError: if the group is missing or damaged.
@@ -347,30 +364,33 @@ class LedgerQueue(ABC):
 
     @abstractmethod
     def free_unused(self) -> None:
-        """Drop the groups that were not loaded after a restart."""
+        """Drop the bytes of groups that were not loaded after the learner has restarted."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write the queue and close the files."""
+        """Write the queue to the disk and close the files."""
 
     @abstractmethod
     def release(self) -> None:
-        """Close the files; records in the queue are lost."""
+        """Close the files without writing the queue, whose records are lost."""
 
     @abstractmethod
     def _write_queue(self, *, durably: bool) -> None:
-        """Write the queue; the caller holds the write lock."""
+        """Write the queue to the disk; the caller holds the write lock.
+
+        If `durably`, all records then survive a power cut.
+        """
 
 
 class Ledger(LedgerQueue):
-    """The ledger of a run, open for writing."""
+    """The ledger of a run on the disk, open for writing."""
 
     def __init__(self, run_dir: Path, *, spool_bytes: int) -> None:
         """Open or create the ledger of a run.
 
         Raises:
             StorageError: if the ledger cannot be opened, is damaged, has another format, or is open
-                in another learner.
+                in another learner process.
         """
         super().__init__(run_dir, spool_bytes=spool_bytes)
         self.path = run_dir / FILE
@@ -402,12 +422,12 @@ class Ledger(LedgerQueue):
         self._used_bytes = sum(path.stat().st_size for path in files)
 
     def _group_files(self) -> set[Path]:
-        """Return the group files, without other files in their directory."""
+        """Return the paths of the group files; other files in their directory are ignored."""
         found = self._groups_dir.glob("*.bin")
         return {p for p in found if p.stem.isdecimal() and p.stem == f"{int(p.stem):06d}"}
 
     def _open_database(self) -> sqlite3.Connection:
-        """Connect with a write-ahead log, and create the table in a new database.
+        """Connect to the database with a write-ahead log; create the table in a new database.
 
         Raises:
             StorageError: if the volume does not support a write-ahead log.
@@ -427,13 +447,16 @@ class Ledger(LedgerQueue):
         return database
 
     def records(self) -> Iterator[AnyRecord]:
-        """Yield the written records, as `read_records` does."""
+        """Yield the records that have been written, oldest first, as `read_records` does."""
         return read_records(self.run_dir)
 
     # --- what the disk thread does ---------------------------------------------------------------
 
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Sync the record of a checkpoint; delete the files whose groups have all finally ended."""
+        """Sync the record of a checkpoint; delete the group files that are no longer needed.
+
+        A file is deleted if all its groups have ended, and none was trained after `oldest_step`.
+        """
         self.append(Checkpointed(lineage=lineage, step=step))
         with self._write_lock:
             self._write_queue(durably=True)
@@ -475,7 +498,7 @@ class Ledger(LedgerQueue):
                 self._empty_log()
 
     def _put(self, parts: Sequence[Frame]) -> Place:
-        """Append a group to the current group file."""
+        """Append the bytes of a group to the current group file; return where they are."""
         if self._file is None or self._file.tell() >= GROUP_FILE_BYTES:
             self._next_file()
         file = self._file
@@ -524,7 +547,7 @@ class Ledger(LedgerQueue):
             os.pwrite(self._head, HEAD_FORMAT % self.num_records, 0)
 
     def _empty_log(self) -> None:
-        """Move the write-ahead log into the database, unless another process is reading."""
+        """Move the write-ahead log into the database, unless another process is reading it."""
         self._database.execute("PRAGMA busy_timeout = 100")
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._database.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000)}")
@@ -540,7 +563,7 @@ class Ledger(LedgerQueue):
             yield
 
     def _note(self, record: AnyRecord) -> None:
-        """Update the accepted groups of each file, and the step at which each group ended."""
+        """Note an accepted group in its file, or the step at which a group ended."""
         match record:
             case Accepted():
                 self._unended.setdefault(record.place.file, set()).add(record.group)
@@ -552,7 +575,7 @@ class Ledger(LedgerQueue):
     # --- groups after a restart ------------------------------------------------------------------
 
     def load(self, group_id: int, place: Place) -> Group:
-        """Read a group back, as after a restart.
+        """Read a group from its file after the learner has restarted.
 
         Raises:
             StorageError: if the group's file is missing or damaged.
@@ -596,7 +619,7 @@ class Ledger(LedgerQueue):
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Sync, and leave a database that needs no log file."""
+        """Sync the queue, close the files, and leave a database that needs no log file."""
         with self._write_lock:
             self._write_queue(durably=True)
             with _named(self.run_dir):
@@ -607,7 +630,7 @@ class Ledger(LedgerQueue):
         self.release()
 
     def release(self) -> None:
-        """Close the files unless they are closed; records in the queue are lost."""
+        """Close the files, if they are open, without writing the queue, whose records are lost."""
         with self._write_lock:
             if self._lock_file < 0:
                 return
@@ -620,7 +643,10 @@ class Ledger(LedgerQueue):
 
 @contextmanager
 def _named(directory: Path, what: str = "the ledger") -> Iterator[None]:
-    """Raise a StorageError with the file and the remedy for an error of the disk."""
+    """Within the block, raise a StorageError for any error of the disk or of SQLite.
+
+    The message names the directory and the remedy.
+    """
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -656,10 +682,10 @@ def _connect(path: Path, *, is_read_only: bool = False) -> sqlite3.Connection:
 
 
 def _connect_to_write(path: Path) -> sqlite3.Connection:
-    """Connect with a write-ahead log.
+    """Connect to a database with a write-ahead log.
 
     Raises:
-        sqlite3.OperationalError: if the volume does not support it.
+        sqlite3.OperationalError: if the volume does not support a write-ahead log.
     """
     with ExitStack() as undo:
         database = undo.enter_context(closing(_connect(path)))
@@ -674,7 +700,7 @@ def _connect_to_write(path: Path) -> sqlite3.Connection:
 
 
 def _count_records(database: sqlite3.Connection, run_dir: Path) -> int:
-    """Check the format, and return the number of records.
+    """Check the format of the database, and return the number of its records.
 
     Raises:
         StorageError: if the format is different, or records at the end are missing.
@@ -708,7 +734,7 @@ def _damaged(path: Path, what: str) -> StorageError:
 
 
 def _read_rows(run_dir: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (seq, body) of each record, oldest first, after a check of its hash.
+    """Yield (seq, body) of each record, oldest first, after checking the record's hash.
 
     Raises:
         DataError: if the run has no ledger.
@@ -741,10 +767,10 @@ def _read_rows(run_dir: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_lines(run_dir: Path) -> Iterator[str]:
-    """Yield the records of a run as JSON texts, oldest first.
+    """Yield the records of a run as JSON texts, one per record, oldest first.
 
     Raises:
-        DataError, StorageError: as in `read_records`.
+        DataError, StorageError: for the same reasons as `read_records`.
     """
     for _, body in _read_rows(run_dir):
         yield body.decode()
@@ -753,7 +779,7 @@ def read_lines(run_dir: Path) -> Iterator[str]:
 def read_records(run_dir: Path) -> Iterator[AnyRecord]:
     """Yield the records of a run, oldest first.
 
-    The run may still be running: records that are written during the reading are left out.
+    The run may be under way; records that are written while this function reads are left out.
 
     Raises:
         DataError: if the run has no ledger.
@@ -767,7 +793,7 @@ def read_records(run_dir: Path) -> Iterator[AnyRecord]:
 
 
 def lock_run(run_dir: Path) -> int:
-    """Lock a run for this process until the descriptor is closed.
+    """Lock a run for this process until the returned descriptor is closed.
 
     Raises:
         StorageError: if another learner has locked it.
@@ -781,7 +807,7 @@ def lock_run(run_dir: Path) -> int:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return whether a directory has a run with records, which can only be resumed.
+    """Return whether a directory has a run with records; such a run can only be resumed.
 
     Raises:
         StorageError: if the ledger cannot be read.
@@ -794,23 +820,27 @@ def has_begun(run_dir: Path) -> bool:
 
 @dataclass(slots=True)
 class LedgerState:
-    """The state of a run's groups, without the steps that a return to a checkpoint has undone."""
+    """The state of a run's groups after a return to a checkpoint.
+
+    Steps that were made after the checkpoint do not count.
+    """
 
     lineages: tuple[Lineage, ...] = ()
     next_group_id: int = 0
     finished: set[int] = field(default_factory=set)
-    """Groups that were accepted or have ended."""
+    """Ids of the groups that were accepted or discarded."""
     granted: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Granted groups that are still open: id -> attempt -> worker."""
+    """Granted groups that were neither accepted nor discarded: group id -> attempt -> worker."""
     waiting: dict[int, Place] = field(default_factory=dict)
-    """Accepted groups without an end, with their places."""
+    """Accepted groups that were neither trained nor discarded, with the places of their bytes."""
     staleness_tokens: dict[int, int] = field(default_factory=dict)
 
 
 def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> LedgerState:
     """Return the state of a run after a return to the checkpoint of `step` in `lineage`.
 
-    The records are the run's, oldest first; trained records after the checkpoint are void.
+    `records` are all records of the run, oldest first. Records of steps that were trained after the
+    checkpoint are void.
 
     Raises:
         StorageError: if a later lineage has abandoned the checkpoint, or records of steps before it
@@ -864,24 +894,24 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
 
 @dataclass(slots=True)
 class LedgerTotals:
-    """Totals of the records of a run; steps count only if they are on the surviving line."""
+    """Totals over the records of a run; only steps on the surviving line count."""
 
     num_tokens: int = 0
-    """Completion tokens of the accepted groups."""
+    """Number of completion tokens of the accepted groups."""
     num_trained: int = 0
-    """Groups trained on."""
+    """Number of groups that were trained on."""
     discarded: dict[str, int] = field(default_factory=dict)
-    """Groups discarded, by reason."""
+    """Number of discarded groups, by reason."""
     staleness_tokens: dict[int, int] = field(default_factory=dict)
-    """Trained tokens by staleness."""
+    """Number of trained tokens, by staleness."""
     lineage_starts: list[float] = field(default_factory=list)
     """Unix seconds at which each lineage began."""
     cost: Cost | None = None
-    """The newest costs; None if nothing has a price."""
+    """The newest record of the costs; None if no machine has a price."""
 
 
 def totals_of(records: Iterable[AnyRecord]) -> LedgerTotals:
-    """Return the totals of a run's records."""
+    """Return the totals over the records of a run."""
     totals = LedgerTotals()
     lineages: list[Lineage] = []
     steps: list[Trained] = []
@@ -910,15 +940,15 @@ class Delivery:
 
     worker: str
     granted_at: float
-    """Unix seconds."""
+    """Unix seconds at which the group was granted."""
     accepted_at: float
-    """Unix seconds."""
+    """Unix seconds at which the group was accepted."""
     num_tokens: int
-    """Completion tokens of all rollouts."""
+    """Number of completion tokens of all rollouts."""
 
 
 def deliveries_of(records: Iterable[AnyRecord]) -> list[Delivery]:
-    """Return the accepted deliveries of workers, in order of acceptance."""
+    """Return the groups that workers delivered and the learner accepted, in that order."""
     granted: dict[tuple[int, int], float] = {}
     found = []
     for record in records:

@@ -1,7 +1,7 @@
-"""Reading metrics.jsonl and config.json of a run.
+"""Reads metrics.jsonl and config.json of a run.
 
-A crash may have cut the last line of metrics.jsonl; that line is left out. Any other damage is an
-error that names the line. Rows of steps that a resume abandoned are left out too.
+If a crash has cut off the last line of metrics.jsonl, that line is left out. Any other damage is an
+error that names the line. Rows of steps that a resume has abandoned are left out, too.
 
 A worker's rate is its completion tokens divided by the time in which it held at least one group,
 from grant to acceptance. Time without a lease does not lower it.
@@ -28,30 +28,30 @@ MetricsRow = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A held-out evaluation of one version."""
+    """The result of evaluating one version on held-out prompts."""
 
     step: int
     sampled: float
-    """Mean reward at the run's sampling temperature."""
+    """Mean reward of answers sampled at the run's temperature."""
     greedy: float
-    """Mean reward of greedy decoding."""
+    """Mean reward of answers decoded greedily."""
     num_errors: int = 0
-    """Number of failed rewards, which count as 0."""
+    """Number of answers whose reward failed; they count as 0."""
     is_rate: bool = True
     """Whether every reward was 0 or 1, so that the means are pass rates."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsHistory:
-    """The rows of metrics.jsonl that belong to the surviving history of the run."""
+    """The rows of metrics.jsonl whose steps belong to the surviving history of the run."""
 
     train: tuple[MetricsRow, ...] = ()
-    """Rows of optimizer steps in order; all have `reward/mean`."""
+    """Rows of optimizer steps, in order; each has `reward/mean`."""
     evaluations: tuple[Evaluation, ...] = ()
     broadcast_bytes: float = 0
     """Sum of `broadcast/bytes` of all rows, those of abandoned steps included."""
     times: tuple[float, ...] = ()
-    """Unix seconds of all rows, in the order of writing."""
+    """Unix seconds of all rows, in the order in which they were written."""
 
     @property
     def evals_are_rates(self) -> bool:
@@ -60,11 +60,13 @@ class MetricsHistory:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, MetricsRow]]:
-    """Yield (line number from 1, object) per line; an incomplete last line is left out.
+    """Yield (line number from 1, JSON object) for each line of a file.
+
+    An incomplete last line is left out.
 
     Raises:
         DataError: if the file is missing.
-        StorageError: if it cannot be read or a line before the last is damaged.
+        StorageError: if the file cannot be read, or a line before the last is damaged.
     """
     try:
         with path.open("rb") as file:
@@ -82,11 +84,11 @@ def json_lines(path: Path) -> Iterator[tuple[int, MetricsRow]]:
 
 
 def read_config(run_dir: Path) -> MetricsRow:
-    """Return the resolved configuration of a run.
+    """Return the resolved configuration that a run has saved.
 
     Raises:
-        DataError: if the run has no configuration.
-        StorageError: if it is damaged.
+        DataError: if the run has saved no configuration.
+        StorageError: if the file is damaged.
     """
     path = run_dir / "config.json"
     try:
@@ -98,10 +100,15 @@ def read_config(run_dir: Path) -> MetricsRow:
 
 
 def read_metrics(run_dir: Path) -> MetricsHistory:
-    """Return the metrics of a run.
+    """Return the metrics of a run without rows of abandoned steps.
 
-    The first row of a new lineage shows the step at which the run was resumed: later steps of older
-    lineages are left out. The same holds if a step is repeated within a lineage.
+    The first row of a new lineage shows the step at which the run was resumed, and rows of later
+    steps in older lineages are left out. If a step is repeated within a lineage, its earlier rows
+    are left out, too.
+
+    Raises:
+        DataError: if the run has no metrics.
+        StorageError: if the file is damaged.
     """
     path = run_dir / "metrics.jsonl"
     train: list[MetricsRow] = []
@@ -153,7 +160,10 @@ def _finite(row: MetricsRow, key: str, where: str) -> float:
 
 
 def _evaluation(row: MetricsRow, step: int) -> Evaluation | None:
-    """Return the evaluation in a row (eval/<task>/reward and eval/<task>/greedy), or None."""
+    """Return the evaluation that a row of metrics contains; None if it contains none.
+
+    Its keys are eval/<task>/reward and eval/<task>/greedy.
+    """
     values = {k.rpartition("/")[2]: v for k, v in row.items() if k.startswith("eval/")}
     sampled, greedy = values.get("reward"), values.get("greedy")
     if sampled is None or greedy is None:
@@ -169,40 +179,40 @@ def _evaluation(row: MetricsRow, step: int) -> Evaluation | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRate:
-    """The rate of a worker."""
+    """How fast a worker delivered groups."""
 
     tokens_per_s: float
-    """Completion tokens per second, while the worker held a group."""
+    """Completion tokens per second during the time in which the worker held at least one group."""
     concurrency: int
-    """Largest number of rollouts that it held at a time."""
+    """Largest number of rollouts that the worker held at the same time."""
     group_s: float
-    """Median seconds from grant to acceptance of a group."""
+    """Median seconds from the grant of a group to its acceptance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRates:
-    """The rates of a run, for a comparison with a simulation."""
+    """The rates that a run has measured, for a comparison with a simulation."""
 
     name: str
     num_steps: int
     job: Job
-    """The job with the run's measured times, lengths and sizes."""
+    """The job, with the times, lengths and sizes that the run has measured."""
     workers: Mapping[str, WorkerRate]
     broadcast_s: float
-    """Median seconds of a broadcast; 0 without a recorded one."""
+    """Median seconds of a broadcast; 0 if no broadcast was recorded."""
     idle_share: float
-    """Recorded share of the learner's time spent waiting."""
+    """Share of the learner's time spent waiting, as recorded."""
     useful_share: float
-    """Recorded share of groups with unequal rewards."""
+    """Share of the groups whose rewards were not all equal, as recorded."""
 
 
 def values_of(rows: Sequence[MetricsRow], key: str) -> list[float]:
-    """Return the values of a metric in the rows that have it."""
+    """Return the values of a metric, from the rows that have it."""
     return [row[key] for row in rows if row.get(key) is not None]
 
 
 def rates_of(deliveries: Iterable[Delivery], group_size: int) -> dict[str, WorkerRate]:
-    """Return the rates of workers by name, from their deliveries."""
+    """Return how fast each worker delivered groups, by the worker's name."""
     by_worker: dict[str, list[Delivery]] = {}
     for each in deliveries:
         by_worker.setdefault(each.worker, []).append(each)
@@ -226,7 +236,7 @@ def _rate(deliveries: list[Delivery], group_size: int) -> WorkerRate:
 
 
 def tokens_by_staleness(rows: Iterable[MetricsRow]) -> dict[int, int]:
-    """Return trained tokens by staleness, the sum of `staleness/hist` over metric rows."""
+    """Return the number of trained tokens by staleness, summed over rows of metrics."""
     totals: dict[int, int] = {}
     for row in rows:
         histogram: Mapping[str, int] = row.get("staleness/hist") or {}
