@@ -1,7 +1,7 @@
-"""Actions: what a role requests from the process around it.
+"""Actions: what a role asks the process around it to do.
 
-Roles and planes decide and never act. Their methods return lists of actions, which the node
-(`runtime/node.py`) or a test executes in order.
+Roles decide and never act, and so do their planes (parts such as the weights plane). Their methods
+return lists of actions, which the node (`runtime/node.py`) or a test executes in order.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ from echo.wire.seals import Channel
 
 
 class Action:
-    """A request of a role; the actions of one plane are defined in its own modules."""
+    """Something that a role asks its process to do; planes define actions in their own modules."""
 
     __slots__ = ()
 
 
 class Work(Action):
-    """Work for a thread; the role receives the result (`worked`)."""
+    """An action that takes long: a thread runs it, and the role's `worked` gets the result."""
 
     __slots__ = ()
 
     def run(self) -> str:
-        """Do the work, in any thread; return what is wrong with it, or an empty string."""
+        """Do the work, in any thread; return text on what failed, or "" if nothing failed."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Action):
-    """Pass frames to the transport; frames that it refuses are lost, which the protocol permits."""
+    """Pass frames to the transport, to be sent to a peer.
+
+    If the transport refuses the frames, they are lost; the protocol permits a lost message.
+    """
 
     peer: str
     frames: Sequence[Frame]
@@ -45,7 +48,7 @@ class Send(Action):
 
 @dataclass(frozen=True, slots=True)
 class Dial(Action):
-    """Connect to an address and report the new peer with the role's `dialled`."""
+    """Connect to an address; the role's `dialled` gets the id of the new peer."""
 
     address: str
     purpose: str
@@ -60,20 +63,21 @@ class HangUp(Action):
 
 @dataclass(frozen=True, slots=True)
 class Note(Action):
-    """A log message for the operator."""
+    """Log a message for the operator."""
 
     level: str
     """"info" or "warning"."""
     text: str
     topic: str = ""
-    """If set, one message per minute on this topic is logged; others are counted."""
+    """If set, at most one message per minute on this topic is logged; the other messages are
+    counted."""
     ends: str = ""
-    """The topic that this message ends: waiting messages on it are dropped."""
+    """The topic that this message ends: messages on it that were not logged yet are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop(Action):
-    """The node ends: cleanly, or with an error for the user."""
+    """End the node: cleanly, or with an error for the user."""
 
     reason: str
     error: EchoError | None = None
@@ -82,11 +86,11 @@ class Stop(Action):
 # --- What the learner's planes share: replies by node, and complaints ---
 
 MAX_ROUTES = 100_000
-"""Largest number of routes; older ones are dropped. Each takes some hundred bytes."""
+"""Largest number of routes; above it the oldest are dropped. A route takes some hundred bytes."""
 
 
 class Routes:
-    """The link to each node: the one over which its last message came."""
+    """The route to each node: the link over which the node's last message arrived."""
 
     def __init__(
         self, counters: Counters, channel_of: Callable[[str], Channel | None] = lambda node_id: None
@@ -94,8 +98,9 @@ class Routes:
         """Start with no routes.
 
         Args:
-            counters: counts messages that cannot be sent.
-            channel_of: returns the channel that seals messages to a node id.
+            counters: the counters in which messages without a route are counted.
+            channel_of: returns the channel that seals messages to a node, by its id; None for no
+                seal.
         """
         self._peers: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
         self._counters = counters
@@ -106,21 +111,24 @@ class Routes:
         self._peers[node_id] = peer
 
     def restore(self, node_id: str, peer: str | None) -> None:
-        """Set or remove the route of a node, to undo `learn` after another node's message."""
+        """Set or remove the route of a node, to undo a `learn`.
+
+        This is needed if the message that `learn` recorded turns out to be from another node.
+        """
         if peer is None:
             self._peers.discard(node_id)
         else:
             self._peers[node_id] = peer
 
     def peer_of(self, node_id: str) -> str | None:
-        """Return the link over which a node last sent a message; None if there is none."""
+        """Return the link over which a node last sent a message; None if no link is known."""
         return self._peers.get(node_id)
 
     def forget(self, peer: str) -> None:
         self._peers.discard_value(peer)
 
     def to(self, node_id: str, message: Message, *payload: Frame) -> list[Action]:
-        """Return the action that sends a message to a node, or no action without a route."""
+        """Return the action that sends a message to a node; no action if no link is known."""
         peer = self.peer_of(node_id)
         if peer is None:
             self._counters.add("dropped/no_route")
@@ -137,6 +145,6 @@ class Complaints:
         self._lines = OncePerMinute()
 
     def note(self, node_id: str, reason: str, text: str, *, now: float) -> list[Action]:
-        """Return a Note, or no action if the same was reported less than a minute ago."""
+        """Return a Note; or no action if this node and reason were reported within a minute."""
         line = self._lines.say(node_id, reason, text, now=now)
         return [] if line is None else [Note("warning", line)]

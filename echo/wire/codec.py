@@ -1,7 +1,8 @@
-"""Encoding and decoding of messages, with every bound checked first.
+"""Encoding and decoding of messages; every bound is checked before a message is used.
 
-The bounds are defined in `core/bounds.py`. This module checks sizes, for sender and receiver alike;
-the decoder checks ranges of values, which the types of the fields declare.
+The bounds are defined in `core/bounds.py`. This module checks sizes, both when a message is encoded
+and when it is decoded. msgspec's decoder checks the ranges of values that the types of the fields
+declare.
 
 The header frame is msgpack: [protocol version, source node, target node, message, hops, seal]. A
 link message has an empty target and no seal (`seals.py`). The message itself is decoded in a second
@@ -41,23 +42,24 @@ from echo.wire.seals import Channel, Seal, Seals
 Frame = bytes | bytearray | memoryview
 
 MAX_HOPS = 16
-"""Largest number of relays between a node and the learner; more means a circle of relays."""
+"""Largest number of relays between a node and the learner; a message with more is going in a circle
+of relays."""
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors that msgspec raises for malformed bytes; RecursionError for deep nesting."""
+"""Errors that msgspec raises for malformed bytes; it raises RecursionError for deep nesting."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The header of a message, which relays read."""
+    """The header of a message, which every relay on its path reads."""
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 31)]
     source: Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_LENGTH)]
     target: NodeId
-    """Node id for a routed message, empty for a link message."""
+    """The node id of the receiver of a routed message; empty for a link message."""
     body: msgspec.Raw
     num_hops: Annotated[int, Meta(ge=0, le=MAX_HOPS)] = 0
     """Number of relays that have forwarded the message."""
     seal: Seal | None = None
-    """The seal of the sender; relays forward it unchanged."""
+    """The sender's seal, which relays forward unchanged; None for a message without a seal."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -92,12 +94,12 @@ def encode(
 
 
 def payload_bytes(payload: Sequence[Frame]) -> int:
-    """Return the size of payload frames in bytes; a message has at most MAX_PAYLOAD_BYTES."""
+    """Return the size of a message's payload frames in bytes."""
     return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in payload)
 
 
 def _size_fault(frames: Sequence[Frame]) -> str | None:
-    """Return an error text that names the size bound these frames exceed, or None."""
+    """Return error text on the size limit that these frames exceed; None if they exceed none."""
     if len(frames[0]) > MAX_HEADER_BYTES:
         return f"a header of {len(frames[0])} bytes; at most {MAX_HEADER_BYTES} are accepted"
     if len(frames) > MAX_FRAMES:
@@ -108,7 +110,7 @@ def _size_fault(frames: Sequence[Frame]) -> str | None:
 
 
 def decode_envelope(frames: Sequence[Frame]) -> Envelope:
-    """Decode the header of a message, but not the message in it.
+    """Decode the header frame of a message, but not the message that the header contains.
 
     Raises:
         RemoteProtocolError: if the header is missing or malformed, or the message is too large.
@@ -125,7 +127,11 @@ def decode_envelope(frames: Sequence[Frame]) -> Envelope:
 
 
 def open_seal(seals: Seals, envelope: Envelope, payload: Sequence[Frame]) -> bool:
-    """Return whether a sealed message belongs to a current channel; see `Seals.open`."""
+    """Verify a message's seal; return whether it belongs to a current channel.
+
+    Raises:
+        ForgedError: if the message was forged, changed or replayed; see `Seals.open`.
+    """
     body = memoryview(envelope.body)
     return seals.open(envelope.seal, envelope.source, envelope.target, body, payload)
 
@@ -134,8 +140,8 @@ def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
     """Return the frames that a relay forwards: the same message with one more hop.
 
     Raises:
-        RemoteProtocolError: if the message runs in a circle of relays, or grows beyond the bound
-            (another implementation may encode the envelope shorter).
+        RemoteProtocolError: if the message runs in a circle of relays, or exceeds a size limit (if
+            the sender's implementation encoded the envelope shorter).
     """
     if envelope.num_hops >= MAX_HOPS:
         raise RemoteProtocolError(
@@ -151,7 +157,7 @@ def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
 
 
 def other_protocol(envelope: Envelope) -> str | None:
-    """Return a message for the operator if the sender has another protocol version, or None."""
+    """Return a text for the operator if the sender has another protocol version, or None."""
     if envelope.protocol == PROTOCOL_VERSION:
         return None
     return (
@@ -161,10 +167,11 @@ def other_protocol(envelope: Envelope) -> str | None:
 
 
 def decode_message(envelope: Envelope) -> Any:
-    """Decode the message in an envelope.
+    """Return the message that an envelope contains.
 
     Raises:
-        RemoteProtocolError: if the sender has another protocol version or the body is malformed.
+        RemoteProtocolError: if the sender has another protocol version, or the message is
+            malformed.
     """
     fault = other_protocol(envelope)
     if fault is not None:
@@ -183,7 +190,10 @@ _tag_decoder = msgspec.msgpack.Decoder(_Tag)
 
 
 def describe(frames: Sequence[Frame]) -> tuple[str, str, str]:
-    """Return (source, target, kind) of a message for a log, empty if unreadable."""
+    """Return (source, target, kind) of a message, for a log.
+
+    Source and target are empty if the envelope cannot be read.
+    """
     try:
         envelope = decode_envelope(frames)
         return envelope.source, envelope.target, _tag_decoder.decode(envelope.body).type
@@ -192,9 +202,10 @@ def describe(frames: Sequence[Frame]) -> tuple[str, str, str]:
 
 
 def is_public(frames: Sequence[Frame]) -> bool:
-    """Return whether a message may arrive unencrypted: only a Chunk from a neighbour may.
+    """Return whether a message may arrive unencrypted; only a neighbour's Chunk may.
 
-    A chunk is compared with the hash that the learner has signed before it is stored.
+    A received chunk is compared with a hash that the learner has signed, before the chunk is
+    stored.
     """
     source, target, kind = describe(frames)
     return bool(source) and not target and kind == Chunk.__name__
@@ -204,7 +215,7 @@ def is_public(frames: Sequence[Frame]) -> bool:
 
 
 class GroupHeader(msgspec.Struct, frozen=True):
-    """The fields of a group without its arrays."""
+    """The fields of a group except its arrays."""
 
     group_id: GroupId
     attempt: Attempt
@@ -212,20 +223,22 @@ class GroupHeader(msgspec.Struct, frozen=True):
     num_prompt_tokens: NumTokens
     num_tokens: Annotated[tuple[NumTokens, ...], Meta(max_length=MAX_MEMBERS)]
     rewards: Annotated[tuple[Finite | None, ...], Meta(max_length=MAX_MEMBERS)]
-    """The reward of each rollout; None if the task gave no reward."""
+    """The reward of each rollout; None for a rollout that the task could not score."""
     finish_reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_MEMBERS)]
 
 
 _header_decoder = msgspec.msgpack.Decoder(GroupHeader)
 BYTES_PER_TOKEN = 4 + 4 + 8 + 1
-"""int32 id, float32 log-prob, two int32 of the version, one byte of mask."""
+"""Bytes of a token: its id as int32, its log-prob as float32, two int32 for its version, one byte
+of mask."""
 
 
 def encode_group(group: Group) -> tuple[bytes, bytes]:
-    """Return a group as (header, arrays), for the network and for the learner's disk.
+    """Return a group as two frames, header and arrays.
 
-    The arrays are concatenated, little-endian: prompt ids, then for each rollout token ids,
-    log-probs, versions and mask.
+    They are the form of a group on the network and on the learner's disk. The arrays are
+    concatenated, little-endian: prompt ids, then for each rollout token ids, log-probs, versions
+    and mask.
     """
     header = GroupHeader(
         group_id=group.group_id,
@@ -248,10 +261,13 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
 
 
 def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
-    """Decode a group; its arrays are copies, so the frames may be released.
+    """Return the group in these two frames.
+
+    The arrays of the group are copies, so the frames may be released.
 
     Raises:
-        RemoteProtocolError: if sizes disagree or a field is out of range.
+        RemoteProtocolError: if the sizes of the arrays disagree with the header, or a field is out
+            of range.
     """
     try:
         header = _header_decoder.decode(header_frame)

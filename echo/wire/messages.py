@@ -7,10 +7,10 @@ two kinds:
   where each node pulls from its parent (`weights/broadcast.py`).
 * **Routed messages** go between a node and the learner, over any number of relays. A relay forwards
   them by the node id in the envelope and does not decode them. They are sealed from end to end
-  (`wire/seals.py`), so that no relay can change, forge or replay them. Exceptions are the kinds in
-  UNSEALED. A Welcome, and a Refuse or Finish that answers a Hello, are signed by the learner and
-  name the Hello. Files are compared with hashes in the Welcome. A forged Hello, AssetRequest or
-  Rehello can only make a node join again.
+  (`wire/seals.py`), so that no relay can change, forge or replay them. Only the kinds in UNSEALED
+  have no seal. A Welcome, and a Refuse or Finish that answers a Hello, are signed by the learner
+  and contain the hash of the Hello. Files are compared with hashes in the Welcome. A forged Hello,
+  AssetRequest or Rehello can only make a node join again.
 
 Senders and the kinds that they may send:
 
@@ -73,7 +73,7 @@ ITEM_BYTES = {
 
 
 class Form(msgspec.Struct, frozen=True, array_like=True):
-    """The encoding in which a version is sent."""
+    """The encoding in which a version is sent: the whole image, a keyframe or a delta."""
 
     kind: Literal["full", "keyframe", "delta"]
     """"full" (the image itself), "keyframe" (coded alone) or "delta" (coded against `base`)."""
@@ -90,15 +90,18 @@ FULL = Form("full")
 
 
 OPEN_END = 1 << 40
-"""The end of a range of chunks whose end is not known yet."""
+"""Stands for the end of a range of chunks whose end is not known yet."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Base of all messages; the tag is the class name. Fields have ranges (`core/bounds.py`)."""
+    """The base class of all messages; the tag on the wire is the name of the class.
+
+    The types of the fields limit their values (`core/bounds.py`).
+    """
 
 
 class Greet(Message, frozen=True):
-    """First message on a link, from the node that dialled it: its name and the link's purpose."""
+    """The first message on a link, from the node that dialled: its name and the link's purpose."""
 
     node_id: NodeId
     role: Word
@@ -107,41 +110,46 @@ class Greet(Message, frozen=True):
 
 
 class Greeted(Message, frozen=True):
-    """Answer to Greet: the name of the node that was reached."""
+    """The answer to Greet: the name of the node that was dialled."""
 
     node_id: NodeId
     role: Word
 
 
 class Probe(Message, frozen=True):
-    """Zero bytes that measure the rate of a link (`weights/link.py`)."""
+    """Zero bytes whose transfer measures the rate of a link (`weights/link.py`)."""
 
 
 class ProbeAck(Message, frozen=True):
-    """Confirms that a Probe has arrived."""
+    """The answer to a Probe: it has arrived."""
 
 
 class Subscribe(Message, frozen=True):
-    """Child to parent: announce versions newer than this; answered by Announce or Waiting."""
+    """Child to parent: announce versions that are newer than `newest`.
+
+    The parent answers with Announce or Waiting.
+    """
 
     newest: PolicyVersion | None
 
 
 class EncodedVersionOffer(msgspec.Struct, frozen=True, array_like=True):
-    """An encoded version (`weights/store/encoded.py`) that a parent has or is fetching."""
+    """An encoded version (`weights/store/encoded.py`) that a parent has or is receiving."""
 
     version: PolicyVersion
     base: PolicyVersion | None
-    """The version that the receiver must hold; None for a keyframe."""
+    """The version that the receiver must hold to decode the offered version; None for a keyframe.
+    """
     num_bytes: Size
-    """Its size; an estimate while it is still being coded."""
+    """Size of the encoded version in bytes; an estimate until it is completely encoded."""
 
 
 class Announce(Message, frozen=True):
-    """Parent to child: the versions that this node offers.
+    """Parent to child: the versions that the parent offers.
 
     The payload frame, if there is one, is the signed manifest of `version`, whose whole image is
-    available. Without it, the version is still being coded, or is arriving as an encoded version.
+    available. Without a payload frame the version is still being encoded, or the parent is still
+    receiving it as an encoded version.
     """
 
     version: PolicyVersion
@@ -149,10 +157,10 @@ class Announce(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Child to parent: send these chunks in ascending order, up to the credit.
+    """Child to parent: send these chunks in ascending order, up to the credit in bytes.
 
-    After a lost connection or a change of parent a child sends the same message with other ranges.
-    A Fetch replaces every earlier Fetch over this link.
+    After a lost connection, or to another parent, a child sends a Fetch with the ranges still
+    missing. A Fetch replaces every earlier Fetch over this link.
     """
 
     version: PolicyVersion
@@ -162,21 +170,25 @@ class Fetch(Message, frozen=True):
     credit_bytes: Size
     form: Form = FULL
     num_segments: Place = 0
-    """Number of segments of the encoded version that the child has; the parent sends the others."""
+    """Number of the encoded version's segments that the child has; the parent sends the others."""
 
 
 class Credit(Message, frozen=True):
-    """Child to parent: bytes received so far, and how many more may be sent."""
+    """Child to parent: how many bytes have arrived, and how many more the parent may send."""
 
     version: PolicyVersion
     credit_bytes: Size
     form: Form = FULL
     taken_bytes: Size = 0
-    """Bytes received since the last Credit; they show the rate of the uplink."""
+    """Number of bytes received since the last Credit, which shows the parent the rate of its
+    uplink."""
 
 
 class Segment(Message, frozen=True):
-    """Parent to child: the next part of an encoded version's table; the payload is signed."""
+    """Parent to child: the next part of an encoded version's table of chunks.
+
+    The payload frame has the segment, signed by the learner.
+    """
 
     version: PolicyVersion
     form: Form
@@ -194,17 +206,17 @@ class Chunk(Message, frozen=True):
 
 
 class Waiting(Message, frozen=True):
-    """Parent to child: this node is alive, but has not received the wanted chunk yet."""
+    """Parent to child: the parent is alive, but has not received the wanted chunk itself."""
 
     version: PolicyVersion | None
     """The version of the wanted chunk; None if the child waits for any newer version."""
     form: Form = FULL
     again_s: Seconds = 0.0
-    """Seconds within which this message is repeated; 0 for no limit."""
+    """Seconds within which the parent repeats this message; 0 if it sets no limit."""
 
 
 class Gone(Message, frozen=True):
-    """Parent to child: this version is no longer available here in this form."""
+    """Parent to child: the parent no longer has this version in this form."""
 
     version: PolicyVersion
     form: Form = FULL
@@ -215,7 +227,7 @@ Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
 PROTOCOL_VERSION = 13
-"""Raised by every change that older nodes would misunderstand."""
+"""Version of the protocol; it is raised by every change that older nodes would misunderstand."""
 
 LEARNER_ID = "learner"
 """The node id of the learner; a run has exactly one."""
@@ -225,118 +237,128 @@ LEARNER_ID = "learner"
 
 
 class Hello(Message, frozen=True):
-    """Requests to join, or to rejoin after a lost connection."""
+    """Node to learner: asks to join, or to rejoin after a lost connection."""
 
     node_id: NodeId
     role: Word
     incarnation: Word
-    """Random for each process: distinguishes a return from a second node of the same name."""
+    """Random name of the process: it tells a node that returns from a second node of the same name.
+    """
     echo_version: Word
     advertise: Address | None
-    """Address at which this node serves weights; None if it cannot listen."""
+    """Address at which this node serves weights; None if it does not listen."""
     digests: Names
-    """Hashes of the node's own files (model, tokenizer, ...); empty if it inherits all."""
+    """Hashes of the node's own files (model, tokenizer, ...); empty if it gets all files from the
+    learner."""
     seal_key: Key
-    """Public key of the node's process, for seals."""
+    """The public key of the node's process, used for seals."""
     nonce: Key
-    """Random for each joining."""
+    """Random bytes, new for each time the node joins."""
     region: Word = ""
     price_per_gb: Money = 0.0
-    """Price of 1e9 bytes that leave the node's region, $."""
+    """Price of 1e9 bytes that leave the node's region, in $."""
     price: Price = Price()
 
 
 class Welcome(Message, frozen=True):
-    """The data that a node needs before it can be admitted."""
+    """The learner's answer to a Hello: what the node needs before it can be admitted."""
 
     run_id: Word
     incarnation: Word
-    """Copied from the Hello that is answered."""
+    """The incarnation in the Hello that this message answers."""
     public_key: Key
-    """The Ed25519 key that signs this message and the manifests of this run."""
+    """The Ed25519 key with which the learner signs this message and the manifests of this run."""
     lineages: Annotated[tuple[Lineage, ...], Meta(max_length=MAX_LEASES)]
     settings: Annotated[dict[Word, Any], Meta(max_length=MAX_NAMES)]
     """The settings that workers inherit: sampling, task, staleness bound, group size."""
     assets: Annotated[dict[Word, tuple[Word, FileSize]], Meta(max_length=MAX_NAMES)]
     """File name -> (BLAKE3 in hex, bytes) of the files that a node may request."""
     digests: Names
-    """The learner's hashes; the node's own hashes must be equal."""
+    """The hashes of the learner's files; the node's own hashes must be equal."""
     heartbeat_s: Period
     dead_after_s: Period
     uplink_bytes_per_s: Rate | None = None
-    """The node's total uplink, as last reported in this run before a restart."""
+    """The rate of the node's uplink, as it last reported in this run, before it restarted."""
     version_bytes: Size = 0
-    """Transfer size of the newest version; 0 before the first version."""
+    """Transfer size of the newest version in bytes; 0 before the first version."""
     answers: Key = b""
-    """The hash of the Hello that is answered."""
+    """The hash of the Hello that this message answers."""
     seal_key: Key = b""
-    """Public key of the learner's process, for seals."""
+    """The public key of the learner's process, used for seals."""
     nonce: Key = b""
-    """Random for each channel."""
+    """Random bytes, new for each channel."""
     signature: Key = b""
-    """Signature of all other fields (`roles/joining.py`), so that no relay can change one."""
+    """The learner's signature of all other fields (`roles/joining.py`), so that no relay can change
+    a field."""
 
 
 class AssetRequest(Message, frozen=True):
-    """Requests a file that Welcome names."""
+    """Node to learner: asks for a file that the Welcome names."""
 
     name: Word
 
 
 class Asset(Message, frozen=True):
-    """A file, in the payload frame."""
+    """Learner to node: a requested file, in the payload frame."""
 
     name: Word
 
 
 class Ready(Message, frozen=True):
-    """The node has built its task and engine, and asks to be admitted with these hashes."""
+    """Node to learner: task and engine are built; asks to be admitted with these hashes."""
 
     incarnation: Word
     digests: Names
 
 
 class Admitted(Message, frozen=True):
-    """The node is admitted: it may send heartbeats, and leases follow."""
+    """Learner to node: the node is admitted and may send heartbeats; leases follow."""
 
     incarnation: Word
 
 
 class Refuse(Message, frozen=True):
-    """The node cannot join, and retrying will not help."""
+    """Learner to node: the node cannot join, and a retry would not help."""
 
     reason: Word
-    """Short name for counters, such as "protocol_version" or "digest_mismatch"."""
+    """A short name for counters, such as "protocol_version" or "digest_mismatch"."""
     detail: Line
-    """Both values and the remedy, for the operator."""
+    """Text for the operator: the values that differ, and the remedy."""
     answers: Key = b""
-    """This field and the next two are as in Welcome."""
+    """This field and the next two have the same meaning as in Welcome."""
     public_key: Key = b""
     signature: Key = b""
 
 
 class Rehello(Message, frozen=True):
-    """The learner, which was restarted, does not know this node: it must send Hello again."""
+    """Learner to node: the learner does not know this node, which must send a Hello again.
+
+    This happens after the learner has restarted.
+    """
 
 
 class Finish(Message, frozen=True):
-    """The run has ended: exit cleanly. It is signed if it answers a Hello, else sealed."""
+    """Learner to node: the run has ended, so the node must exit cleanly.
+
+    The message is signed if it answers a Hello; otherwise it is sealed.
+    """
 
     reason: Line
     answers: Key = b""
-    """This field and the next two are as in Welcome; all are empty if the message is sealed."""
+    """This field and the next two have the same meaning as in Welcome; they are empty in a sealed
+    message."""
     public_key: Key = b""
     signature: Key = b""
 
 
 class Goodbye(Message, frozen=True):
-    """The node leaves; its leases may be granted again at once."""
+    """Node to learner: the node leaves, so its leases may be granted to others at once."""
 
     reason: Line
     has_failed: bool = False
-    """Whether the node ends with an error, which is the reason."""
+    """Whether the node ends with an error; `reason` then has the error's text."""
     is_released: bool = False
-    """Whether its machine was released, so that it costs nothing any longer."""
+    """Whether the node's machine was given back, so that it costs nothing from now on."""
 
 
 # --- routed messages: work -----------------------------------------------------------------------
@@ -346,12 +368,15 @@ Parents = Annotated[tuple[tuple[NodeId, Address], ...], Meta(max_length=MAX_NODE
 
 
 class TopologyPlan(Message, frozen=True):
-    """The parents from which a node gets weights, in order of preference, the learner last."""
+    """Learner to node: the parents from which to get weights, the preferred parent first.
+
+    The learner is the last of them.
+    """
 
     epoch: Count
     parents: Parents
-    """(Node id, address) of each parent. An empty address means the address that this node dialled
-    itself. Without parents the node is on standby and needs no weights.
+    """(Node id, address) of each parent. An empty address stands for the address that the node has
+    dialled. Without parents the node is on standby and needs no weights.
     """
 
     @property
@@ -361,21 +386,23 @@ class TopologyPlan(Message, frozen=True):
 
     @property
     def first_parent(self) -> str:
-        """The id of the preferred parent, or "-" as in `NodeStats.parent`."""
+        """The node id of the preferred parent; "-" without parents, as in `NodeStats.parent`."""
         return self.parents[0][0] if self.parents else "-"
 
 
 class LeaseState(Message, frozen=True, array_like=True, tag=False):
-    """The state of a lease in a worker's heartbeat."""
+    """The state of one lease, as a worker's heartbeat reports it."""
 
     group_id: GroupId
     attempt: Attempt
     num_tokens: Progress
-    """Tokens sampled plus rewards and tool results received for the lease; an increase renews the
-    lease. 0 before the group has begun; -1 from its end until the learner acknowledges it.
+    """Number of tokens sampled, plus rewards and tool results received, for the lease; an increase
+    renews the lease. It is 0 before the group has begun, and -1 from the group's end until the
+    learner acknowledges it.
     """
     is_waiting: bool = False
-    """Whether the group waits to begin or continue; then progress of running groups renews it."""
+    """Whether the group waits to begin or to continue; if so, progress of the worker's running
+    groups renews the lease."""
     running_s: Seconds = 0.0
     """Seconds since the worker began or continued the group; 0 while it waits."""
 
@@ -385,20 +412,21 @@ class NodeStats(Message, frozen=True, tag=False):
 
     state: Word = "idle"
     tokens_sampled: Count = 0
-    """Completion tokens sampled since the process started."""
+    """Number of completion tokens sampled since the process started."""
     bytes_received: Count = 0
-    """Weight bytes received since the process started."""
+    """Number of weight bytes received since the process started."""
     bytes_sent: Count = 0
-    """Weight bytes sent to children since the process started."""
+    """Number of weight bytes sent to children since the process started."""
     parent: Line = "-"
-    """Node id of the present parent."""
+    """Node id of the present parent; "-" without a parent."""
     suspects: Annotated[tuple[NodeId, ...], Meta(max_length=MAX_NODES)] = ()
-    """Nodes that recently sent it chunks with wrong hashes."""
+    """Ids of nodes that recently sent this node chunks with wrong hashes."""
     uplink_bytes_per_s: Rate | None = None
     downlink_bytes_per_s: Rate | None = None
-    """The rates of its links, measured by transfers; None before a measurement."""
+    """This and the field before: the rates of the node's links, measured by transfers; None before
+    a measurement."""
     rtt_s: Seconds | None = None
-    """Round-trip time to its parent."""
+    """Round-trip time to the node's parent, seconds; None before a measurement."""
     fetching: PolicyVersion | None = None
     num_chunks_held: Place = 0
     num_chunks: Place = 0
@@ -406,84 +434,89 @@ class NodeStats(Message, frozen=True, tag=False):
     refused_version: PolicyVersion | None = None
     """The version that the engine refused last; None after a later installation."""
     refusal: Line = ""
-    """Why the engine refused it."""
+    """Why the engine refused `refused_version`."""
     partials: Counts = msgspec.field(default_factory=dict)
     """Counters of unfinished rollouts since the process started, by name."""
     num_places: Capacity = 0
-    """Groups that a worker samples concurrently; its other groups wait. 0 for all of them."""
+    """Number of groups that a worker samples at the same time, while its other groups wait; 0 if it
+    samples all of them."""
     engine: Word = ""
-    """Kind and data type of a worker's engine; workers with equal engines are compared."""
+    """Kind and data type of a worker's engine; results of workers with equal engines can be
+    compared."""
 
 
 class Heartbeat(Message, frozen=True):
-    """The state of a node; each Heartbeat replaces the previous one."""
+    """Node to learner: the state of the node; each Heartbeat replaces the one before."""
 
     installed: PolicyVersion | None
-    """The newest version that the engine samples from; for a relay, that it has completely."""
+    """The newest version from which the engine samples; for a relay, the newest version that it has
+    completely."""
     capacity: Capacity
-    """Groups that the worker can hold, running and waiting; 0 for a relay."""
+    """Number of groups that the worker can hold, running and waiting; 0 for a relay."""
     leases: Annotated[tuple[LeaseState, ...], Meta(max_length=MAX_LEASES)]
-    """The worker's leases: running, waiting, or delivered and not acknowledged."""
+    """The worker's leases whose groups run, wait, or are delivered and not acknowledged yet."""
     stats: NodeStats
 
 
 class Pulse(Message, frozen=True):
-    """The learner's answer to a heartbeat: it is alive, and at this step."""
+    """The learner's answer to a Heartbeat: the learner is alive, and has made `step` steps."""
 
     step: Step
     newest: PolicyVersion | None
 
 
 class Lease(Message, frozen=True, tag=False):
-    """A prompt group that is granted to a worker."""
+    """A group of rollouts of one prompt that is granted to a worker."""
 
     group_id: GroupId
     attempt: Attempt
     seed: Seed
     prompt_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
     example: Annotated[dict[Word, Any], Meta(max_length=MAX_NAMES)]
-    """The task's example (prompt, answer, info), since a worker has no dataset."""
+    """The task's example (prompt, answer, info): a worker has no dataset."""
     min_version: PolicyVersion | None = None
-    """The oldest version that may sample it; rollouts of older versions would arrive too stale. A
-    worker with an older version waits for a while, and then gives the lease back."""
+    """The oldest version that may sample the group; rollouts of older versions would arrive too
+    stale. A worker that has only an older version waits for a while, and then gives the lease back.
+    """
 
 
 class Grant(Message, frozen=True):
-    """Leases for a worker; it ignores a lease that it already has.
+    """Learner to worker: leases; the worker ignores a lease that it already has.
 
-    The payload frame, if there is one, has the tokens that other workers have sampled for each
-    lease, to be continued (`encode_continuations` in `leases/partials.py`).
+    The payload frame, if there is one, has, for each lease, the tokens that other workers have
+    sampled and this worker continues (`encode_continuations` in `leases/partials.py`).
     """
 
     leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_LEASES)]
 
 
 class Reclaim(Message, frozen=True):
-    """Requests the return of leases whose groups have not begun, for another worker.
+    """Learner to worker: give back these leases, whose groups have not begun.
 
-    A heartbeat that no longer lists a lease confirms its return. Until then the lease belongs to
-    this worker.
+    The learner wants to grant them to another worker. A heartbeat that no longer lists a lease
+    confirms that the worker has given it back; until then the lease belongs to this worker.
     """
 
     leases: Annotated[tuple[tuple[GroupId, Attempt], ...], Meta(max_length=MAX_LEASES)]
     is_begun_too: bool = False
-    """Whether unfinished groups must be returned too, with the tokens sampled for them."""
+    """Whether groups that have begun must be given back too, with the tokens sampled for them."""
 
 
 class Deliver(Message, frozen=True):
-    """A finished group; header and arrays are the two payload frames (`codec.encode_group`)."""
+    """Worker to learner: a finished group, in two payload frames (`codec.encode_group`)."""
 
     group_id: GroupId
     attempt: Attempt
     seconds: Seconds = 0.0
-    """Seconds from the group's start on the worker to its end, rewards included."""
+    """Seconds from the start of the group on the worker to its end, rewards included."""
 
 
 class Partial(Message, frozen=True):
-    """The tokens sampled for a lease so far, in case this worker does not finish it.
+    """Worker to learner: the tokens sampled for a lease so far.
 
-    The payload frame is made by `encode_members` (`leases/partials.py`). Each Partial replaces the
-    previous one.
+    If this worker does not finish the group, another worker continues from these tokens. The
+    payload frame is made by `encode_members` (`leases/partials.py`). Each Partial replaces the one
+    before.
     """
 
     group_id: GroupId
@@ -491,13 +524,13 @@ class Partial(Message, frozen=True):
 
 
 BAD_LOGPROBS = "bad_logprobs"
-"""The reason if a worker gives a group up, or the learner refuses it, because log-probabilities are
-NaN, infinite or positive."""
+"""The reason with which a worker gives a group up, or the learner refuses it, if log-probabilities
+are NaN, infinite or positive."""
 
 
 ENGINE_ERROR = "engine_error"
-"""The reason if a worker gives up a group whose sampling raised, or returns it because its engine
-no longer samples.
+"""The reason with which a worker gives a group up if sampling raised an error, or returns the group
+because its engine no longer samples.
 """
 
 
@@ -518,36 +551,39 @@ REASONS = frozenset(
         "prompt_error", "lost", "attempts_exhausted", "run_finished",
     }
 )  # fmt: skip
-"""Reasons why a group was not trained on. Counters are named by these only, never by other words of
-a peer.
+"""Reasons why a group was not trained on. Only these words become names of counters; a peer's other
+words do not.
 """
 
 
 def known_reason(reason: str) -> str:
-    """Return a peer's reason if it is in REASONS, else "other"."""
+    """Return a peer's reason if it is one of REASONS, otherwise "other"."""
     return reason if reason in REASONS else "other"
 
 
 class Failed(Message, frozen=True):
-    """Reports a group that the worker could not finish, and could not in another attempt."""
+    """Worker to learner: the worker cannot finish a group, and another attempt would not help."""
 
     group_id: GroupId
     attempt: Attempt
     reason: Word
     detail: Line
     is_elsewhere: bool = False
-    """Whether another worker can finish it; then it is granted again."""
+    """Whether another worker could finish the group; if so, the group is granted again."""
     traceback: Line = ""
-    """The traceback of the task's code, if it raised."""
+    """The traceback of the task's code, if that code raised an error."""
 
 
 class Ack(Message, frozen=True):
-    """The learner has the group, or the record of its end, on its disk: the worker may drop it."""
+    """Learner to worker: the group, or the record of its end, is on the learner's disk.
+
+    The worker may drop the group.
+    """
 
     group_id: GroupId
     attempt: Attempt
     outcome: Word
-    """"accepted", "duplicate" or "refused"."""
+    """What became of the delivered group: "accepted", "duplicate" or "refused"."""
     reason: Word = ""
 
 
@@ -588,7 +624,8 @@ ROUTED_MESSAGES = (
 )
 AnyMessage = LINK_MESSAGES | ROUTED_MESSAGES
 UNSEALED = (Hello, Welcome, AssetRequest, Asset, Refuse, Rehello)
-"""Routed messages without a seal: they are signed, compared with signed hashes, or harmless."""
+"""Routed messages that have no seal: they are signed, are compared with signed hashes, or are
+harmless."""
 
 
 ItemId = tuple[PolicyVersion, Form]

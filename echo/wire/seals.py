@@ -1,4 +1,4 @@
-"""Seals of routed messages: proof of sender, content and single delivery.
+"""Seals of routed messages: they prove the sender and the content, and prevent replays.
 
 CURVE encrypts each hop, so a relay sees the messages that it forwards, and any holder of the run's
 secret may be a relay. A relay can delay and drop messages. It must not be able to change a reward,
@@ -10,33 +10,33 @@ messages that agree on the keys (UNSEALED in `messages.py`). Relays forward seal
 and a nonce. Each Welcome has the learner's public key, a nonce, and the hash of the Hello that it
 answers. The learner signs the Welcome with the key whose fingerprint is in the join string. So the
 node can verify that the learner received its Hello unchanged, and that the public key in the
-Welcome is the learner's. A relay that replaces either key is detected. The shared secret of the key
-pairs, both nonces and the Hello's hash determine the keys of this **channel**. (On links without
-CURVE there is no fingerprint, and the node accepts the first learner that answers.)
+Welcome is the learner's. If a relay replaces either key, the node detects it. The shared secret of
+the key pairs, both nonces and the Hello's hash determine the keys of this **channel**. (On links
+without CURVE there is no fingerprint, and the node accepts the first learner that answers.)
 
-The learner can verify less: only that a message comes from the node that sent the Hello. A relay
-may send a Hello in the name of an absent node, because any member may send a Hello. It cannot send
-messages in a channel that another node has begun.
+The learner can verify less: only that a message comes from the node that sent the Hello. Any node
+of the run may send a Hello, so a relay may send a Hello in the name of an absent node. But a relay
+cannot send messages in a channel that another node has begun.
 
 **Seal.** (channel, number, code). `channel` is eight bytes that name the channel. `number` counts
 the messages of one direction. `code` is BLAKE3, keyed with the direction's key, over number,
 source, target, message and payload frames. A receiver accepts each of the last WINDOW numbers once,
-in any order: a role may send messages in another order than it made them, and a relay that changes
-its own link may reorder a few.
+in any order: a role may send messages in another order than it sealed them, and a relay that
+changes its own link may reorder a few.
 
 **Replay.** Each joining has new nonces. So a message that was sealed before a reconnect, a change
-of parent or a restart belongs to an earlier channel. It is dropped without a complaint, since
-honest messages may be late. A message without seal, or of the present channel with a wrong code or
-a repeated number, was forged or replayed on the way (`ForgedError`).
+of parent or a restart belongs to an earlier channel. Such a message is dropped without a complaint,
+since honest messages may be late. A message without a seal was forged on the way, and so was a
+message of the present channel with a wrong code; a repeated number shows a replay (`ForgedError`).
 
 **Change of channel.** After another Welcome a node seals in the new channel. The learner uses the
-former channel, in both directions, until it has opened a message of the new one.
+former channel, in both directions, until it has verified a message of the new channel.
 
 Seals give authenticity and no secrecy: relays forward rollouts in clear. BLAKE3 is used since all
 other hashes of the protocol are BLAKE3.
 
-Keys are stored outside the role, like the learner's signing key, so an event log has codes but no
-keys.
+Keys are stored outside the role, as the learner's signing key is, so an event log contains codes
+but no keys.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ from echo.core.errors import ForgedError
 _Bytes = bytes | bytearray | memoryview
 
 MAX_CHANNELS = 1 << 14
-"""Number of channels whose keys are cached; other keys are computed again."""
+"""Number of channels whose keys are cached; the keys of other channels are computed again when
+needed."""
 NONCE_BYTES, NAME_BYTES, CODE_BYTES = 16, 8, 16
 WINDOW = 1024
-"""Number of later messages after which a message of the same direction is no longer accepted."""
+"""Number of later messages in the same direction after which a message is no longer accepted."""
 
 _PRIVATE = "echo-rl 2026-11 private key of a process for seals"
 _NONCE = "echo-rl 2026-11 nonce of a joining"
@@ -77,33 +78,35 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SealKeys:
-    """The key pair of a process, with the nonces and channel keys derived from it."""
+    """The key pair of a process, with the nonces and channel keys that are derived from it."""
 
     def __init__(self, secret: bytes) -> None:
-        """Derive the key pair from random bytes that no other process has."""
+        """Derive the key pair from `secret`, random bytes that no other process has."""
         self._secret, self._num_nonces = secret, 0
         private = blake3(secret, derive_key_context=_PRIVATE).digest()
         self._private = X25519PrivateKey.from_private_bytes(private)
         self._keys = functools.lru_cache(MAX_CHANNELS)(self._derive)
 
     def seal_key(self) -> bytes:
-        """Return the public key, for Hello or Welcome."""
+        """Return the public key, which a Hello or Welcome contains."""
         return self._private.public_key().public_bytes_raw()
 
     def nonce(self) -> bytes:
-        """Return a new nonce."""
+        """Return a nonce that this object has not returned before."""
         self._num_nonces += 1
         number = self._num_nonces.to_bytes(8, "big")
         return blake3(self._secret + number, derive_key_context=_NONCE).digest(length=NONCE_BYTES)
 
     def code(self, theirs: bytes, channel: bytes, is_up: bool, parts: Sequence[_Bytes]) -> bytes:
-        """Return the code of a message; empty if `theirs` is no public key.
+        """Return the authentication code of a message.
+
+        The code is empty if `theirs` is not a valid public key.
 
         Args:
             theirs: the public key of the other end.
-            channel: the result of `channel_of`.
+            channel: the id of the channel, the result of `channel_of`.
             is_up: whether the message goes to the learner.
-            parts: the bytes to seal.
+            parts: the bytes that the code authenticates.
         """
         keys = self._keys(theirs, channel)
         if not keys:
@@ -123,11 +126,11 @@ class SealKeys:
 
 
 def channel_of(*, hello: bytes, nonce: bytes, learner_key: bytes, run_id: str) -> bytes:
-    """Return the id of a channel at both ends, 32 bytes.
+    """Return the id of a channel, 32 bytes, which both ends compute.
 
     Args:
         hello: the hash of the Hello, which has the node's name, public key and nonce.
-        nonce: the learner's nonce.
+        nonce: the nonce in the learner's Welcome.
         learner_key: the learner's public key for seals.
         run_id: the id of the run.
     """
@@ -137,7 +140,7 @@ def channel_of(*, hello: bytes, nonce: bytes, learner_key: bytes, run_id: str) -
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """One end of the channel that a joining of a node has agreed on."""
+    """One end of a channel, on which a node and the learner agreed when the node joined."""
 
     keys: SealKeys
     theirs: bytes
@@ -147,22 +150,22 @@ class Channel:
     """Whether this is the learner's end."""
     num_sent: int = 0
     newest: int = 0
-    """The highest number of an opened message."""
+    """The highest number of a message that was opened at this end."""
     _opened: int = 0
-    """Bitmap: bit i is set if message number `newest - i` was opened."""
+    """Bitmap of the opened messages: bit i is set if message number `newest - i` was opened."""
 
     @property
     def name(self) -> bytes:
-        """The name of the channel in seals."""
+        """The eight bytes that name the channel in seals."""
         return self.channel[:NAME_BYTES]
 
     @property
     def is_possible(self) -> bool:
-        """Whether the key of the other end is a valid public key."""
+        """Whether `theirs`, the key of the other end, is a valid public key."""
         return bool(self.keys.code(self.theirs, self.channel, True, ()))
 
     def seal(self, source: str, target: str, body: _Bytes, payload: Sequence[_Bytes]) -> Seal:
-        """Return the seal of the next message to the other end."""
+        """Return the seal of the next message that this end sends."""
         self.num_sent += 1
         code = self._code(not self.is_learner, self.num_sent, source, target, body, payload)
         return Seal(self.name, self.num_sent, code)
@@ -170,10 +173,10 @@ class Channel:
     def open(
         self, seal: Seal, source: str, target: str, body: _Bytes, payload: Sequence[_Bytes]
     ) -> None:
-        """Verify a message of the other end, and mark its number as used.
+        """Verify the seal of a message from the other end, and mark its number as used.
 
         Raises:
-            ForgedError: if it was forged or replayed.
+            ForgedError: if the message was forged or replayed.
         """
         age = self.newest - seal.number
         if age >= WINDOW or (age >= 0 and self._opened >> age & 1):
@@ -203,16 +206,17 @@ class Channel:
 
 @dataclass(slots=True)
 class Seals:
-    """One end's view of the channels between a node and its learner: the current and the next."""
+    """One end's channels between a node and the learner: the present and the next one."""
 
     confirmed: Channel | None = None
-    """The channel of the last message that was opened here."""
+    """The channel of the last message that this end has opened; None before the first."""
     offered: Channel | None = None
-    """A channel that was agreed on later, of which no message has been opened yet."""
+    """The channel agreed on in a later Welcome, of which this end has opened no message yet; None
+    without one."""
 
     @property
     def newest(self) -> Channel | None:
-        """The channel in which the node seals."""
+        """The channel in which the node seals its messages; None before any is agreed on."""
         return self.offered or self.confirmed
 
     @property
@@ -223,10 +227,12 @@ class Seals:
     def open(
         self, seal: Seal | None, source: str, target: str, body: _Bytes, payload: Sequence[_Bytes]
     ) -> bool:
-        """Verify a message; return False if it belongs to an earlier channel and must be ignored.
+        """Verify the seal of a message; return whether it belongs to a current channel.
+
+        A message of an earlier channel must be ignored: it may be an honest message that is late.
 
         Raises:
-            ForgedError: if it was forged, changed or replayed on the way.
+            ForgedError: if the message was forged, changed or replayed on the way.
         """
         if seal is None:
             raise ForgedError("it has no seal: forged")
