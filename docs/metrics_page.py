@@ -53,6 +53,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "is_ratio/mean": "Mean importance ratio, learner over sampler.",
         "is_ratio/max": "Largest importance ratio of a token.",
         "ess": "Effective sample size as a share of the tokens; 1 is on-policy.",
+        "ess/rollouts": "The same of whole rollouts, each with the product of its tokens' ratios, "
+        "as a share of the rollouts with a gradient.",
         "mismatch_kl": "Estimate of KL(sampler, learner), nats per token.",
         "clip_ratio/mean": "Share of tokens whose ratio was clipped.",
         "clip_ratio/low": "Share clipped at the lower end.",
@@ -75,7 +77,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "kl/reference": "Divergence from the frozen reference policy, nats per token.",
         "entropy/mean": "Mean entropy of the policy, nats per token.",
         "grad_norm": "Norm of the gradient before it is clipped; of several updates the mean.",
-        "lr": "Learning rate of this step.",
+        "lr": "Learning rate of this step; of several updates the mean.",
         "optimizer/skipped_nonfinite": "Gradients so far that were not finite.",
     },
     "Time and throughput": {

@@ -215,6 +215,56 @@ def mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, 
     }
 
 
+# --- effective sample size of rollouts ------------------------------------------------------------
+
+
+ROLLOUT_ESS = "ess/rollouts"
+ROLLOUT_SUMS = NUM_ROLLOUTS, ROLLOUT_RATIO, ROLLOUT_SQUARE = (
+    "num_rollouts",
+    "rollout_ratio",
+    "rollout_ratio_square",
+)
+"""Names of the sums that `rollout_ratio_sums` returns."""
+MAX_ROLLOUT_LOG_RATIO = 20.0
+"""Bound on the absolute log-ratio of a rollout in nats, so that sums stay finite."""
+
+
+def rollout_ratio_sums(log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return the number of rollouts, the sum of their ratios and of the squares, as float64.
+
+    Args:
+        log_ratios: [B, T] log(learner / sampler) of each token, nats.
+        mask: [B, T] bool, trained tokens; a rollout without any does not count.
+    """
+    has_tokens = mask.any(1)
+    of_rollout = log_ratios.detach().double().where(mask, 0.0).sum(1)
+    ratio = of_rollout.clamp(-MAX_ROLLOUT_LOG_RATIO, MAX_ROLLOUT_LOG_RATIO).exp()
+    ratio = ratio.where(has_tokens, 0.0)
+    return {
+        NUM_ROLLOUTS: has_tokens.sum(),
+        ROLLOUT_RATIO: ratio.sum(),
+        ROLLOUT_SQUARE: ratio.square().sum(),
+    }
+
+
+def rollout_ess(sums: Mapping[str, float]) -> float:
+    """Return the effective sample size of B rollouts, as a share of B; NaN without rollouts.
+
+    w_i = prod_t pi(t) / mu(t) over the rollout's tokens;  ess = (sum_i w_i)^2 / (B sum_i w_i^2), 1
+    if all are equal, and 1 / B if one outweighs all others.
+
+    Args:
+        sums: from `rollout_ratio_sums`.
+
+    Source: VCPO, arXiv:2602.17616, rho_ess.
+    Differs from the paper: |log w| is limited to 20.
+    Limits: the product over a long rollout varies so much that few rollouts outweigh the others,
+    even if each token's ratio is near 1.
+    """
+    square = sums[NUM_ROLLOUTS] * sums[ROLLOUT_SQUARE]
+    return sums[ROLLOUT_RATIO] ** 2 / square if square else math.nan
+
+
 # --- mismatch by group ----------------------------------------------------------------------------
 # The same sums per group, from which each worker's mismatch is computed. Two more sums show faults
 # that the ratio cannot show: the mean log-ratio, and the **surprise**, which is -log pi minus the

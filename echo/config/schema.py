@@ -249,6 +249,8 @@ class OptimizerSection(Section):
     """Decay of the first moment and of the second."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Norm to which the gradient is clipped."""
+    scale_by_ess: bool = False
+    """Multiply the learning rate by the root of ess/rollouts, which is 1 on-policy."""
     state: Literal["float32", "8bit", "offloaded"] = "float32"
     """Moments: 8 bytes per parameter beside the weights; 8bit: 2.1;
     offloaded: none there, 8 in the host's memory, and the CPU applies the gradient."""

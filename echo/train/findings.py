@@ -1,8 +1,8 @@
 """Findings of forward and backward passes, and a step's metrics, which are computed from them.
 
 A finding is a sum over the N tokens that went through the loss, under the name of the metric that
-it becomes. Two findings are not sums over tokens: the loss itself, and the largest ratio, which is
-a maximum.
+it becomes. These findings are not sums over tokens: the loss itself, the largest ratio, which is a
+maximum, and the sums over rollouts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echo.algo.diagnostics import MAX_RATIO, mismatch_metrics
+from echo.algo.diagnostics import (
+    MAX_RATIO,
+    ROLLOUT_ESS,
+    ROLLOUT_SUMS,
+    mismatch_metrics,
+    rollout_ess,
+)
 from echo.train.ranks.sharding import Ranks
 
 LOSS, ENTROPY, NUM_TOKENS = "loss/policy", "entropy/mean", "num_tokens"
@@ -65,8 +71,10 @@ def pass_metrics(passes: Sequence[Sums]) -> dict[str, float]:
     """
     sums = _joined(pair for each in passes for pair in each.items())
     num_tokens, loss = sums.pop(NUM_TOKENS), sums.pop(LOSS)
+    of_rollouts = {name: sums.pop(name) for name in ROLLOUT_SUMS}
     means = {name: value / num_tokens for name, value in sums.items()}
-    return means | mismatch_metrics(sums, num_tokens) | {LOSS: loss / len(passes)}
+    own = {LOSS: loss / len(passes), ROLLOUT_ESS: rollout_ess(of_rollouts)}
+    return means | mismatch_metrics(sums, num_tokens) | own
 
 
 def _joined(pairs: Iterable[tuple[str, float]]) -> Sums:

@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from echo.algo.batching import MicroBatch
-from echo.algo.diagnostics import Mismatch, mismatch_by_group, mismatch_sums
+from echo.algo.diagnostics import (
+    Mismatch,
+    mismatch_by_group,
+    mismatch_sums,
+    rollout_ratio_sums,
+)
 from echo.algo.loss import BatchScores, Loss, LossInputs, needs_of
 from echo.algo.losses import ClippedTokenLoss
 from echo.kernels.logprob import TokenLosses
@@ -208,12 +213,14 @@ class _BatchInputs:
             if needs_of(self.loss).entropies:
                 inputs = replace(inputs, entropies=micro.spread(scored.entropies))
             output = self.loss(inputs)
+        log_ratios = scored.logprobs.detach() - micro.sampler_logprobs
         learner = micro.pick(scored.logprobs.detach())
         return output.loss, {
             LOSS: output.loss.detach(),
             NUM_TOKENS: torch.full((), len(learner), device=learner.device),
             ENTROPY: scored.entropies.detach().sum(dtype=torch.float64),
             **mismatch_sums(learner, micro.pick(micro.sampler_logprobs)),
+            **rollout_ratio_sums(log_ratios, micro.completion_mask),
             **output.token_counts,
         }
 

@@ -55,7 +55,7 @@ import torch
 from torch import Tensor
 
 from echo.algo.batching import TrainingRow
-from echo.algo.diagnostics import Mismatch
+from echo.algo.diagnostics import Mismatch, rollout_ess
 from echo.algo.loss import Loss, needs_of
 from echo.core.rollout import Group
 from echo.engine.lora import NAME
@@ -90,6 +90,7 @@ class Trainer:
         optimizer: OptimizerSettings,
         temperature: float = 1.0,
         advantages: AdvantageSettings | None = None,
+        scales_by_ess: bool = False,
         reference: ModelSource | None = None,
         rescoring: Rescoring | None = None,
     ) -> None:
@@ -104,6 +105,8 @@ class Trainer:
             optimizer: the settings of the updates in a step.
             temperature: sampling temperature, > 0.
             advantages: how rewards become advantages; None takes the defaults.
+            scales_by_ess: whether each update of a step has its learning rate multiplied by the
+                square root of the effective sample size of its rollouts (`rollout_ess`).
             reference: the frozen reference policy, for a loss that needs one; it is in no
                 checkpoint.
             rescoring: what `rescore` computes; None where `rescore` is not called.
@@ -128,6 +131,7 @@ class Trainer:
         """The policy loss of a step."""
         inv_temperature = 1.0 / temperature
         self._advantages = advantages or AdvantageSettings()
+        self._scales_by_ess = scales_by_ess
         self._speed = Speedometer(self.policy.flops, compute)
         self._scores = TokenScores(self.models, inv_temperature=inv_temperature)
         self._gradients = Gradients(
@@ -258,7 +262,7 @@ class Trainer:
         except StepError as error:
             progress.num_skipped_nonfinite += error.reason == "nonfinite_gradient"
             raise
-        metrics["lr"] = progress.settings.learning_rate_at(progress.step_count + 1)
+        metrics.setdefault("lr", progress.settings.learning_rate_at(progress.step_count + 1))
         metrics["optimizer/skipped_nonfinite"] = progress.num_skipped_nonfinite
         progress.step_count += 1
         return StepResult(
@@ -314,19 +318,38 @@ class Trainer:
         backup = self.weights.back_up(progress.optimizer) if len(batches) > 1 else None
         passes: list[BatchFindings] = []
         norms: list[float] = []
+        rates: list[float] = []
         try:
             for batch in batches:
                 with self._speed.part("forward_backward"):
                     passes.append(self._take_gradient(batch))
                 with self._speed.part("optimizer"):
-                    norms.append(self.optim_step(progress.settings))
+                    settings = self._scaled(progress.settings, passes[-1].sums)
+                    norms.append(self.optim_step(settings))
+                rates.append(settings.learning_rate_at(self.step_count + 1))
         except BaseException:
             if backup is not None:
                 self.weights.restore(backup, progress.optimizer)
             raise
         metrics = whole.metrics | pass_metrics([found.sums for found in passes])
         by_group = {group_id: each for found in passes for group_id, each in found.by_group.items()}
-        return metrics | {"grad_norm": sum(norms) / len(norms)}, by_group
+        means = {"grad_norm": sum(norms) / len(norms), "lr": sum(rates) / len(rates)}
+        return metrics | means, by_group
+
+    def _scaled(self, settings: OptimizerSettings, sums: Sums) -> OptimizerSettings:
+        """Return the settings of an update whose gradient has these sums.
+
+        eta = eta_0 sqrt(ess), with ess the share of `rollout_ess`: 1 on-policy, so the rate is only
+        ever lowered.
+
+        Source: VCPO, arXiv:2602.17616, with the square root for optimizers like AdamW and the
+        unclipped weights of its code. Differs from the paper: its off-policy baseline is left out,
+        and rollouts without a gradient do not count.
+        """
+        if not self._scales_by_ess:
+            return settings
+        rate = settings.learning_rate * math.sqrt(min(1.0, rollout_ess(sums)))
+        return replace(settings, learning_rate=rate)
 
     def _minibatches(self, groups: Sequence[Group], whole: StepBatch) -> list[StepBatch]:
         """Return the batch of each update, without those in which nothing has a gradient.

@@ -19,6 +19,8 @@ from echo.algo.diagnostics import (
     mismatch_by_group,
     mismatch_metrics,
     mismatch_sums,
+    rollout_ess,
+    rollout_ratio_sums,
 )
 from echo.core.rollout import Group, Rollout
 
@@ -152,6 +154,28 @@ def test_numbers_worked_out_by_hand() -> None:
     assert metrics == pytest.approx(
         {"is_ratio/mean": 1.25, "is_ratio/max": 2.0, "ess": 25 / 34, "mismatch_kl": 0.25}
     )
+
+
+def test_ess_of_rollouts_by_hand() -> None:
+    # The rollouts' ratios are 2 * 3 and 1/2; the third has no trained token.
+    log_ratios = torch.tensor([[2.0, 3.0], [0.5, 7.0], [5.0, 5.0]]).log()
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    sums = {name: float(value) for name, value in rollout_ratio_sums(log_ratios, mask).items()}
+    assert rollout_ess(sums) == pytest.approx(6.5**2 / (2 * (36 + 0.25)), rel=1e-6)
+    assert math.isnan(rollout_ess(dict.fromkeys(sums, 0.0)))
+
+
+def test_ess_of_rollouts_by_enumeration() -> None:
+    """With a sampler that draws all 4^3 rollouts equally often, it is 1 / (1 + chi^2(pi, mu))."""
+    logits = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    learner = logits.log_softmax(1)  # of the next token, by the last
+    rollouts = torch.cartesian_prod(*[torch.arange(4)] * 3)
+    before = torch.nn.functional.pad(rollouts[:, :-1], (1, 0))
+    of_token = learner[before, rollouts] + math.log(4)
+    sums = rollout_ratio_sums(of_token, torch.ones_like(rollouts, dtype=torch.bool))
+    chi_square = 4**3 * of_token.sum(1).sub(3 * math.log(4)).exp().square().sum() - 1
+    found = rollout_ess({name: float(value) for name, value in sums.items()})
+    assert found == pytest.approx(1 / (1 + float(chi_square)), rel=1e-12)
 
 
 def test_the_same_policy() -> None:

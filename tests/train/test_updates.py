@@ -109,6 +109,42 @@ def test_a_call_that_fails_leaves_no_gradient(tiny_model_dir: Path) -> None:
     assert all(tensor.grad is None for tensor in trainer.policy.parameters().values())
 
 
+@pytest.mark.parametrize("optimizer", [FAST, TWO_UPDATES])
+def test_the_rate_is_scaled_by_the_effective_sample_size_of_rollouts(
+    optimizer: OptimizerSettings, tiny_model_dir: Path
+) -> None:
+    groups = useful_groups(4)  # their log-probabilities are made up, so all ratios differ
+    scaled = fast_trainer(tiny_model_dir, optimizer=optimizer, scales_by_ess=True)
+    metrics = scaled.step(groups).metrics
+    by_hand = fast_trainer(tiny_model_dir)
+    rates = []
+    count = optimizer.minibatches_per_step
+    for part in (groups[first::count] for first in range(count)):
+        batch = by_hand.prepare(part)
+        log_ratios = [
+            float((learner - rollout.sampler_logprobs)[rollout.completion_mask].sum())
+            for group, scores in zip(part, by_hand.forward(part), strict=True)
+            for rollout, learner in zip(group.rollouts, scores, strict=True)
+        ]
+        weights = np.exp(np.clip(log_ratios, -20, 20))
+        ess = weights.sum() ** 2 / (len(weights) * np.square(weights).sum())
+        assert ess < 0.9
+        by_hand.forward_backward(batch, GrpoLoss())
+        rates.append(FAST.learning_rate * math.sqrt(ess))
+        by_hand.optim_step(dataclasses.replace(FAST, learning_rate=rates[-1]))
+    assert metrics["lr"] == pytest.approx(sum(rates) / count, rel=1e-4)
+    assert_close(scaled.snapshot(), by_hand.snapshot())
+    if count == 1:
+        assert metrics["ess/rollouts"] == pytest.approx(ess, rel=1e-4)
+
+
+def test_on_policy_the_scaled_rate_is_the_whole_rate(tiny_model_dir: Path) -> None:
+    trainer = fast_trainer(tiny_model_dir, scales_by_ess=True)
+    metrics = trainer.step(on_policy(trainer, useful_groups(2))).metrics
+    assert metrics["lr"] == pytest.approx(FAST.learning_rate, rel=1e-5)
+    assert metrics["ess/rollouts"] == pytest.approx(1.0, rel=1e-5)
+
+
 # ------------------------------------------------------------------------------- several updates
 
 

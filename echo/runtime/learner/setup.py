@@ -375,6 +375,7 @@ def make_trainer(
         optimizer=_optimizer_settings(config),
         temperature=config.sampling.temperature,
         advantages=_advantage_settings(config),
+        scales_by_ess=config.optimizer.scale_by_ess,
         reference=find_reference(config, model_dir, lora),
         rescoring=(
             make_rescoring(config.sampling, config.model.dtype)
