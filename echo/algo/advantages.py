@@ -13,19 +13,27 @@ STD_FLOOR = 1e-4
 
 
 def group_advantages(
-    rewards: npt.NDArray[np.floating], *, normalize_by_std: bool, leave_one_out: bool = False
+    rewards: npt.NDArray[np.floating],
+    *,
+    normalize_by_std: bool,
+    leave_one_out: bool = False,
+    value_beta: float | None = None,
 ) -> npt.NDArray[np.float64]:
     """Return each rollout's reward less its group's mean reward.
 
     A_ng = r_ng - mean_g(r_n), divided by (std_g(r_n) + 1e-4) if normalised, std unbiased. With
     leave-one-out the mean is over the other rollouts: r_ng - mean_{h != g}(r_nh), which is G / (G -
     1) times the value above. A group whose rewards are all equal gets exactly 0; the rounding of
-    its mean has no effect.
+    its mean has no effect. With value_beta b the baseline is not the mean but V_n = b ln mean_g
+    exp(r_ng / b): the largest value that a policy reaches on this prompt if it pays b nats of
+    reward per nat of KL to the sampler. V is between the mean (b large) and the largest reward (b
+    near 0).
 
     Args:
         rewards: [N, G] floating point, G >= 2.
         normalize_by_std: whether to divide by the group's standard deviation.
         leave_one_out: whether a rollout's own reward stays out of its baseline.
+        value_beta: b, > 0; None for the mean.
 
     Returns:
         [N, G]
@@ -34,7 +42,7 @@ def group_advantages(
         ValueError: if G < 2, the dtype cannot hold fractions, or a reward is not finite.
 
     Source: GRPO, arXiv:2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv:2503.20783;
-    leave-one-out: RLOO, arXiv:2402.14740.
+    leave-one-out: RLOO, arXiv:2402.14740; V: OAPL, arXiv:2602.19362, eq. 2.
     Differs from the paper: nothing but the floor of the standard deviation.
     Limits: after division by the standard deviation, groups with almost all rollouts right or
     almost all wrong have the largest advantages; this function cannot see that a group has lost
@@ -52,7 +60,14 @@ def group_advantages(
         row = int(is_finite.argmin())
         raise ValueError(f"rewards of row {row} are not all finite: {rewards[row].tolist()}")
     values = rewards.astype(np.float64)
-    advantages = values - values.mean(1, keepdims=True)
+    if value_beta is None:
+        baseline = values.mean(1, keepdims=True)
+    else:
+        # Relative to the largest reward, so that a small b does not overflow.
+        largest = values.max(1, keepdims=True)
+        mean = np.exp((values - largest) / value_beta).mean(1, keepdims=True)
+        baseline = largest + value_beta * np.log(mean)
+    advantages = values - baseline
     if leave_one_out:
         advantages *= values.shape[1] / (values.shape[1] - 1)
     if normalize_by_std:

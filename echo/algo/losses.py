@@ -600,6 +600,39 @@ class GspoLoss:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OaplLoss:
+    """Regression of a rollout's log-ratio on its advantage; no importance weight, no clip.
+
+    R_i = sum_t ln(pi(t) / mu(t));  loss = sum_i (beta R_i - A_i)^2 / num_rollouts, with
+    A_i = r_i - V and V = b ln mean exp(r / b) over the group, b = baseline_beta (advantages.py).
+    The policy that maximises reward - beta KL(pi || mu) has beta R = r - V* on every rollout. So it
+    is the minimum of the loss, whatever policy the rollouts were sampled from.
+
+    Source: OAPL, arXiv:2602.19362, eq. 2 and 3, with b = 1 and beta = 1e-3. The paper was not at
+    hand: formula and constants are as two implementations in forks of NeMo RL have them, whose
+    tests quote it.
+    Differs from the paper: mu is the policy that sampled, which changes with every version; in the
+    paper it changes every L steps. Groups of equal rewards, whose A is 0, are left out. |log r| of
+    a token is limited to 20.
+    Limits: beta alone holds the policy back. At the minimum a rollout's log-ratio is A / beta,
+    which at 1e-3 is hundreds of nats.
+    """
+
+    beta: float = 1e-3
+    """Reward that one nat of log-ratio is worth, > 0."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch, without counts: nothing is clipped."""
+        mask = inputs.completion_mask
+        log_ratio = masked_log_ratio(inputs).sum(1)
+        losses = (self.beta * log_ratio - inputs.advantages).square()
+        is_compared = mask.any(1) & (inputs.advantages != 0)
+        return LossOutput(
+            loss=losses.where(is_compared, 0.0).sum() / inputs.num_rollouts, token_counts={}
+        )
+
+
 # --- one ratio per group --------------------------------------------------------------------------
 # The ratio of a single rollout is huge if the sampler gave it a tiny probability. Here the
 # denominator is an expectation over the whole group, so one unlikely member does not make it tiny.
@@ -823,6 +856,7 @@ LOSSES: Mapping[str, Callable[..., Loss]] = {
     "dapo": DapoLoss,
     "gspo": GspoLoss,
     "gepo": GepoLoss,
+    "oapl": OaplLoss,
     "cispo": CispoLoss,
     "decoupled_ppo": DecoupledPpoLoss,
     "m2po": M2poLoss,

@@ -52,6 +52,11 @@ class LossSection(Section):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of a bonus on the policy's entropy, per token; trains every rollout; 0 is off."""
 
+    @property
+    def value_beta(self) -> float | None:
+        """Return b of the advantages' baseline b ln mean exp(r / b); None for the mean reward."""
+        return None
+
     def own_options(self) -> dict[str, Any]:
         """Return the parameters of the loss itself by name; `false` becomes None."""
         own = self.model_dump(exclude={"kind", *MaskedLossSection.model_fields})
@@ -158,6 +163,29 @@ class GepoSection(LossSection):
         return _end_of_clip(self.clip_low)
 
 
+class OaplSection(MaskedLossSection):
+    """OAPL: regression of a rollout's log-ratio on its advantage."""
+
+    kind: Literal["oapl"]
+    normalize_by_std: Literal[False] = False
+    """Only false: the log-ratio is compared with rewards as they are."""
+    leave_one_out: Literal[False] = False
+    """Only false: the value that rewards are compared with is over the whole group."""
+    beta: float = Field(default=1e-3, gt=0)
+    """Reward that one nat of a rollout's log-ratio is worth; smaller moves further."""
+    baseline_beta: float = Field(default=1.0, gt=0)
+    """b of the value b ln mean exp(r / b) that rewards are compared with."""
+
+    @property
+    def value_beta(self) -> float | None:
+        """Return the section's key."""
+        return self.baseline_beta
+
+    def own_options(self) -> dict[str, Any]:
+        """Return the key of the loss itself; the other is of its advantages."""
+        return {"beta": self.beta}
+
+
 class CispoSection(MaskedLossSection):
     """CISPO: clipped weights; every token keeps its gradient."""
 
@@ -257,6 +285,7 @@ LOSSES: Mapping[str, type[LossSection]] = {
     "dapo": DapoSection,
     "gspo": GspoSection,
     "gepo": GepoSection,
+    "oapl": OaplSection,
     "cispo": CispoSection,
     "decoupled_ppo": DecoupledPpoSection,
     "m2po": M2poSection,
@@ -272,6 +301,7 @@ AnyLoss = Annotated[
     | Annotated[DapoSection, Tag("dapo")]
     | Annotated[GspoSection, Tag("gspo")]
     | Annotated[GepoSection, Tag("gepo")]
+    | Annotated[OaplSection, Tag("oapl")]
     | Annotated[CispoSection, Tag("cispo")]
     | Annotated[DecoupledPpoSection, Tag("decoupled_ppo")]
     | Annotated[M2poSection, Tag("m2po")]

@@ -58,6 +58,8 @@ class AdvantageSettings:
     """Whether completions cut off at the limit are not trained; their rewards count in the
     baseline.
     """
+    value_beta: float | None = None
+    """b of the baseline V = b ln mean exp(r / b); None for the mean reward."""
     keep_zero_variance: bool = False
     """Whether groups without any advantage count towards a step."""
     max_abs_reward: float = 1e6
@@ -249,6 +251,7 @@ def _advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[li
             rewards,
             normalize_by_std=settings.normalize_by_std,
             leave_one_out=settings.leave_one_out,
+            value_beta=settings.value_beta,
         )
         found.update(zip(indices, advantages.tolist(), strict=True))
     return [found[index] for index in range(len(groups))]

@@ -249,6 +249,17 @@ def gspo(
     return -mean(values)
 
 
+def oapl(rollouts: Sequence[SlowRollout], beta: float = 1e-3) -> float:
+    """Rollouts without an advantage are left out."""
+    values = [
+        (beta * (sum(each.learner) - sum(each.sampler)) - each.advantage) ** 2
+        if each.advantage
+        else 0.0
+        for each in rollouts
+    ]
+    return mean(values)
+
+
 def gepo(
     rollouts: Sequence[SlowRollout],
     clip: float | None = 0.2,

@@ -110,3 +110,14 @@ def test_overlong_penalties_by_hand() -> None:
 def test_a_buffer_that_does_not_fit_is_refused(buffer_tokens: int) -> None:
     with pytest.raises(ValueError, match=rf"buffer_tokens = {buffer_tokens}: must lie in 1\.\.max"):
         overlong_penalties(np.array([1]), max_tokens=100, buffer_tokens=buffer_tokens)
+
+
+def test_the_value_is_the_log_mean_exp_and_lies_between_mean_and_maximum() -> None:
+    rewards = np.array([[1.0, 0.0, 0.0], [0.5, 0.5, 0.5]])
+    found = group_advantages(rewards, normalize_by_std=False, value_beta=0.5)
+    value = 0.5 * math.log((math.exp(2) + 2) / 3)
+    assert found[0].tolist() == pytest.approx([1 - value, -value, -value])
+    assert found[1].tolist() == [0.0, 0.0, 0.0]
+    for beta, baseline in ((1e-6, 1.0), (1e6, 1 / 3)):
+        found = group_advantages(1e5 + rewards[:1], normalize_by_std=False, value_beta=beta)
+        assert found.tolist()[0] == pytest.approx([1 - baseline, -baseline, -baseline], abs=1e-4)

@@ -21,7 +21,7 @@ from torch import Tensor
 from echo.algo.advantages import group_advantages, overlong_penalties
 from echo.algo.corrections import MaskedLoss, RolloutMasks, importance_weights
 from echo.algo.loss import Loss, needs_of
-from echo.algo.losses import LOSSES, KlEstimator, ReferenceKlLoss, make_loss
+from echo.algo.losses import LOSSES, KlEstimator, OaplLoss, ReferenceKlLoss, make_loss
 from tests.algo import slow_losses as slow
 from tests.algo.batches import (
     GROUP_SIZE,
@@ -70,6 +70,8 @@ CASES: dict[str, tuple[Loss, Slow]] = {
         make_loss("gspo", clip_low=0.2, clip_high=0.28),
         lambda rollouts: slow.gspo(rollouts, 0.2, 0.28),
     ),
+    "oapl": (make_loss("oapl"), slow.oapl),
+    "oapl held": (make_loss("oapl", beta=0.3), lambda rollouts: slow.oapl(rollouts, 0.3)),
     "gepo": (make_loss("gepo"), slow.gepo),
     "gepo without clip": (
         make_loss("gepo", clip_low=None, clip_high=None),
@@ -265,10 +267,37 @@ def test_without_staleness_it_is_the_policy_gradient(name: str) -> None:
         shares = torch.full_like(shares, 1 / (len(LENGTHS) * 7))
     if name in ("sapo", "grpo by rollout", "gepo+") or name.startswith("gspo"):
         shares = 1 / (len(LENGTHS) * doubles(LENGTHS)[:, None])
+    if isinstance(loss, OaplLoss):  # the square's derivative, in units of reward
+        shares = torch.full_like(shares, 2 * loss.beta / len(LENGTHS))
     expected = torch.where(inputs.completion_mask, -shares * inputs.advantages[:, None], 0.0)
     assert torch.allclose(gradient(loss, inputs), expected, rtol=1e-13, atol=0)
     found = counts(loss(inputs))
     assert all(found[metric] == 0 for metric in found if metric != "gepo/gated")
+
+
+def test_oapl_is_0_at_the_policy_that_trades_reward_for_kl() -> None:
+    """By enumeration: a group of all 3^2 rollouts, which the sampler draws equally often.
+
+    pi = mu exp((r - V) / beta) is normalised by the V of the group, so it is a policy; both the
+    loss and its gradient are 0 there, and nowhere near it.
+    """
+    beta, generator = 0.3, torch.Generator().manual_seed(0)
+    rewards = torch.rand((1, 9), dtype=torch.float64, generator=generator)
+    advantages = torch.from_numpy(
+        group_advantages(rewards.numpy(), normalize_by_std=False, value_beta=beta)[0]
+    )
+    best = (advantages / beta).exp().view(3, 3) / 9  # by first and second token
+    assert best.sum().item() == pytest.approx(1.0)
+    first = best.sum(1)
+    learner = torch.stack([first.repeat_interleave(3), (best / first[:, None]).flatten()], 1).log()
+    sampler = torch.full_like(learner, -math.log(3))
+    inputs = make_inputs(learner, sampler, advantages)
+    loss = make_loss("oapl", beta=beta)
+    assert loss(inputs).loss.item() == pytest.approx(0.0, abs=1e-28)
+    assert torch.allclose(gradient(loss, inputs), torch.zeros_like(learner), atol=1e-15)
+    # From the sampler's own policy, the expected gradient is the policy gradient of r - V.
+    on_policy = gradient(loss, replace(inputs, learner_logprobs=sampler))
+    assert torch.allclose(on_policy, (-2 * beta * advantages / 9)[:, None].expand(9, 2))
 
 
 def test_without_staleness_gepo_weighs_by_the_group() -> None:

@@ -79,7 +79,7 @@ def test_bad_rollouts_have_a_gradient_down_to_the_least_ratio(text: str) -> None
         assert bool(gradient.any()) == has_gradient, ratio
 
 
-@pytest.mark.parametrize("kind", ["cispo", "sapo", "decoupled_ppo", "mine:loss"])
+@pytest.mark.parametrize("kind", ["cispo", "oapl", "sapo", "decoupled_ppo", "mine:loss"])
 def test_losses_that_keep_every_gradient_have_no_range(kind: str) -> None:
     least = section_of(f"loss.kind={kind}").least_ratios()
     assert max(least.values(), default=0.0) == 0.0
@@ -94,6 +94,10 @@ def test_set_options_reach_the_loss() -> None:
     config = parse_config({}, ["loss.entropy_coef=0.01"])
     assert build_loss(config) == EntropyBonusLoss(loss=make_loss("grpo"), coef=0.01)
     assert section_of("loss.dual_clip=false").own_options()["dual_clip"] is None
+    config = parse_config({}, ["loss.kind=oapl", "loss.beta=0.1", "loss.baseline_beta=2"])
+    assert build_loss(config) == make_loss("oapl", beta=0.1)
+    assert config.loss.value_beta == 2
+    assert section_of().value_beta is None
     section = section_of("loss.kind=mine:loss", "loss.options.strength=2", "loss.opsm=1e-4")
     assert (section.own_options(), section.masks()["opsm"]) == ({"strength": 2}, 1e-4)
 
@@ -108,6 +112,8 @@ def test_set_options_reach_the_loss() -> None:
         *(("grpo", option) for option in ("geometric_low=1.1", "veto=-0.1", "opsm=nan")),
         ("gspo", "clip_low=2.0"),
         *(("gepo", option) for option in ("gate_kl=-1.0", "sampler_kl_coef=nan")),
+        *(("oapl", option) for option in ("beta=0", "baseline_beta=0", "leave_one_out=true")),
+        ("oapl", "normalize_by_std=true"),
         ("cispo", "clip_high=-1.0"),
         ("sapo", "tau_negative=0.0"),
         ("m2po", "max_second_moment=-0.1"),

@@ -36,6 +36,7 @@ LOSSES: dict[str, Loss] = {
     "gspo": make_loss("gspo", clip_low=0.2, clip_high=0.28),
     "gepo": make_loss("gepo"),
     "gepo with kl": make_loss("gepo", sampler_kl_coef=0.01, clip_low=None, clip_high=None),
+    "oapl": make_loss("oapl", beta=0.1),
     "cispo": make_loss("cispo"),
     "decoupled_ppo": make_loss("decoupled_ppo"),
     "decoupled_ppo loglinear": make_loss("decoupled_ppo", proximal="loglinear"),

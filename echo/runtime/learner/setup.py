@@ -410,6 +410,7 @@ def _advantage_settings(config: Config) -> AdvantageSettings:
         max_completion_tokens=config.sampling.max_completion_tokens,
         overlong_buffer_tokens=loss.overlong_buffer_tokens,
         overlong_filter=loss.overlong_filter,
+        value_beta=loss.value_beta,
         keep_zero_variance=config.batch.keep_zero_variance,
         max_abs_reward=config.task.max_reward,
     )
