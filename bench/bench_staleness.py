@@ -12,9 +12,13 @@ addition, countdown   GRPO on the task of that name, lag fixed and drawn evenly 
 fixed                 every correction on addition, each group exactly 11 versions old
 delays                the same at HeteroRL's delays: lognormal, 60 to 1800 s, in both directions
 chosen                what the fixed lag recommends, beside GRPO, at smaller fixed lags
+corrections           what was published since, beside the best of the losses above and no
+                      correction, on addition: fixed lags up to 32, and drawn evenly up to 64
+corrections_countdown the same on countdown
 
-Advantages are divided by their group's spread for every loss, so that losses differ in nothing but
-how they correct. All else is the quickstart's, but for the number of steps and held-out prompts.
+Advantages are divided by their group's spread for every loss but OAPL, so that losses differ in
+nothing but how they correct. All else is the quickstart's, but for the number of steps and held-out
+prompts.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ STEP_S = 60.0
 """Emulated seconds of an optimizer step among the delays."""
 NUM_WORKERS = 4
 LOSSES: dict[str, tuple[str, ...]] = {
+    # Settings of [loss], or of another section if they name it.
     # The weight is 1 for every token: the plain policy gradient, as if all were on-policy.
     "none": ("kind=cispo", "clip_low=1e-9", "clip_high=1e-9"),
     "grpo": ("kind=grpo",),
@@ -59,11 +64,22 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "gepo+ .2": ("kind=gepo", "clip_low=0.2", "clip_high=0.2", "gate_kl=0.002"),
     "cispo": ("kind=cispo",),
     "m2po": ("kind=m2po",),
-}
+    "dppo_tv": ("kind=dppo_tv",),
+    "sapo": ("kind=sapo",),
+    "oapl": ("kind=oapl", "normalize_by_std=false"),
+    "oapl beta .03": ("kind=oapl", "normalize_by_std=false", "beta=0.03"),
+    "gspo .02/.03 + ess": (
+        "kind=gspo", "clip_low=0.02", "clip_high=0.03", "optimizer.scale_by_ess=true",
+    ),
+}  # fmt: skip
 CHOSEN = "gspo .02/.03"
+BESIDE = ("grpo", CHOSEN, "gepo .2", "m2po", "none")
+CORRECTIONS = (f"{CHOSEN} + ess", "oapl", "oapl beta .03", "dppo_tv", "sapo")
+AGES = ("fixed:11", "fixed:32", "fixed:6", "fixed:3", "fixed:0", "uniform:64")
+"""Lags of the corrections, those that tell most first."""
 METRICS = (
-    "ess", "mismatch_kl", "is_ratio/max", "clip_ratio/mean", "dropped/m2", "gepo/gated",
-    "entropy/mean", "grad_norm", "useful_share",
+    "ess", "ess/rollouts", "mismatch_kl", "is_ratio/max", "clip_ratio/mean", "dropped/m2",
+    "dropped/tv", "gepo/gated", "entropy/mean", "grad_norm", "lr", "useful_share",
 )  # fmt: skip
 """What a row keeps of a step's metrics."""
 
@@ -87,6 +103,10 @@ EXPERIMENTS: dict[str, tuple[Case, ...]] = {
         for lag in ("fixed:0", "fixed:3", "fixed:6", "fixed:11")
         for loss in ("grpo", CHOSEN)
     ),
+    **{
+        name: tuple(Case(task, lag, loss) for lag in AGES for loss in (*CORRECTIONS, *BESIDE))
+        for name, task in (("corrections", "addition"), ("corrections_countdown", "countdown"))
+    },
 }
 
 
@@ -191,7 +211,7 @@ def train_one(run: Run, model: Path) -> dict[str, Any]:
         f"eval.interval_steps={max(1, run.steps // 10)}",
         f"eval.num_prompts={run.prompts}",
         "loss.normalize_by_std=true",
-        *(f"loss.{setting}" for setting in LOSSES[case.loss]),
+        *(each if "." in each.partition("=")[0] else f"loss.{each}" for each in LOSSES[case.loss]),
         *run.overrides,
     ]
     path = harness.RESULTS.parents[1] / "configs" / f"{CONFIGS[case.task]}.toml"

@@ -21,6 +21,8 @@ LABELS = {
     "addition": "{lag}",
     "countdown": "{lag}",
     "chosen": "{lag} {loss}",
+    "corrections": "{lag} {loss}",
+    "corrections_countdown": "{lag} {loss}",
 }
 """What tells the cases of an experiment apart."""
 REFERENCES = {
@@ -29,6 +31,8 @@ REFERENCES = {
     "addition": "fixed:0",
     "countdown": "fixed:0",
     "chosen": "{lag} grpo",
+    "corrections": "{lag} gspo .02/.03",
+    "corrections_countdown": "{lag} gspo .02/.03",
 }
 """The case that each is compared with, seed by seed."""
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#333333")
@@ -65,7 +69,8 @@ def report(
         add_differences(found, references)
         print_table(name, found)
         result[name] = found
-        print(f"wrote {plot(name, found, same['steps'])}")
+        draw = plot_by_lag if name.startswith("corrections") else plot
+        print(f"wrote {draw(name, found, same['steps'])}")
     what = f"staleness_{'_'.join(name for name in experiments if name in result)}"
     print(f"wrote {harness.save(what, result)}")
 
@@ -207,12 +212,51 @@ def plot(name: str, found: Mapping[str, Any], steps: int) -> Any:
     return path
 
 
+def plot_by_lag(name: str, found: Mapping[str, Any], steps: int) -> Any:
+    """Plot each loss's last values over the lags that were measured; return the file."""
+    by_loss: dict[str, dict[str, Any]] = {}
+    for label, summary in found.items():
+        lag, _, loss = label.partition(" ")
+        by_loss.setdefault(loss, {})[lag] = summary
+    # Fixed lags come first, by their number.
+    lags = sorted({label.partition(" ")[0] for label in found}, key=_lag_order)
+    figure = harness.new_figure((13, 5.6), dpi=110)
+    styles = style_of([*by_loss])
+    panels = figure.subplots(1, len(KINDS))
+    for axes, kind in zip(panels, KINDS, strict=True):
+        for loss, summaries in by_loss.items():
+            at = [place for place, lag in enumerate(lags) if lag in summaries]
+            last = [summaries[lags[place]][kind]["last"] for place in at]
+            axes.errorbar(
+                at, [each["mean"] for each in last], yerr=[each["stdev"] for each in last],
+                label=loss, marker=".", capsize=2, linewidth=1.4, **styles[loss],
+            )  # fmt: skip
+        axes.set_xticks(range(len(lags)), lags)
+        axes.set_ylim(0, 1)
+        axes.set_title(f"held-out pass rate, {kind}, mean of {LAST} evaluations", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#bbbbbb", alpha=0.4, linewidth=0.6)
+    names = figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", fontsize=8)
+    names.set_frame_on(False)
+    figure.suptitle(f"{TITLES[name]}; {steps} steps, mean and deviation over seeds")
+    path = harness.result_path(f"staleness_{name}", ".png")
+    figure.savefig(path)
+    return path
+
+
+def _lag_order(lag: str) -> tuple[bool, int]:
+    law, _, number = lag.partition(":")
+    return law != "fixed", int(number)
+
+
 TITLES = {
     "fixed": "addition, every group 11 versions old",
     "delays": "addition, HeteroRL's delays (lognormal, 60 to 1800 s, steps of 60 s)",
     "addition": "addition, GRPO, by staleness",
     "countdown": "countdown, GRPO, by staleness",
     "chosen": "addition, GSPO with a range of .02/.03 beside GRPO, by staleness",
+    "corrections": "addition, corrections by staleness",
+    "corrections_countdown": "countdown, corrections by staleness",
 }
 
 
