@@ -1,10 +1,10 @@
-"""Virtual time for asyncio: calls in order of their instants, without waiting.
+"""Virtual time for asyncio: calls are made in the order of their instants, without waiting.
 
-Tasks, timers and timeouts run on a `VirtualLoop` without change. Once no callback is ready, time
+Tasks, timers and timeouts run on a `VirtualLoop` without change. When no callback is ready, time
 jumps to the next timer. Calls for the same instant are made in the order in which they were
 scheduled, so the same program gives the same history. The loop has no sockets and no threads. It
-does the work of a node's threads itself (`InlineThreads`), each call after the simulated time that
-the caller states.
+makes the calls that a node would make in threads itself (`InlineThreads`), each after the simulated
+time that the call takes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from echo.runtime.threads import Returned
 
 
 class StandstillError(RuntimeError):
-    """The loop has not ended, but no call is scheduled on it."""
+    """The program has not ended, but no callback or timer is scheduled on the loop."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop whose time jumps to the next timer once no callback is ready.
+    """An event loop whose time jumps to the next timer when no callback is ready.
 
-    Timers of one instant fire in the order in which they were set, which asyncio does not promise:
-    messages that arrive together keep their order.
+    Timers of the same instant fire in the order in which they were set, so messages that arrive
+    together keep their order. asyncio's own loops do not promise this.
     """
 
     _ready: deque[asyncio.Handle]
@@ -39,26 +39,26 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
         self.num_calls = 0
-        """Callbacks made so far."""
+        """Number of callbacks made since the start."""
 
     def time(self) -> float:
-        """Return seconds since the start."""
+        """Return the virtual seconds since the start."""
         return self._now
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        """Schedule a callback at an instant, after the callbacks already set for that instant."""
+        """Schedule a callback for an instant, after those already scheduled for this instant."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, timer))
         return timer
 
     def _run_once(self) -> None:
-        """Make the calls that are ready; if none is, advance time to the next timer first.
+        """Make the calls that are ready; if none is ready, advance time to the next timer first.
 
         Raises:
-            StandstillError: if there is no timer either.
+            StandstillError: if no call is ready and no timer is set.
         """
         ready, timers = self._ready, self._timers
         if not ready and not self._stopping:
@@ -80,12 +80,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()  # noqa: SLF001 -- as its base class does
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: a cancelled timer is dropped when it is due."""
+        """Do nothing: a cancelled timer is dropped at the instant for which it was set."""
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Any, *args: Any
     ) -> NoReturn:
-        """Refuse: the duration of a thread's work is unknown in virtual time.
+        """Refuse to run a function in a thread: its duration in virtual time is unknown.
 
         Raises:
             RuntimeError: always.
@@ -93,33 +93,33 @@ class VirtualLoop(asyncio.BaseEventLoop):
         raise RuntimeError(f"{func!r} was to run in a thread: hand InlineThreads to its owner")
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """Do nothing: there are no sockets."""
+        """Do nothing: the loop has no sockets."""
 
     def _write_to_self(self) -> None:
-        """Do nothing: no other thread calls."""
+        """Do nothing: no other thread calls the loop."""
 
 
 class InlineThreads:
-    """Threads of a node in virtual time: the loop makes each call when its duration has passed."""
+    """Replaces the threads of a node: the event loop makes each call after its simulated time."""
 
     def __init__(self) -> None:
         self.is_closed = False
 
     def takes(self, pool: str, function: Callable[..., Any]) -> float:
-        """Return the simulated seconds that a call of `function` takes in a pool."""
+        """Return how many simulated seconds a call of `function` takes in this pool."""
         return 0.0
 
     def pool(self, name: str, num_threads: int = 1) -> InlinePool:
-        """Return a new pool, in which at most `num_threads` calls overlap in simulated time."""
+        """Return a new pool, which makes at most `num_threads` calls at the same simulated time."""
         return InlinePool(self, name, num_threads)
 
     def close(self) -> None:
-        """Drop all scheduled calls, also those whose simulated duration has begun."""
+        """Drop all scheduled calls, also calls whose simulated time has begun."""
         self.is_closed = True
 
 
 class InlinePool:
-    """The calls of one pool, in the order in which they were requested."""
+    """Replaces one pool of threads: calls begin in the order in which they were requested."""
 
     def __init__(self, threads: InlineThreads, name: str, num_threads: int) -> None:
         self._threads = threads
@@ -127,10 +127,12 @@ class InlinePool:
         self._free_at = [-math.inf] * num_threads
 
     def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
-        """Schedule a call for the end of its duration, which begins once a thread is free.
+        """Schedule a call, which is made after the simulated time that it takes.
+
+        The time of the call begins when one of the pool's simulated threads is free.
 
         Returns:
-            The future of its result.
+            The future of the call's result.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Returned] = loop.create_future()

@@ -1,4 +1,4 @@
-"""Faults of a simulation: the scenario's faults, and random losses of spot machines."""
+"""Faults in a simulation: those of the scenario, and random losses of spot machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echo.sim.worker import SimWorker
 
 @dataclass(slots=True, eq=False)
 class SimulatedSite:
-    """A rented machine and its access to the network; a process may run on it or not."""
+    """A rented machine and its access to the network; a worker's process may run on it or not."""
 
     name: str
     offer: Offer
@@ -26,18 +26,19 @@ class SimulatedSite:
     worker: SimWorker | None = None
     rental: Rental | None = None
     num_absences: int = 0
-    """Number of present faults; a worker starts here again once it is 0."""
+    """Number of faults that keep the machine or its process away now; at 0 a worker can start here
+    again."""
     is_given_up: bool = False
-    """Whether its worker has given the machine back; it does not return."""
+    """Whether the worker has given the machine back, so that no worker starts here again."""
 
     def give_back(self, now: float) -> None:
-        """Stop paying for the machine."""
+        """Stop paying for the machine from this instant on."""
         if self.rental is not None:
             self.rental.until_s, self.rental = now, None
 
 
 class Stage(Protocol):
-    """The parts of a simulation that faults act on."""
+    """The parts of a simulation on which faults act."""
 
     scenario: Scenario
     loop: VirtualLoop
@@ -51,14 +52,14 @@ class Stage(Protocol):
 
 
 class Faults:
-    """All faults of one run."""
+    """Makes the faults of one simulated run happen."""
 
     def __init__(self, stage: Stage) -> None:
-        """Start without events; `begin` schedules them."""
+        """Schedule nothing yet; `begin` schedules the faults on this stage."""
         self._stage = stage
 
     def begin(self) -> None:
-        """Schedule all faults at their instants."""
+        """Schedule the scenario's faults, and the first loss of each spot machine."""
         stage = self._stage
         for fault in stage.scenario.faults:
             stage.loop.call_at(fault.at_s, self._happen, fault)
@@ -90,7 +91,7 @@ class Faults:
         self._stage.loop.call_later(wait_s, self._lose, site, chance)
 
     def _lose(self, site: SimulatedSite, chance: random.Random) -> None:
-        """Take a spot machine away; after its return, schedule the next loss."""
+        """Take a spot machine away for its restart time; then schedule its next loss."""
         self._take(site, is_silent=True, for_s=site.offer.restart_s)
         self._stage.loop.call_later(site.offer.restart_s, self._await_loss, site, chance)
 

@@ -1,4 +1,4 @@
-"""Learner of a simulation: the real one, with a timed trainer and a disk in memory."""
+"""The learner of a simulation: the real one, with a trainer that only takes time and no disk."""
 
 from __future__ import annotations
 
@@ -59,16 +59,17 @@ RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
 GIVE_UP_S = 3600.0
 GIVE_UP_STEPS = 30
-"""A run ends if it trains nothing for GIVE_UP_S and for as long as GIVE_UP_STEPS steps take."""
+"""A run ends if it trains nothing for GIVE_UP_S seconds and for as long as GIVE_UP_STEPS steps
+take."""
 LINEAGES = (Lineage(1, 0),)
 UNBOUNDED = 1 << 30
-"""A bound on staleness that is so large that it never delays a lease."""
+"""A bound on staleness so large that it never delays a lease."""
 
 _log = logging.getLogger("echo.sim")
 
 
 class SimLearner(LearnerNode):
-    """The real learner, which records its steps in the history."""
+    """The real learner's node, which records its steps in the history of the simulation."""
 
     is_watching = False
 
@@ -84,7 +85,10 @@ class SimLearner(LearnerNode):
         broadcast: Broadcast,
         end: Callable[[str], None],
     ) -> None:
-        """Begin a run; `end` is called with the reason of its end, "" after its last step."""
+        """Start a run of the scenario on this transport.
+
+        `end` is called when the run ends: with the reason, or with "" after the last step.
+        """
         self.link, self._num_broadcasts = transport, 0
         self._scenario, self._groups, self._history, self._end_run = scenario, groups, history, end
         sections = make_sections(scenario, scale=versions.scale)
@@ -116,11 +120,11 @@ class SimLearner(LearnerNode):
         super().__init__(opened, transport, sections, self, threads=threads, log=_log)
 
     def waiting(self) -> dict[int, float]:
-        """Return the number of tokens of each group that waits to be trained, by group id."""
+        """Return the number of tokens of each accepted group not yet trained, by group id."""
         return {i: self._groups.length(i).num_tokens for i in self._memory.waiting}
 
     def write_metrics(self, step: int, row: Row) -> None:
-        """Record a step in the history."""
+        """Record a step, and its costs if activation is on, in the history."""
         figures: Mapping[str, Any] = row
         history, trainer = self._history, self.trainer
         if self.pace.num_broadcasts > self._num_broadcasts:
@@ -152,10 +156,13 @@ class SimLearner(LearnerNode):
             self._end_run("")
 
     def show(self, snapshot: Snapshot) -> None:
-        """Do nothing: a simulation has no terminal."""
+        """Do nothing with the snapshot: a simulation has no terminal."""
 
     def export(self, directory: Path, publication: Publication) -> None:
-        """Record that the run has ended; if steps are missing, its budget is the reason."""
+        """Report that the run has ended before its last step because its budget is spent.
+
+        After the last step the run has ended already, so this call has no effect.
+        """
         self._end_run("the budget of the run is spent")
 
 
@@ -163,8 +170,9 @@ def make_sections(scenario: Scenario, *, scale: float) -> RunSections:
     """Return the sections of the configuration that the learner's node reads.
 
     Args:
-        scenario: what is simulated.
-        scale: true bytes per byte of a simulated version; prices are per simulated GB.
+        scenario: the scenario that is simulated.
+        scale: number of bytes that one byte of a simulated version stands for; prices of traffic
+            are multiplied by it.
     """
     job, settings = scenario.job, scenario.settings
     return RunSections(
@@ -192,12 +200,12 @@ def make_sections(scenario: Scenario, *, scale: float) -> RunSections:
 
 
 def make_batch(job: Job) -> BatchSection:
-    """Return the section with the size of a batch."""
+    """Return the configuration section with the size of a batch."""
     return BatchSection(group_size=job.group_size, groups_per_step=job.groups_per_step)
 
 
 def make_buffer(scenario: Scenario) -> StalenessBuffer:
-    """Return the learner's buffer, empty."""
+    """Return an empty rollout buffer for the learner."""
     job = scenario.job
     buffer = StalenessBuffer(max_staleness=job.max_staleness, lineages=LINEAGES)
     if not scenario.settings.is_paced:
@@ -216,7 +224,7 @@ def make_role(
     scale: float,
     now: float,
 ) -> Learner:
-    """Return the learner's role."""
+    """Return the learner's role, set up for the scenario."""
     job, settings = scenario.job, scenario.settings
     return Learner(
         LearnerSettings(
@@ -273,7 +281,7 @@ def _activation_settings(scenario: Scenario, *, scale: float) -> ActivationSetti
 
 
 def _egress_per_gb(scenario: Scenario) -> float:
-    """Return $ per GB that leaves the learner: the mean over the regions that have nodes."""
+    """Return the $ per GB that leaves the learner, as a mean over regions that have nodes."""
     fleet = scenario.fleet
     regions = {o.region for o, count in zip(fleet.offers, scenario.counts, strict=True) if count}
     prices = [fleet.regions[name].price_per_gb for name in sorted(regions)]
@@ -281,7 +289,7 @@ def _egress_per_gb(scenario: Scenario) -> float:
 
 
 class NoPrompts:
-    """The prompts of a simulation; all are the same."""
+    """Replaces the prompt source in a simulation: all prompts are the same."""
 
     def lease(self, group_id: int, attempt: int) -> Lease:
         return Lease(group_id=group_id, attempt=attempt, seed=group_id, prompt_ids=(0,), example={})

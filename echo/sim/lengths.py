@@ -1,7 +1,7 @@
-"""Lengths of groups, drawn by group id, and the versions that sampled each group.
+"""Lengths of groups, drawn by group id, and the number of tokens that each version sampled.
 
-In a simulation, a group on the wire has one token for each version that sampled it. The true
-number of tokens of each group is kept here.
+In a simulation, a group on the wire has one token for each version that sampled it. This module
+keeps the true number of tokens of each group.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from echo.wire.codec import Frame
 from echo.wire.messages import Lease
 
 REMEMBERED = 1 << 17
-"""Groups whose lengths are kept; other lengths are drawn again when they are needed."""
+"""Number of groups whose lengths are cached; other lengths are drawn again when they are needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLength:
-    """Completion tokens of one group."""
+    """The number of completion tokens of one group."""
 
     num_tokens: int
-    """Tokens of all rollouts."""
+    """Number of completion tokens of all rollouts."""
     longest: int
-    """Tokens of the longest rollout."""
+    """Number of completion tokens of the longest rollout."""
     is_useful: bool = True
-    """Whether its rewards differ, so that something can be learned from it."""
+    """Whether the group's rewards differ, so that it can be trained on."""
 
 
 class LogNormalLengths:
-    """Independent completions of log-normal length, cut off at a limit."""
+    """Draws the lengths of completions, independently, from a log-normal distribution.
+
+    A completion that would be longer than the limit has the length of the limit.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,16 @@ class LogNormalLengths:
         useful_share: float,
         seed: int,
     ) -> None:
-        """Set the distribution: `mean` before the cut and `limit` in tokens, `spread` over mean."""
+        """Set the distribution from which lengths are drawn.
+
+        Args:
+            mean: mean number of tokens of a completion, before the limit cuts it.
+            spread: standard deviation of the length divided by its mean.
+            limit: largest number of tokens of a completion.
+            group_size: number of completions of a group.
+            useful_share: share of the groups whose rewards differ.
+            seed: seed of all draws.
+        """
         self._sigma = math.sqrt(math.log1p(spread**2))
         self._mu = math.log(mean) - self._sigma**2 / 2
         self._limit = max(1, round(limit))
@@ -54,7 +66,7 @@ class LogNormalLengths:
         self._useful_share = useful_share
         self._seed = seed
         self.of = lru_cache(maxsize=REMEMBERED)(self._draw)
-        """Return the length of a group by its id; the same id always gives the same length."""
+        """Returns the length of a group by its id; the same id always gives the same length."""
 
     def _draw(self, group_id: int) -> GroupLength:
         chance = random.Random(f"{self._seed}/group/{group_id}")
@@ -69,7 +81,7 @@ class LogNormalLengths:
 
 
 Shares = list[tuple[PolicyVersion, float]]
-"""(version, tokens that it sampled), oldest first."""
+"""(version, number of tokens that it sampled), oldest version first."""
 
 
 class _Named(msgspec.Struct):
@@ -82,25 +94,25 @@ _decoder = msgspec.msgpack.Decoder(_Named)
 
 
 class Groups:
-    """All groups, by id."""
+    """The length of every group, and the tokens that each version sampled of it, by group id."""
 
     def __init__(self, lengths: LogNormalLengths, *, upload_bytes_per_token: float) -> None:
         self._lengths = lengths
         self._bytes_per_token = upload_bytes_per_token
         self._shares: dict[int, dict[int, Shares]] = {}
         self.tokens_sampled = 0.0
-        """Tokens of all finished groups."""
+        """Number of tokens of all finished attempts at groups."""
 
     def length(self, group_id: int) -> GroupLength:
         return self._lengths.of(group_id)
 
     def num_bytes(self, header: Frame) -> float:
-        """Return the true bytes on the wire of the group with this header."""
+        """Return how many bytes the group with this header would take on the wire in a real run."""
         group_id = _decoder.decode(header).group_id
         return self._lengths.of(group_id).num_tokens * self._bytes_per_token
 
     def sampled(self, lease: Lease, shares: Shares) -> None:
-        """Record the tokens that each version sampled of a finished attempt."""
+        """Record, for a finished attempt at a group, the tokens that each version sampled."""
         self.tokens_sampled += sum(share for _, share in shares)
         self._shares.setdefault(lease.group_id, {})[lease.attempt] = shares
 
@@ -108,7 +120,10 @@ class Groups:
         return self._shares[group.group_id][group.attempt]
 
     def waiting(self, group_id: int) -> float:
-        """Return the tokens of one finished attempt of a group; 0 if the group has ended."""
+        """Return the number of tokens of a finished attempt at a group.
+
+        It is 0 if no attempt has finished, or the group was trained or discarded.
+        """
         attempts = self._shares.get(group_id)
         return sum(share for _, share in next(iter(attempts.values()))) if attempts else 0.0
 

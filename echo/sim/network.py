@@ -1,4 +1,4 @@
-"""Simulated network: connections with rates, latency, jitter and cuts.
+"""The simulated network: connections with rates, latency, jitter and cuts.
 
     sender's uplink  ->  route between two regions  ->  receiver's downlink
     (shared by all)      (one stream's rate, delay)      (shared by all)
@@ -6,17 +6,17 @@
 * **Bulk** messages (chunks, groups) queue at the uplink in the order in which they were sent, take
   the route at the rate of one stream, and queue again at the downlink. A stage begins with the
   first byte of a message, so an idle stage adds no time. **Small** messages pass between bulk
-  messages, as packets of other connections do, and take the latency only. Messages of one
+  messages, as packets of other connections do, and only the latency delays them. Messages of one
   connection arrive in order.
 * A connection is a stream, like TCP: a lost packet costs time, and no message is lost. The rate of
   a route is the measured rate of one stream, which includes TCP's response to lost packets.
 * When a cut begins, messages in flight are lost and the connection stalls. Each end is notified its
-  `dead_after_s` later, as by unanswered heartbeats. The loss of a machine is noticed in the same
-  way; the death of a process is noticed at once.
+  `dead_after_s` later, as by unanswered heartbeats. The same happens when a machine is lost. When
+  only a process dies, its peers are notified after the latency.
 * A listener can be dialled at its address. All other nodes are behind a NAT and can only dial.
 
-One byte of a simulated image stands for `weight_scale` bytes. So a version has few and small chunks
-in memory, but takes its true size on every link.
+One byte of a simulated image stands for `weight_scale` bytes of a real one. So a version has few
+and small chunks in memory, but has its true size on every link.
 
 No call here waits, and there are no keep-alive messages. Nodes use the network through
 `SimTransport` (`echo/sim/transport.py`).
@@ -37,11 +37,11 @@ from echo.net.transport import Frame, format_address, parse_address
 from echo.sim.lengths import Groups
 
 BULK_BYTES = 1 << 14
-"""Messages from this size on queue at the links."""
+"""Size in bytes from which on a message counts as bulk and queues at the links."""
 FRAMING_BYTES = 60
-"""Approximate bytes that TCP, ZMTP and IP add to a message."""
+"""Approximate number of bytes that TCP, ZMTP and IP add to a message."""
 HANDSHAKE_TRIPS = 4
-"""One-way trips of a handshake: two of TCP, two of CURVE."""
+"""Number of one-way trips of a handshake: two of TCP, two of CURVE."""
 FIRST_FREE_PORT = 49152
 
 
@@ -50,11 +50,12 @@ class Route:
     """The route between two regions, in one direction."""
 
     bytes_per_s: float = math.inf
-    """Rate of one stream."""
+    """Rate of one stream, bytes per second."""
     latency_s: float = 0.0005
-    """One way, seconds."""
+    """Latency in one direction, seconds."""
     jitter_s: float = 0.0
-    """Added to the latency, uniformly distributed in [0, jitter_s]."""
+    """Largest jitter, seconds: each message takes an additional time drawn uniformly from [0,
+    jitter_s]."""
 
     def __post_init__(self) -> None:
         if min(self.latency_s, self.jitter_s) < 0 or not math.isfinite(
@@ -65,7 +66,7 @@ class Route:
             raise ValueError(f"bytes_per_s must be > 0, got {self.bytes_per_s}; to stop it, cut")
 
     def joined(self, other: Route) -> Route:
-        """Return the route that takes this route and then another."""
+        """Return the route that consists of this route and then another one."""
         return Route(
             bytes_per_s=min(self.bytes_per_s, other.bytes_per_s),
             latency_s=self.latency_s + other.latency_s,
@@ -75,15 +76,15 @@ class Route:
 
 @dataclass(slots=True, eq=False)
 class Port:
-    """A machine's access to the network; it outlives the machine's processes."""
+    """A machine's access to the network, which remains when its processes end."""
 
     name: str
     region: str = ""
-    """Its region; if empty, it is the only machine of a region with its name."""
+    """The machine's region; if empty, the machine is alone in a region with its own name."""
     up_bytes_per_s: float = math.inf
     down_bytes_per_s: float = math.inf
     address: str | None = None
-    """The address at which it can be dialled; None behind a NAT."""
+    """The address at which the machine can be dialled; None behind a NAT."""
     dead_after_s: float = 10.0
     """Seconds after which a process on this machine gives up a stalled connection."""
     up_idle_at: float = 0.0
@@ -96,7 +97,7 @@ class Port:
 
 
 class Client(Protocol):
-    """The process at an end of connections."""
+    """A process that has connections over the network, such as a SimTransport."""
 
     port: Port
 
@@ -107,45 +108,50 @@ class Client(Protocol):
     def on_disconnected(self, end: LinkEnd, reason: str) -> None: ...
 
     def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
-        """Handle a message; a listener knows a connection from its first message on."""
+        """Handle a message that has arrived at one of the process's ends.
+
+        A listener is not notified of an inbound connection before its first message.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class LinkEnd:
-    """One end of a connection, and the route from it to the other end."""
+    """One end of a connection, with the route from this end to the other end."""
 
     client: Client
     address: str | None
     """The address that this end dialled; None at the end that was dialled."""
     number: int
-    """Number of the dial attempt, counted over the whole network."""
+    """Number of the attempt to dial, counted over the whole network."""
     peer: str = ""
-    """The client's own name for the other side."""
+    """The name that this end's client gives to the other side."""
     unread_bytes: int = 0
-    """Bytes sent to this end that its client has not taken yet; the clients count them."""
+    """Number of bytes sent to this end that its client has not taken yet; the clients keep the
+    count."""
     is_open: bool = False
     is_over: bool = False
     is_stalled: bool = False
     far: LinkEnd = field(init=False)
-    """The other end. It and the fields below are set once the connection is established."""
+    """The other end of the connection. This field and the fields below are set when the connection
+    is established."""
     route: Route = field(init=False)
     stream_bytes_per_s: float = field(init=False)
     chance: random.Random | None = None
-    """Random numbers for the jitter, shared by both ends; None without jitter."""
+    """Random numbers for the jitter, which both ends share; None without jitter."""
     idle_at: float = 0.0
     """Time at which the route is free for another bulk message."""
     arrived_at: float = 0.0
-    """Time at which the newest message reaches the receiver's downlink."""
+    """Time at which the newest message sent from this end reaches the receiver's downlink."""
     done_at: float = 0.0
     """Time at which the receiver's downlink has delivered all messages that have reached it."""
 
 
 Sides: TypeAlias = tuple[frozenset[str], ...]
-"""Groups of nodes and regions that are cut off from each other."""
+"""The groups of nodes and regions that are cut off from each other."""
 
 
 class Network:
-    """All connections, and the traffic that they have carried."""
+    """All connections of a simulation, and the bytes that they have carried."""
 
     def __init__(
         self,
@@ -156,14 +162,16 @@ class Network:
         groups: Groups | None = None,
         bulk_bytes: int = BULK_BYTES,
     ) -> None:
-        """Start without nodes.
+        """Start with no nodes, regions or connections.
 
         Args:
-            seed: seed of the jitter.
-            between: the route between regions that have no own route; None for no delay.
-            weight_scale: bytes that one byte of an image stands for.
-            groups: the true sizes of groups; None to use the sizes of the messages.
-            bulk_bytes: size from which on messages are bulk.
+            seed: seed of the random jitter.
+            between: the route between regions that have no route of their own; None for a route
+                without delay.
+            weight_scale: number of bytes of a real image that one byte of a simulated image stands
+                for.
+            groups: the true sizes of groups; None if the sizes of their messages are used.
+            bulk_bytes: size in bytes from which on a message counts as bulk.
         """
         self._seed = seed
         self.weight_scale = weight_scale
@@ -173,34 +181,37 @@ class Network:
         self._within, self._middle = Route(), Route(latency_s=0.0)
         self._between = between or self._middle
         self._routes: dict[tuple[str, str], Route] = {}
-        """Routes by pair of regions, set explicitly or on first use."""
+        """Routes by pair of regions: those set explicitly, and those computed when first used."""
         self._listeners: dict[str, Client] = {}
         self._ports = itertools.count(FIRST_FREE_PORT)
         self._ends: dict[Client, dict[LinkEnd, None]] = {}
         self._num_dials = 0
         self._cuts: list[Sides] = []
         self.traffic: dict[tuple[str, str, str], float] = {}
-        """(from region, to region, kind) -> bytes."""
+        """(from region, to region, kind of message) -> bytes sent."""
 
     @property
     def now(self) -> float:
-        """Present time of the running loop, seconds."""
+        """The present virtual time of the running loop, seconds."""
         return asyncio.get_running_loop().time()
 
     def at(self, instant: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a call at an instant; if it has passed, as soon as possible."""
+        """Schedule a call for an instant; if the instant has passed, for now."""
         loop = asyncio.get_running_loop()
         loop.call_at(max(instant, loop.time()), call, *arguments)
 
     # --- the map ---------------------------------------------------------------------------------
 
     def add_region(self, name: str, route: Route) -> None:
-        """Set a region's route to the learner; the route between two regions consists of both."""
+        """Set the route between a region and the learner.
+
+        The route between two regions consists of the routes of both.
+        """
         self._regions[name] = route
         self._routes = {pair: known for pair, known in self._routes.items() if name not in pair}
 
     def set_route(self, source: str, destination: str, route: Route) -> None:
-        """Replace the route from one region to another for later messages."""
+        """Replace the route from one region to another; messages under way keep the old route."""
         self._routes[source, destination] = route
         for end in self._standing():
             if (end.client.port.region, end.far.client.port.region) == (source, destination):
@@ -221,10 +232,12 @@ class Network:
         return found
 
     def listen(self, client: Client) -> None:
-        """Make a client listen at its port's address; port 0 is replaced by a free one.
+        """Let a client accept connections at its port's address.
+
+        Port number 0 in the address is replaced by a free port.
 
         Raises:
-            TransportError: if another node listens there.
+            TransportError: if another node listens at this address.
         """
         if client.port.address is None:
             return
@@ -245,7 +258,11 @@ class Network:
     # --- connections -----------------------------------------------------------------------------
 
     def dial(self, client: Client, address: str, *, peer: str = "") -> LinkEnd:
-        """Begin to connect; the client is notified of the outcome."""
+        """Start to connect a client to an address, and return the client's end.
+
+        The client's `on_connected` or `on_refused` is called after the handshake. `peer` is the
+        client's name for the other side.
+        """
         self._num_dials += 1
         end = LinkEnd(client, address, self._num_dials, peer)
         self._ends.setdefault(client, {})[end] = None
@@ -274,7 +291,7 @@ class Network:
         client.on_connected(end)
 
     def _lay(self, end: LinkEnd) -> None:
-        """Set the route from one end to the other."""
+        """Set the route from this end of a connection to the other end."""
         port = end.client.port
         end.route = route = self.route(port.region, end.far.client.port.region)
         end.stream_bytes_per_s = min(route.bytes_per_s, port.up_bytes_per_s)
@@ -284,10 +301,10 @@ class Network:
     def hang_up(
         self, end: LinkEnd, *, linger_s: float = math.inf, reason: str = "the peer hung up"
     ) -> None:
-        """Close a connection, or stop dialling; the other side is notified after the latency.
+        """Close a connection or stop dialling; the other side is notified after the latency.
 
-        Messages already sent still arrive for `linger_s`, and the notice of the end after them.
-        The client of this end gets no further events of the connection.
+        Messages already sent still arrive for `linger_s` seconds; after them the other side is
+        notified. The client of this end gets no further events of the connection.
         """
         is_told = end.is_open and not end.is_stalled
         self._leave(end)
@@ -297,13 +314,16 @@ class Network:
             self.at(at, self._hear_end, end.far, reason)
 
     def close(self, client: Client, *, linger_s: float = 0.0) -> None:
-        """End a process and notify its peers; messages sent before arrive for `linger_s`."""
+        """End a process and notify its peers; messages it has sent arrive for `linger_s`."""
         self._unlisten(client)
         for end in list(self._ends.get(client, ())):
             self.hang_up(end, linger_s=linger_s, reason="the peer's connection closed")
 
     def vanish(self, client: Client) -> None:
-        """End a process with its machine: no peer is notified."""
+        """End a process because its machine is lost; its peers get no notice.
+
+        Their ends of its connections stall, and each peer gives up after its `dead_after_s`.
+        """
         self._unlisten(client)
         for end in list(self._ends.get(client, ())):
             is_open = end.is_open
@@ -324,7 +344,10 @@ class Network:
             self._ends.pop(end.client, None)
 
     def _hear_end(self, end: LinkEnd, reason: str) -> None:
-        """Disconnect an end whose other side has ended, after the other side's messages arrived."""
+        """Notify an end that the other side has closed the connection.
+
+        This waits until all messages of the other side have arrived.
+        """
         if end.is_stalled or end.is_over:
             return
         if end.far.done_at > self.now:
@@ -340,7 +363,7 @@ class Network:
     # --- messages --------------------------------------------------------------------------------
 
     def send(self, end: LinkEnd, frames: list[Frame]) -> bool:
-        """Send a message; return False if there is no connection."""
+        """Send a message from this end to the other; return False if there is no connection."""
         if not end.is_open:
             return False
         here, there = end.client.port, end.far.client.port
@@ -365,7 +388,7 @@ class Network:
         return True
 
     def _weigh(self, frames: Sequence[Frame]) -> tuple[str, float]:
-        """Return the kind of a message and its bytes on the wire."""
+        """Return the kind of a message, and how many bytes it takes on the wire."""
         num_bytes: float = FRAMING_BYTES + len(frames[0])
         if len(frames) == 1:
             return "control", num_bytes
@@ -378,7 +401,7 @@ class Network:
         return "control", num_bytes + sum(map(len, frames[1:]))
 
     def _arrive(self, end: LinkEnd, num_bytes: float, frames: list[Frame]) -> None:
-        """Take a message that an end has sent through the receiver's downlink, and deliver it."""
+        """Pass a message that `end` has sent through the receiver's downlink, and deliver it."""
         far = end.far
         if far.is_stalled or not far.is_open:
             return
@@ -402,14 +425,17 @@ class Network:
     # --- cuts ------------------------------------------------------------------------------------
 
     def cut(self, *groups: str | Collection[str]) -> None:
-        """Cut groups of nodes and regions off from each other; a single group, from all others."""
+        """Cut groups of nodes and regions off from each other.
+
+        If only one group is given, it is cut off from everything else.
+        """
         self._cuts.append(_named(groups))
         for end in self._standing():
             if self._is_cut(end.client.port, end.far.client.port):
                 self._stall(end)
 
     def mend(self, *groups: str | Collection[str]) -> None:
-        """Undo one `cut`."""
+        """Undo a `cut` that was made with the same groups."""
         self._cuts.remove(_named(groups))
 
     def _is_cut(self, here: Port, there: Port) -> bool:
@@ -422,11 +448,11 @@ class Network:
         return False
 
     def _standing(self) -> Iterator[LinkEnd]:
-        """Yield all open ends."""
+        """Yield all ends of open connections."""
         return (end for ends in list(self._ends.values()) for end in list(ends) if end.is_open)
 
     def _stall(self, end: LinkEnd) -> None:
-        """Stall a connection; each end is notified after its `dead_after_s`."""
+        """Stall a connection; each end is notified of its loss after its `dead_after_s`."""
         for each in (end, end.far) if end.address is not None else (end.far, end):
             if each.is_open and not each.is_stalled:
                 each.is_stalled = True
@@ -440,6 +466,6 @@ def _named(groups: Sequence[str | Collection[str]]) -> Sides:
 
 
 def _side(groups: Sides, port: Port) -> int | None:
-    """Return the index of the group that contains a node or its region; None if no group does."""
+    """Return the index of the group that contains a node or its region; None without one."""
     sides = (i for i, group in enumerate(groups) if port.name in group or port.region in group)
     return next(sides, None)

@@ -1,4 +1,4 @@
-"""Scenario: a fleet, a job, nodes, links and faults."""
+"""A scenario: the fleet, job, nodes, links and faults that are simulated."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Scenario:
     name: str
     fleet: RentedFleet
     job: Job
-    """The job. If `is_auto_period`, measurements change its publish period during the run."""
+    """The job. If `is_auto_period`, the publish period follows measurements during the run."""
     counts: Sequence[int]
     """Number of nodes of each offer."""
     settings: SimRow = field(default_factory=SimRow)
     is_auto_period: bool = False
     faults: Sequence[FaultRow] = ()
     activation: ActivationSection | None = None
-    """Settings of activation; None if all workers generate at any cost."""
+    """The settings of activation; None if all workers generate, whatever they cost."""
     min_dwell_s: float = 120.0
     """Least seconds for which activation leaves a worker active; set it lower for a short run."""
     prices: Sequence[PriceRow] = ()
 
     def group_lengths(self) -> LogNormalLengths:
-        """Return the lengths of groups."""
+        """Return the distribution from which the lengths of groups are drawn."""
         job = self.job
         return LogNormalLengths(
             mean=job.completion_tokens,
@@ -45,13 +45,16 @@ class Scenario:
         )
 
     def price_per_h(self, offer: Offer, at_s: float) -> float:
-        """Return the price of a node at an instant, in $ per hour."""
+        """Return the price of one node of an offer at an instant, in $ per hour."""
         changes = [c for c in self.prices if c.offer == offer.name and c.at_s <= at_s]
         newest = max(changes, key=lambda change: change.at_s, default=None)
         return offer.price_per_h if newest is None else newest.price_per_h
 
     def nodes(self) -> list[tuple[str, Offer]]:
-        """Return the name and offer of each worker, in order of start; the offers alternate."""
+        """Return the name and the offer of each worker, in the order of their starts.
+
+        The offers alternate, so that workers of all offers start early.
+        """
         waiting = [
             [(f"{offer.name.replace(' ', '-')}-{number}", offer) for number in range(1, count + 1)]
             for offer, count in zip(self.fleet.offers, self.counts, strict=True)

@@ -1,8 +1,8 @@
-"""Simulation of a fleet: it builds a scenario's nodes, lets time pass, and records a history.
+"""Simulates a fleet: builds the nodes of a scenario, lets time pass, and records a history.
 
-The learner, the relays and the shells of the workers are the real ones, on a loop of virtual time
-(`clock.py`) and a simulated network (`network.py`). Engines, the trainer and the disk are replaced
-by the time that they take (`timing.py`).
+The code of the learner, the relays and the roles of workers is the real one, on a loop of virtual
+time (`clock.py`) and a simulated network (`network.py`). Engines, the trainer and the disk are
+replaced by the time that they take (`timing.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from echo.weights.broadcast import Broadcast
 from echo.wire.seals import SealKeys
 
 WINDOW_BYTES = 8 << 20
-"""Bytes that a child requests ahead at first; large, because simulated chunks are large."""
+"""Number of bytes that a child requests ahead at first; large, because simulated chunks are large.
+"""
 
 _log = logging.getLogger("echo.sim")
 # Nodes' reports to operators are dropped: the history has their content.
@@ -59,10 +60,10 @@ _log.propagate = False
 
 
 class Simulation:
-    """One run of a scenario."""
+    """One simulated run of a scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Build the network; `run` lets time pass."""
+        """Build the network and the sites of the scenario; `run` starts the nodes."""
         self.scenario = scenario
         self.loop = VirtualLoop()
         self.history = History()
@@ -128,7 +129,7 @@ class Simulation:
         return transport
 
     def _start(self, node: Node) -> None:
-        """Start a node as a task, which runs until the node ends or is killed."""
+        """Run a node as a task of the loop, until the node ends or is killed."""
         task = self.loop.create_task(self._run(node))
         self._tasks[task] = None
         task.add_done_callback(self._on_done)
@@ -139,11 +140,11 @@ class Simulation:
             self._fail(error)
 
     def _on_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the run with the exception that a callback of the loop raised."""
+        """End the simulation with an exception that a callback of the loop has raised."""
         self._fail(context.get("exception") or RuntimeError(context["message"]))
 
     def _fail(self, error: BaseException) -> None:
-        """End the run with an unexpected exception, which is an error of the program."""
+        """End the simulation with an unexpected exception, which is an error of the program."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
@@ -206,7 +207,7 @@ class Simulation:
         return SimulatedSite(name, offer, port, offer.tokens_per_s * factor)
 
     def _price(self, offer: Offer) -> Price:
-        """Return the present price of a node; its price of traffic is per simulated GB."""
+        """Return the present price of a node; the price of traffic is per simulated GB."""
         return Price(
             per_h=self.scenario.price_per_h(offer, self.loop.time()),
             per_gb=offer.price_per_gb * self._versions.scale,
@@ -214,7 +215,7 @@ class Simulation:
         )
 
     def start_worker(self, site: SimulatedSite) -> None:
-        """Start a process at a site."""
+        """Start a worker's process at a site, and pay for the site's machine from now on."""
         scenario, now = self.scenario, self.loop.time()
         job, settings, offer = scenario.job, scenario.settings, site.offer
         has_relay = scenario.fleet.has_relay(offer)
@@ -259,7 +260,10 @@ class Simulation:
     # --- ends and returns ------------------------------------------------------------------------
 
     def _worker_ended(self, worker: SimWorker) -> None:
-        """Add the tokens of a worker's engine to the history; the groups in the engine are lost."""
+        """Note that a worker has ended, and add the tokens that it sampled to the history.
+
+        If the worker has given its machine back, its site is not used again.
+        """
         self.history.tokens_made += worker.engine.tokens_made
         site = self.by_name[worker.name]
         if site.worker is not worker:
@@ -270,19 +274,22 @@ class Simulation:
             site.is_given_up = True
 
     def kill(self, worker: SimWorker, *, is_silent: bool) -> None:
-        """End a process; messages that it has not sent are lost."""
+        """End a worker's process; messages that it has not sent are lost.
+
+        If `is_silent`, its machine is lost, too, so that no peer is notified.
+        """
         worker.stop("killed")
         worker.link.kill(is_silent=is_silent)
 
     def end(self, reason: str) -> None:
-        """End the run; the reason is empty after the last step."""
+        """End the run with this reason; the reason is empty after the last step."""
         if not self._ended.done():
             self._ended.set_result(reason)
 
     # --- running ---------------------------------------------------------------------------------
 
     def run(self) -> History:
-        """Let time pass until the run ends, and return its history."""
+        """Run the simulation until the run ends, and return its history."""
         with rare_collections(), asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.run(self._main())
         return self.history
@@ -312,7 +319,7 @@ class Simulation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _give_up_later(self) -> None:
-        """End a run that has trained nothing for too long."""
+        """End the run if it has trained nothing for too long; otherwise check again later."""
         steps, job = self.history.steps, self.scenario.job
         patience_s = max(GIVE_UP_S, GIVE_UP_STEPS * job.train_s)
         give_up_at = patience_s + (steps[-1].time_s if steps else 0.0)
@@ -324,7 +331,10 @@ class Simulation:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Run the garbage collector less often: many objects here live long, and few are in cycles."""
+    """Within the block, run the garbage collector less often.
+
+    Many objects of a simulation live long, and few are in reference cycles.
+    """
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 100)
     try:

@@ -1,4 +1,4 @@
-"""History of a simulated run, and its summary: time, staleness, waste, traffic, cost."""
+"""The history of a simulated run, and its summary: time, staleness, waste, traffic, cost."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from echo.sim.lengths import Groups
 from echo.sim.scenario import Scenario
 
 Traffic = dict[tuple[str, str, str], float]
-"""(from region, to region, "weights", "rollouts" or "control") -> bytes."""
+"""(from region, to region, "weights", "rollouts" or "control") -> number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimizer step."""
+    """One optimizer step of a simulated run."""
 
     step: int
-    """Number of steps done, including this one."""
+    """Number of steps made, including this one."""
     time_s: float
-    """Time at which the step was done."""
+    """Time at which the step ended, seconds."""
     waited_s: float
     trained_s: float
     staleness: Mapping[int, float]
     """Staleness -> number of tokens trained in the step."""
     publish_period: int
     broadcast_s: float | None
-    """Seconds of the newest broadcast that has reached every worker."""
+    """Seconds of the newest broadcast that has reached every worker; None before the first."""
 
     @property
     def tokens(self) -> float:
-        """Number of trained tokens."""
+        """Number of tokens that the step trained on."""
         return sum(self.staleness.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BillRecord:
-    """Costs as the learner counts them at the end of a step."""
+    """The costs of the run as the learner counts them at the end of a step."""
 
     time_s: float
     per_h: float
@@ -51,14 +51,14 @@ class BillRecord:
     standby_per_h: float
     """The part of `per_h` for workers on standby."""
     total: float
-    """$ so far."""
+    """$ spent since the start of the run."""
     num_active: int
     num_standby: int
 
 
 @dataclass(slots=True, eq=False)
 class Rental:
-    """The period for which one machine was paid."""
+    """The period during which one machine was paid for."""
 
     name: str
     offer: Offer
@@ -68,43 +68,47 @@ class Rental:
 
 @dataclass(slots=True)
 class History:
-    """The events of a run, in order."""
+    """The events of a simulated run, in order."""
 
     steps: list[StepRecord] = field(default_factory=list)
     broadcasts: list[float] = field(default_factory=list)
-    """Seconds of each broadcast that has reached every worker."""
+    """Seconds that each broadcast took until it had reached every worker."""
     lost_tokens: dict[str, float] = field(default_factory=dict)
-    """Number of tokens of groups that reached the learner and were not trained, by reason."""
+    """Number of tokens of groups that reached the learner and were not trained on, by reason."""
     num_lost: dict[str, int] = field(default_factory=dict)
-    """Number of groups that reached the learner and were not trained, by reason."""
+    """Number of groups that reached the learner and were not trained on, by reason."""
     traffic_at_steps: list[Traffic] = field(default_factory=list)
     rentals: list[Rental] = field(default_factory=list)
     bills: list[BillRecord] = field(default_factory=list)
     """One bill for each step, if activation is on."""
     decisions: list[tuple[float, ActivationDecision]] = field(default_factory=list)
-    """(instant, decision) of each change of the active workers."""
+    """(instant, decision) of each change of which workers are active."""
     num_deaths: int = 0
-    """Number of deaths of workers."""
+    """Number of times that a worker died."""
     end: str = ""
-    """Why the run ended before its last step."""
+    """Why the run ended before its last step; "" if it made all steps."""
     traffic: Traffic = field(default_factory=dict)
     """Bytes that the network has carried; the network updates them."""
     tokens_made: float = 0.0
-    """Tokens that all engines sampled, trained or not."""
+    """Number of tokens that all engines sampled, trained on or not."""
     tokens_in_flight: float = 0.0
-    """Tokens that were sampled and could still have been trained when the run ended."""
+    """Number of tokens that were sampled and could still have been trained on when the run ended.
+    """
     ended_at: float = 0.0
     num_events: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
     """The counters of the learner's role."""
 
     def stepped(self, record: StepRecord) -> None:
-        """Add a step."""
+        """Add the record of a step, and note the traffic up to this step."""
         self.steps.append(record)
         self.traffic_at_steps.append(dict(self.traffic))
 
     def recorded(self, record: AnyRecord, groups: Groups) -> None:
-        """Add a record of the learner, if it is about groups or workers."""
+        """Add a record of the learner's ledger to the history.
+
+        Only discarded groups and changes of activation are added; other records are ignored.
+        """
         match record:
             case Discarded() if tokens := groups.waiting(record.group):
                 self.lost(record.reason, tokens)
@@ -122,13 +126,13 @@ class History:
                 self.decisions.append((record.at, made))
 
     def lost(self, reason: str, tokens: float) -> None:
-        """Add a group that was not trained."""
+        """Count a group that reached the learner and was not trained on."""
         self.lost_tokens[reason] = self.lost_tokens.get(reason, 0.0) + tokens
         self.num_lost[reason] = self.num_lost.get(reason, 0) + 1
 
 
 def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
-    """Return the rent of a machine until an instant, in $; `prices` has the price changes."""
+    """Return the $ paid for a machine until an instant; `prices` has the changes of prices."""
     end_s = until_s if rental.until_s is None else min(rental.until_s, until_s)
     price, since_s, total = rental.offer.price_per_h, rental.since_s, 0.0
     for change in sorted(prices, key=lambda change: change.at_s):
@@ -142,7 +146,7 @@ def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
 
 
 def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
-    """Return the cost of all traffic, in $: out of the learner, and in and out of nodes.
+    """Return the $ for all traffic: out of the learner, and in and out of nodes.
 
     The traffic of nodes is priced per region, by the mean price of the region's offers.
     """
@@ -167,18 +171,18 @@ def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
 
 
 RUN_IN = 0.2
-"""Share of the steps at the start of a run that speed and staleness do not count."""
+"""Share of the steps, at the start of a run, that figures of speed and staleness leave out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A simulated run in numbers."""
+    """The figures of a simulated run."""
 
     name: str
     seed: int
     num_steps: int
     is_complete: bool
-    """Whether the run made all its steps."""
+    """Whether the run made all its optimizer steps."""
     duration_s: float
     step_s: float
     """Mean seconds between steps after the run-in; 0 if no step was made."""
@@ -191,30 +195,31 @@ class Summary:
     tokens_trained: float
     tokens_made: float
     thrown_away: float
-    """Share of the sampled tokens that no step uses; groups without a signal do not count."""
+    """Share of the sampled tokens that no step trained on; groups without a signal do not count."""
     discarded: Mapping[str, int]
-    """Number of groups that reached the learner and were not trained, by reason."""
+    """Number of groups that reached the learner and were not trained on, by reason."""
     broadcast_s: float
-    """Median seconds from a publication until every worker holds it; 0 if none was measured."""
+    """Median seconds from a publication until every worker holds the version; 0 if none was
+    measured."""
     publish_period: float
-    """Mean publish period of the steps."""
+    """Mean publish period over the steps, in steps."""
     gigabytes: Mapping[str, float]
-    """10^9 bytes by kind and route, such as "weights learner > oregon"."""
+    """10^9 bytes of traffic, by kind and route, such as "weights learner > oregon"."""
     num_deaths: int
-    """Number of deaths of workers."""
+    """Number of times that a worker died."""
     end: str
-    """Why the run ended before its last step."""
+    """Why the run ended before its last step; "" if it made all steps."""
     decisions: Sequence[Mapping[str, object]]
-    """Changes of the active workers: instant, and the decision in words."""
+    """Changes of which workers are active: the instant, and text on the decision."""
     num_standby: int
-    """Workers on standby at the end."""
+    """Number of workers on standby at the end."""
     cost_as_counted: float | None
-    """$ by the learner's own count, which its budget bounds; None without activation."""
+    """$ spent by the learner's own count, which its budget limits; None without activation."""
     cost: float
-    """$ in all: learner, relays, nodes, traffic."""
+    """$ spent in all, for learner, relays, nodes and traffic."""
     cost_of_learner: float
     cost_of_nodes: float
-    """$ for workers and relays."""
+    """$ spent for workers and relays."""
     cost_of_traffic: float
     cost_per_step: float
     cost_per_million_tokens: float
@@ -222,17 +227,17 @@ class Summary:
 
     @property
     def mean_staleness(self) -> float:
-        """Mean staleness of the trained tokens."""
+        """Mean staleness of the trained tokens, in steps."""
         return sum(lag * share for lag, share in self.staleness.items())
 
     @property
     def max_staleness(self) -> int:
-        """Largest staleness of a trained token."""
+        """Largest staleness of a trained token, in steps."""
         return max(self.staleness, default=0)
 
 
 def summarise(scenario: Scenario, history: History) -> Summary:
-    """Return the summary of a run."""
+    """Return the summary of a simulated run."""
     steps = history.steps
     first = int(RUN_IN * len(steps))
     counted = steps[first:]

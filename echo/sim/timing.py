@@ -1,12 +1,13 @@
-"""Stand-ins that only take time: engine, trainer and disk of a simulation.
+"""Replacements that only take time: the engine, the trainer and the disk of a simulation.
 
 An engine samples `tokens_per_s` completion tokens per second, shared equally by its groups. A
 sequence that runs alone is at most `alone_speedup` times as fast as in a full engine. So a group
 takes at least the time of its longest completion at that speed. New weights are installed while
-groups run; later tokens are sampled from them. A paused engine samples nothing until it is resumed.
+groups run, and later tokens are sampled from the new weights. A paused engine samples nothing until
+it is resumed.
 
-The learner is the real one (`runtime/learner/node.py`). Its trainer's steps take time and train
-nothing. Its ledger is in memory, and it saves no checkpoints.
+The learner is the real one (`runtime/learner/node.py`). The steps of its trainer take time and
+train nothing. Its ledger is in memory, and it saves no checkpoints.
 """
 
 from __future__ import annotations
@@ -38,19 +39,21 @@ from echo.wire.messages import Lease
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A group in the engine."""
+    """A group that an engine samples at present."""
 
     lease: Lease
     length: GroupLength
     least_s: float
-    """Least seconds that the group takes: its longest completion, alone in the engine."""
+    """Least seconds that the group takes: the time of its longest completion, sampled alone in the
+    engine."""
     num_tokens: float = 0.0
-    """Tokens sampled so far."""
+    """Number of tokens sampled for the group up to now."""
     segments: list[tuple[PolicyVersion, float]] = field(default_factory=list)
-    """(version, tokens that the group had when that version began to sample it), oldest first."""
+    """(version, number of tokens that the group had when this version began to sample it), oldest
+    first."""
 
     def shares(self) -> list[tuple[PolicyVersion, float]]:
-        """Return the tokens that each version sampled."""
+        """Return, for each version, the number of the group's tokens that it has sampled."""
         ends = [start for _, start in self.segments[1:]] + [float(self.length.num_tokens)]
         return [
             (version, end - start)
@@ -60,12 +63,19 @@ class Running:
 
 
 class EngineModel:
-    """The engine of one worker, and the groups that it samples."""
+    """Models the engine of one worker by the time that sampling its groups takes."""
 
     def __init__(
         self, *, tokens_per_s: float, concurrency: int, group_size: int, alone_speedup: float
     ) -> None:
-        """Start without groups or weights; `concurrency` and `group_size` count rollouts."""
+        """Start with no groups and no weights.
+
+        Args:
+            tokens_per_s: completion tokens per second of a full engine.
+            concurrency: number of rollouts that are sampled at the same time.
+            group_size: number of rollouts of a group.
+            alone_speedup: how much faster a sequence is sampled alone than in a full engine.
+        """
         self.tokens_per_s = tokens_per_s
         self.groups_per_batch = max(1, concurrency // group_size)
         self._concurrency = concurrency
@@ -77,7 +87,7 @@ class EngineModel:
         self._at = 0.0
 
     def begin(self, lease: Lease, length: GroupLength, *, now: float) -> None:
-        """Begin to sample a group."""
+        """Start to sample a group, whose length is given, with the installed version."""
         assert self.version is not None
         self.advance(now)
         pace = self.tokens_per_s / self._concurrency * self._alone_speedup
@@ -86,26 +96,26 @@ class EngineModel:
         self.groups.append(running)
 
     def install(self, version: PolicyVersion, *, now: float) -> None:
-        """Sample from another version from now on."""
+        """Sample all further tokens from another version."""
         self.advance(now)
         self.version = version
         for group in self.groups:
             group.segments.append((version, group.num_tokens))
 
     def pause(self, is_paused: bool, *, now: float) -> None:
-        """Pause the engine, or resume it."""
+        """Pause the engine if `is_paused`; otherwise let it sample again."""
         self.advance(now)
         self.is_paused = is_paused
 
     def set_rate(self, tokens_per_s: float, *, now: float) -> None:
-        """Set the rate of the engine."""
+        """Set how many completion tokens per second the engine samples from now on."""
         self.advance(now)
         for group in self.groups:
             group.least_s *= self.tokens_per_s / tokens_per_s
         self.tokens_per_s = tokens_per_s
 
     def advance(self, now: float) -> None:
-        """Sample tokens for the time since the last call."""
+        """Add the tokens that the engine has sampled since the last call, up to `now`."""
         elapsed_s, self._at = now - self._at, now
         if self.is_paused or elapsed_s <= 0:
             return
@@ -115,14 +125,14 @@ class EngineModel:
             self.tokens_made += made
 
     def stop(self, lease: Lease, *, now: float) -> float:
-        """Remove an incomplete group; return the number of tokens sampled for it."""
+        """Remove an incomplete group; return how many tokens were sampled for it."""
         self.advance(now)
         [stopped] = [group for group in self.groups if group.lease is lease]
         self.groups.remove(stopped)
         return stopped.num_tokens
 
     def finished(self, *, now: float) -> list[Running]:
-        """Remove the complete groups and return them."""
+        """Remove and return the groups that are complete."""
         self.advance(now)
         # A group with a tenth of a token left is complete, which saves an event.
         done = [g for g in self.groups if g.num_tokens >= g.length.num_tokens - 0.1]
@@ -131,7 +141,10 @@ class EngineModel:
 
     @property
     def next_at(self) -> float:
-        """Time at which the next group is complete if nothing changes; infinity if none will be."""
+        """Time at which the next group will be complete if nothing changes.
+
+        It is infinite while the engine is paused or has no groups.
+        """
         if self.is_paused:
             return math.inf
         return self._at + min(
@@ -147,30 +160,30 @@ class EngineModel:
 
 
 class TimedTrainer:
-    """A trainer whose steps take time and train nothing."""
+    """Replaces the trainer: its steps take time and train nothing."""
 
     def __init__(self, scenario: Scenario, groups: Groups) -> None:
         self._scenario = scenario
         self._groups = groups
         self.step_count = 0
         self.staleness: dict[int, float] = {}
-        """Number of tokens of the last step, by staleness."""
+        """Number of tokens trained on in the last step, by staleness."""
         self.stepped_at = 0.0
         self.mean_length = 0.0
-        """Mean number of tokens of a completion of the last step."""
+        """Mean number of tokens of the completions of the last step."""
 
     def step_s(self) -> float:
-        """Return the seconds of the next step."""
+        """Return how many seconds the next step takes, drawn with the scenario's spread."""
         scenario, number = self._scenario, self.step_count
         chance = random.Random(f"{scenario.settings.seed}/step/{number}")
         return scenario.job.train_s * max(0.1, chance.gauss(1.0, scenario.settings.train_spread))
 
     def refusal(self, group: Group) -> str | None:
-        """Return "zero_variance" for a group without a signal, None for any other."""
+        """Return "zero_variance" for a group without a signal, and None for any other group."""
         return None if self._groups.length(group.group_id).is_useful else "zero_variance"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Make a step, and note the staleness and lengths of its groups."""
+        """Count a step, and note the staleness and the lengths of its groups."""
         self.staleness = {}
         for group in groups:
             for version, tokens in self._groups.shares(group):
@@ -187,7 +200,7 @@ class TimedTrainer:
         return {}
 
     def tensors(self) -> dict[str, Any]:
-        """Return no tensors: the bytes of a version are noise."""
+        """Return no tensors: the bytes of a simulated version are noise."""
         return {}
 
     snapshot = tensors
@@ -197,7 +210,7 @@ class TimedTrainer:
 
 
 class TimedProgress(Progress):
-    """The learner's totals; the mean length of completions is the simulated one."""
+    """The learner's progress, with the simulated mean length of completions."""
 
     def __init__(self, trainer: TimedTrainer, *, now: float) -> None:
         super().__init__(staleness_tokens={}, now=now)
@@ -212,7 +225,7 @@ class TimedProgress(Progress):
         bytes_sent: int,
         now: float,
     ) -> dict[str, float | Mapping[str, float]]:
-        """Return the row of metrics of one step, which activation reads."""
+        """Return a step's row of metrics, with the mean length that activation reads."""
         row = super().step_metrics(metrics, staleness, step=step, bytes_sent=bytes_sent, now=now)
         row["completions/mean_length"] = self._trainer.mean_length
         return row
@@ -225,21 +238,21 @@ RUN_DIR = Path("simulation")
 
 
 class MemoryLedger(LedgerQueue):
-    """The ledger of a simulated run: it keeps the groups that wait to be trained."""
+    """Replaces the ledger: it keeps only the ids of groups that wait to be trained."""
 
     def __init__(self, groups: Groups, history: History) -> None:
         super().__init__(RUN_DIR, spool_bytes=float("inf"))
         self._groups = groups
         self._history = history
         self.waiting: set[int] = set()
-        """Groups that are accepted and neither trained nor discarded."""
+        """Ids of groups that were accepted, and neither trained nor discarded."""
 
     def now(self) -> float:
-        """Return the time stamp of a record: virtual seconds."""
+        """Return the time for records: the virtual seconds since the start."""
         return asyncio.get_running_loop().time()
 
     def records(self) -> Iterator[AnyRecord]:
-        """Yield nothing: a simulated run is never resumed."""
+        """Yield nothing, since a simulated run is never resumed."""
         return iter(())
 
     def _write_queue(self, *, durably: bool) -> None:
@@ -263,25 +276,25 @@ class MemoryLedger(LedgerQueue):
         self._groups.forget(group_id)
 
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Do nothing: no records are stored."""
+        """Do nothing, since no records are stored."""
 
     def load(self, group_id: int, place: Place) -> Group:
         """Raise LocalProtocolError: a simulated run is never resumed, so no group is loaded."""
         raise LocalProtocolError(f"group {group_id} is not kept")
 
     def free_unused(self) -> None:
-        """Do nothing: no files are stored."""
+        """Do nothing, since no files are stored."""
 
     def close(self) -> None:
         self.sync()
 
     def release(self) -> None:
-        """Drop the queued records."""
+        """Drop the records that are still queued."""
         self._queue = []
 
 
 class NoCheckpoints(Checkpoints):
-    """Checkpoints of a run that is never resumed."""
+    """Replaces the checkpoints of the learner: none is due and none is written."""
 
     def __init__(self, *, now: float) -> None:
         super().__init__(
@@ -300,13 +313,16 @@ class NoCheckpoints(Checkpoints):
     def save(
         self, save_state: Callable[[Path], None], *, lineage: int, step: int, now: float
     ) -> int:
-        """Write nothing; return `step`, as if its checkpoint were the only one."""
+        """Write nothing; return `step`, as if a checkpoint of this step were the only one."""
         self.saved_step = step
         return step
 
 
 class LearnerThreads(InlineThreads):
-    """The learner's threads: steps, versions and disk writes take time, other calls take none."""
+    """Replaces the learner's threads: some calls take simulated time.
+
+    These are steps, making a version, and syncing the ledger; other calls take no time.
+    """
 
     def __init__(self, scenario: Scenario, trainer: TimedTrainer) -> None:
         super().__init__()
@@ -314,7 +330,7 @@ class LearnerThreads(InlineThreads):
         self._trainer = trainer
 
     def takes(self, pool: str, function: Callable[..., Any]) -> float:
-        """Return the simulated seconds that a call of `function` takes in a pool."""
+        """Return how many simulated seconds a call of `function` takes in this pool."""
         what = getattr(function, "__func__", None)
         if what is TimedTrainer.step:
             return self._trainer.step_s()

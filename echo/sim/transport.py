@@ -1,11 +1,11 @@
 """The transport contract on a simulated network, for nodes that run in an asyncio loop.
 
 `SimTransport` is a client of `Network` (`echo/sim/network.py`), which computes the times. It passes
-the same tests of the contract as the ZeroMQ transport. It has no task and no timer. It sends no
-probes either: the network notifies it `dead_after_s` after a connection has stalled.
+the same tests of the contract as the ZeroMQ transport. It has no task, no timer and no probes:
+`dead_after_s` after a connection has stalled, the network notifies it.
 
-`max_unsent_bytes` bounds the bytes that were sent to a peer and that the peer has not taken with
-`receive`, by their size in memory. `close` and `hang_up` return at once; messages sent before still
+`max_unsent_bytes` limits the bytes in memory that were sent to a peer and that the peer has not
+taken with `receive`. `close` and `hang_up` return at once; messages sent before the call still
 arrive for `linger_s`.
 """
 
@@ -39,7 +39,7 @@ from echo.sim.network import LinkEnd, Network, Port
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Dial:
-    """A dialled peer: the present attempt or connection, and the pause before the next attempt."""
+    """A dialled peer: its present attempt or connection, and the pause before the next attempt."""
 
     end: LinkEnd
     pause_s: float
@@ -60,23 +60,30 @@ class SimTransport(Transport):
         self._ids = itertools.count(1)
         self._dials: dict[PeerId, _Dial] = {}
         self._ends: dict[PeerId, LinkEnd] = {}
-        """Peer -> this process's end of an established connection to it."""
+        """Peer -> this process's end of the established connection to the peer."""
         self._inbox: deque[tuple[TransportEvent, LinkEnd, int]] = deque()
-        """(event, its end, bytes of the event that count as unread at that end)."""
+        """(event, the end at which it happened, bytes that count as unread at that end until it is
+        taken)."""
         self._stats = TransportStats()
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
 
     @property
     def listen_address(self) -> str | None:
-        """The address at which it listens, with the real port once started."""
+        """The address at which this transport listens; None if it only dials.
+
+        After the start it has the real port.
+        """
         return self.port.address
 
     async def start(self) -> None:
         self._network.listen(self)
 
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
-        """Begin to connect, without encryption and without a connection for bulk messages."""
+        """Start to connect to `address`, and return the id of the peer.
+
+        The connection has no encryption, and no bulk connection is opened.
+        """
         self._check_open()
         parse_dial_address(address)
         peer = f"out-{next(self._ids)}"
@@ -85,7 +92,7 @@ class SimTransport(Transport):
         return peer
 
     def hang_up(self, peer: PeerId) -> None:
-        """End a peer; later messages of an inbound peer are discarded."""
+        """End the link to a peer; later messages of an inbound peer are discarded."""
         self._ends.pop(peer, None)
         dial = self._dials.pop(peer, None)
         if dial is not None:
@@ -104,7 +111,10 @@ class SimTransport(Transport):
         *,
         is_public: bool = False,
     ) -> bool:
-        """Accept a message if the peer is connected and below its byte bound."""
+        """Send a message to a peer; return False if it cannot be sent.
+
+        This is the case if the peer is not connected, or has `max_unsent_bytes` unread.
+        """
         num_bytes = checked_num_bytes(frames, self.options.max_message_bytes)
         charge = num_bytes + MESSAGE_OVERHEAD_BYTES
         end = self._ends.get(peer)
@@ -121,7 +131,7 @@ class SimTransport(Transport):
         return True
 
     async def receive(self) -> list[TransportEvent]:
-        """Wait for events, and return all that have arrived."""
+        """Wait until there are events, and return all that have arrived."""
         if self._inbox:
             await asyncio.sleep(0)  # a busy transport must not starve other tasks
         while True:
@@ -132,11 +142,14 @@ class SimTransport(Transport):
             await self._waiter
 
     async def close(self) -> None:
-        """Close every connection; messages sent before arrive for `linger_s`."""
+        """Close every connection; messages sent before the call still arrive for `linger_s`."""
         self._end(linger_s=self.options.linger_s)
 
     def kill(self, *, is_silent: bool = False) -> None:
-        """End as a killed process does; if `is_silent`, the machine is lost too: notify no peer."""
+        """End all connections, as if the process had been killed.
+
+        If `is_silent`, the machine is lost, too, so that no peer is notified.
+        """
         self._end(linger_s=None if is_silent else 0.0)
 
     def stats(self) -> TransportStats:
@@ -145,25 +158,28 @@ class SimTransport(Transport):
     # --- events of the network -------------------------------------------------------------------
 
     def on_connected(self, end: LinkEnd) -> None:
-        """Report a dialled connection that is established."""
+        """Report that a dialled connection is established."""
         self._dials[end.peer].pause_s = self.options.min_redial_s
         self._ends[end.peer] = end
         self._put(Connected(end.peer, end.address), end)
 
     def on_refused(self, end: LinkEnd, reason: str) -> None:
-        """Report a failed attempt to dial, and schedule another."""
+        """Report that an attempt to dial has failed, and schedule another attempt."""
         if end.peer in self._dials:
             self._put(DialFailed(end.peer, reason, is_refused=False), end)
         self._redial(end.peer)
 
     def on_disconnected(self, end: LinkEnd, reason: str) -> None:
-        """Report the end of a connection; if this side dialled it, schedule another attempt."""
+        """Report that a connection has ended; if this side dialled it, dial again later."""
         if self._ends.pop(end.peer, None) is not None:
             self._put(Disconnected(end.peer, reason), end)
         self._redial(end.peer)
 
     def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
-        """Queue a message; the first message of an inbound connection makes its peer known."""
+        """Queue a message that has arrived, for `receive`.
+
+        The first message of an inbound connection makes its peer known.
+        """
         charge = sum(map(len, frames)) + MESSAGE_OVERHEAD_BYTES
         if not end.peer:
             end.peer = f"in-{next(self._ids)}"
@@ -189,7 +205,7 @@ class SimTransport(Transport):
             dial.end = self._network.dial(self, dial.end.address or "", peer=peer)
 
     def _end(self, *, linger_s: float | None) -> None:
-        """End all connections; None ends them without notifying peers."""
+        """End all connections; if `linger_s` is None, without notifying peers."""
         if self._is_closed:
             return
         self._is_closed = True

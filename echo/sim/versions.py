@@ -1,7 +1,7 @@
-"""Simulated versions: noise of the right size.
+"""Simulated versions of the weights: noise of the right size.
 
-One byte of an image stands for `scale` bytes of a version on the wire. A version is always one
-image of a given number of chunks, also where a run would send a delta.
+One byte of an image stands for `scale` bytes of a version on the wire. A version is always sent as
+one whole image of a given number of chunks, even if a real run would send a delta.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from echo.weights.manifest import Manifest, TensorSpec, hash_chunks
 from echo.weights.store.memory import VersionStore
 
 CHUNK_BYTES = 1 << 10
-"""Smallest chunk that a manifest allows."""
+"""Size of a chunk in bytes: the smallest that a manifest allows."""
 
 
 class Versions:
-    """All versions of a run."""
+    """Makes the versions of a simulated run; replaces the learner's publisher."""
 
     def __init__(self, *, identity: Identity, num_chunks: int, version_bytes: float) -> None:
-        """Set the number of bytes of an image, and `scale`.
+        """Compute how large an image is, and how many true bytes each of its bytes stands for.
 
         Args:
             identity: the learner's identity, which signs versions.
-            num_chunks: chunks of a version.
-            version_bytes: true bytes of a version.
+            num_chunks: number of chunks of a version.
+            version_bytes: number of bytes of a version in a real run.
         """
         self._identity = identity
         self.num_bytes = num_chunks * CHUNK_BYTES
-        """Bytes of an image."""
+        """Number of bytes of an image."""
         self.scale = version_bytes / self.num_bytes
-        """True bytes that one byte of an image stands for."""
+        """Number of true bytes that one byte of an image stands for."""
 
     # --- as publisher and coder of a learner -------------------------------------------------
 
@@ -44,7 +44,7 @@ class Versions:
         return self
 
     def make(self, weights: Any, version: PolicyVersion) -> Publication:
-        """Return a version whose image is noise, the same for the same version."""
+        """Return a publication of `version` whose image is noise, the same in every call."""
         image = bytearray(random.Random(f"{version}").randbytes(self.num_bytes))
         manifest = Manifest(
             run_id=self._identity.run_id,
@@ -58,20 +58,23 @@ class Versions:
         return Publication(None, manifest, image)
 
     def seal(self, publication: Publication) -> Publication:
-        """Hash and sign a version."""
+        """Hash the chunks of a version and sign it."""
         made = publication.manifest
         hashes = hash_chunks(publication.image, made.chunk_bytes, made.chunks)
         return publication.sealed([hashes], self._identity.key)
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing, since no file is open."""
 
 
 # --- store ----------------------------------------------------------------------------------------
 
 
 class SharedStore(VersionStore):
-    """A store of images that all nodes share: one copy for each version, while a node holds it."""
+    """A store of images that all nodes share.
+
+    It has one copy of each version, for as long as a node holds the version.
+    """
 
     def __init__(self) -> None:
         self._images: WeakValueDictionary[PolicyVersion, memoryview] = WeakValueDictionary()
@@ -80,7 +83,7 @@ class SharedStore(VersionStore):
         return len(self._images)
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
-        """Return the memory of a version's image, the same memory for all nodes."""
+        """Return the memory for a version's image, which is the same memory for all nodes."""
         storage = self._images.get(version)
         if storage is None:
             storage = self._images[version] = memoryview(bytearray(num_bytes))

@@ -1,4 +1,4 @@
-"""Simulated worker: the real role, with an engine that only takes time."""
+"""The simulated worker: the real role, with an engine that only takes time."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _log = logging.getLogger("echo.sim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """Durations of a worker's work apart from sampling."""
+    """How long a worker's work other than sampling takes."""
 
     setup_s: float
-    """Seconds until task and engine are built."""
+    """Seconds until the task and the engine are built."""
     swap_s: float
-    """Seconds until new weights are in the engine."""
+    """Seconds until new weights are installed in the engine."""
     is_pausing: bool
     """Whether the engine pauses while new weights arrive."""
 
 
 class SimWorker(DialingNode):
-    """One process of a worker: its role's actions take simulated time and do nothing else."""
+    """A worker's process: its role is real, and the role's actions take only simulated time."""
 
     def __init__(
         self,
@@ -66,20 +66,23 @@ class SimWorker(DialingNode):
         self._on_end = on_end
         self._calls: dict[LeaseKey, EngineCall] = {}
         self.is_released = False
-        """Whether it has given its machine back."""
+        """Whether this worker has given its machine back."""
         self._num_installing = 0
         self._done_at = -1.0
 
     # --- calls of the shell ----------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Carry out actions; a pausing worker pauses once it begins to fetch new weights."""
+        """Execute actions of the role; then pause or resume the engine of a pausing worker.
+
+        Such a worker pauses while it fetches or installs new weights.
+        """
         super().perform(actions)
         if self._times.is_pausing:
             self._pause()
 
     def on_action(self, action: Action) -> None:
-        """Carry out an action of the role in simulated time."""
+        """Execute an action of the role in simulated time."""
         call_later = asyncio.get_running_loop().call_later
         match action:
             case Configure():
@@ -102,19 +105,19 @@ class SimWorker(DialingNode):
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
     def _rewards(self, score: Score) -> list[float]:
-        """Return rewards, which differ if the group has a signal."""
+        """Return the rewards of a group, which differ only if the group has a signal."""
         is_useful = self._groups.length(score.group.lease.group_id).is_useful
         return [float(is_useful), *[0.0] * (self._facts.group_size - 1)]
 
     def before_expire(self) -> None:
-        """Update the progress of the running groups, for the heartbeat."""
+        """Update the progress of the running groups, which the next heartbeat reports."""
         self.engine.advance(self.now)
         for running in self.engine.groups:
             for group in self._calls[key_of(running.lease)].groups:
                 group.num_progress = int(running.num_tokens)
 
     def release(self) -> None:
-        """End the process; the groups in its engine are lost."""
+        """End this process; the groups in its engine are lost."""
         super().release()
         self.engine.advance(self.now)
         self._on_end(self)
@@ -143,14 +146,17 @@ class SimWorker(DialingNode):
     # --- sampling --------------------------------------------------------------------------------
 
     def tokens_in_flight(self, received: Collection[int]) -> float:
-        """Return the number of tokens of this worker's groups that may still be trained."""
+        """Return the number of tokens of this worker's groups that may still be trained on.
+
+        Groups whose ids are in `received` have reached the learner and are not counted.
+        """
         self.engine.advance(self.now)
         running = sum(group.num_tokens for group in self.engine.groups)
         ids = {group_id for group_id, _ in self.role.outbox.keys} - set(received)
         return running + sum(self._groups.waiting(group_id) for group_id in sorted(ids))
 
     def set_rate(self, tokens_per_s: float) -> None:
-        """Set the rate of the engine; a lower rate makes the worker a straggler."""
+        """Set the engine's completion tokens per second; a lower rate makes a straggler."""
         self.engine.set_rate(tokens_per_s, now=self.now)
         self._await_next()
 
@@ -162,7 +168,10 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _give_back(self, call: EngineCall) -> None:
-        """Stop a call; its tokens are lost, and another worker samples the group from the start."""
+        """Stop an engine call and drop the tokens that it has sampled.
+
+        Another worker then samples the call's groups from the start.
+        """
         num_tokens = 0.0
         for group in call.groups:
             del self._calls[group.key]
@@ -171,7 +180,7 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _await_next(self) -> None:
-        """Schedule `_look` at the time at which the next group is complete."""
+        """Schedule `_look` for the time at which the next group is complete."""
         at = self.engine.next_at
         if at != self._done_at and at < float("inf"):
             self._done_at = at
@@ -197,7 +206,7 @@ class SimWorker(DialingNode):
 
 
 def stand_in(versions: list[PolicyVersion]) -> PartialRollout:
-    """Return a rollout with one token for each version, in place of all its tokens."""
+    """Return a rollout with one token for each version, which stands for all its tokens."""
     count = len(versions)
     return PartialRollout(
         token_ids=np.zeros(count, dtype=np.int32),
