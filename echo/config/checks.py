@@ -15,13 +15,10 @@ from echo.config.layers import Problem
 from echo.config.losses import ClippedSection
 from echo.config.schema import Config, kinds_of, leaves, show
 from echo.core.units import format_bytes
-from echo.wire.codec import BYTES_PER_TOKEN
+from echo.wire.codec import BYTES_PER_TOKEN, MAX_ARRAY_BYTES
 
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights that is allowed on an encrypted link, in bytes."""
-MAX_GROUP_BYTES = 60 << 20
-"""Largest size of a group, in bytes: a little less than the largest message of the transport
-(runtime/node.py)."""
 RATIO_UNDER_TOP_K = 0.9
 """Ratio that a loss's range must include if top-k is set. The probability that top-k removes has no
 bound, so this value is a judgement: ranges of .2, as in PPO, are used with top-k; ranges of some
@@ -189,11 +186,11 @@ def _check_group_bytes(config: Config) -> Iterator[Problem]:
         key, tokens = "agent.max_session_tokens", config.agent.max_session_tokens
     size = config.batch.group_size
     num_bytes = size * tokens * BYTES_PER_TOKEN
-    if num_bytes > MAX_GROUP_BYTES:
+    if num_bytes > MAX_ARRAY_BYTES:
         yield _problem(
             f"makes groups of up to {format_bytes(num_bytes)} with batch.group_size = {size}; a "
-            f"group travels in one message of at most {format_bytes(MAX_GROUP_BYTES)}: at most "
-            f"{MAX_GROUP_BYTES // (size * BYTES_PER_TOKEN)} tokens",
+            f"group travels in one message of at most {format_bytes(MAX_ARRAY_BYTES)}: at most "
+            f"{MAX_ARRAY_BYTES // (size * BYTES_PER_TOKEN)} tokens",
             key,
             "batch.group_size",
         )

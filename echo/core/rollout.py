@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from echo.core.token_sets import TokenSets, join_sets
+
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 """A non-negative int32; each token has its version as two int32."""
 
@@ -85,6 +87,10 @@ class Tokens:
     """[T, 2] (lineage, step) of the weights that sampled each token."""
     completion_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     """[T] True if the policy sampled the token and it may be trained on."""
+    support: TokenSets | None = None
+    """The ids that each token was drawn from; None if all could have been drawn."""
+    likely: TokenSets | None = None
+    """The sampler's most likely ids of each token, with log-probabilities; None if not needed."""
 
     @property
     def num_tokens(self) -> int:
@@ -119,10 +125,25 @@ class Rollout(Tokens):
                     f"Rollout.{name} is {array.dtype}{list(array.shape)}, expected "
                     f"{np.dtype(dtype)}{list(shape)} with at least one token"
                 )
+        self._check_sets()
         if self.finish_reason not in ("stop", "length", "abort"):
             raise ValueError(
                 f"Rollout.finish_reason is {self.finish_reason!r}; use stop, length or abort"
             )
+
+    def _check_sets(self) -> None:
+        for name, sets, has_logprobs in (
+            ("support", self.support, False),
+            ("likely", self.likely, True),
+        ):
+            if sets is not None and (
+                sets.num_tokens != self.num_tokens or (sets.logprobs is not None) != has_logprobs
+            ):
+                raise ValueError(
+                    f"Rollout.{name} is of {sets.num_tokens} tokens and has "
+                    f"{'no ' if sets.logprobs is None else ''}log-probabilities, expected "
+                    f"{self.num_tokens} {'with' if has_logprobs else 'without'}"
+                )
 
 
 def _distinct(rows: npt.NDArray[np.int32]) -> list[PolicyVersion]:
@@ -283,11 +304,14 @@ class PartialRollout(Tokens):
         versions: npt.NDArray[np.int32],
         *,
         finish_reason: str,
+        support: TokenSets | None = None,
+        likely: TokenSets | None = None,
     ) -> PartialRollout:
         """Return a copy of the answer with one more segment of tokens.
 
         After a segment with the `finish_reason` "abort" the answer is still unfinished.
         """
+        before, new = self.num_tokens, len(token_ids)
         return PartialRollout(
             token_ids=np.concatenate([self.token_ids, token_ids]),
             sampler_logprobs=np.concatenate([self.sampler_logprobs, logprobs]),
@@ -295,6 +319,8 @@ class PartialRollout(Tokens):
             completion_mask=np.concatenate(
                 [self.completion_mask, np.ones(len(token_ids), np.bool_)]
             ),
+            support=join_sets([(self.support, before), (support, new)]),
+            likely=join_sets([(self.likely, before), (likely, new)]),
             finish_reason="" if finish_reason == "abort" else finish_reason,
             num_segments=self.num_segments + 1,
         )
@@ -326,6 +352,8 @@ class PartialRollout(Tokens):
             sampler_logprobs=finished.sampler_logprobs,
             policy_versions=finished.policy_versions,
             completion_mask=finished.completion_mask,
+            support=finished.support,
+            likely=finished.likely,
             reward=reward,
             finish_reason=finished.finish_reason,
         )

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from echo.core.rollout import MAX_LOGPROB, Group, PartialRollout
+from echo.core.rollout import MAX_LOGPROB, Group, PartialRollout, Tokens
 from echo.leases.run import LeaseSettings
 from echo.wire.messages import BAD_LOGPROBS, Lease
 
@@ -32,8 +31,7 @@ def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str
     for rollout in group.rollouts:
         if rollout.num_tokens > settings.max_completion_tokens:
             return "too_long"
-        ids, logprobs = rollout.token_ids, rollout.sampler_logprobs
-        fault = _find_token_fault(ids, logprobs, settings.vocab_size)
+        fault = _find_token_fault(rollout, settings.vocab_size)
         if fault is not None:
             return fault
     return None
@@ -50,8 +48,7 @@ def find_partial_fault(
             return f"{member.num_tokens} tokens"
         if not member.is_finished and member.num_tokens >= settings.max_completion_tokens:
             return "nothing is left to sample"
-        ids, logprobs = member.token_ids, member.sampler_logprobs
-        fault = _find_token_fault(ids, logprobs, settings.vocab_size)
+        fault = _find_token_fault(member, settings.vocab_size)
         if fault is not None:
             return fault
         if int(member.policy_versions[:, 1].max()) > step:
@@ -59,12 +56,16 @@ def find_partial_fault(
     return None
 
 
-def _find_token_fault(
-    ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], vocab_size: int
-) -> str | None:
+def _find_token_fault(tokens: Tokens, vocab_size: int) -> str | None:
     """Return the fault of sampled tokens (one or more), or None."""
+    ids, logprobs = tokens.token_ids, tokens.sampler_logprobs
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > MAX_LOGPROB:
         return BAD_LOGPROBS
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         return "bad_token_ids"
+    for sets in (tokens.support, tokens.likely):
+        if sets is not None and len(sets.ids) and int(sets.ids.max()) >= vocab_size:
+            return "bad_token_ids"
+    if tokens.support is not None and not tokens.support.includes(ids).all():
+        return "bad_support"
     return None

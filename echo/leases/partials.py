@@ -31,10 +31,12 @@ from echo.core.errors import RemoteProtocolError
 from echo.core.metrics import Counters
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion, StaleTokens, is_surviving
 from echo.core.timers import RecentMap
+from echo.core.token_sets import TokenSets
 from echo.leases.book import MAX_WORKERS, LeasedWorker
 from echo.leases.held import PartialGroup
-from echo.wire.codec import DECODE_ERRORS, Frame
+from echo.wire.codec import DECODE_ERRORS, MAX_ARRAY_BYTES, Frame
 from echo.wire.messages import Grant, Heartbeat, Lease
+from echo.wire.token_sets import SetBytes, decode_all_sets, encode_all_sets
 
 # --- Partial groups and the staleness policy ---
 #
@@ -265,6 +267,8 @@ class MemberHeader(msgspec.Struct, frozen=True, array_like=True):
     num_segments: Step
     spans: Annotated[tuple[tuple[Step, Step, NumTokens], ...], Meta(max_length=MAX_TOKENS)]
     """Runs of (lineage, step, tokens)."""
+    set_bytes: SetBytes = (0, 0)
+    """Bytes of the member's token sets (wire/token_sets.py)."""
 
 
 class SavedPartialGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -290,14 +294,20 @@ _file_decoder = msgspec.msgpack.Decoder(SavedPartialGroups)
 
 
 def encode_members(members: Sequence[PartialRollout]) -> bytes:
-    """Encode members as one frame: header, then ids, log-probs and mask of each member."""
-    header = _encoder.encode([_header_of(member) for member in members])
+    """Encode members as one frame.
+
+    The frame has the header, then ids, log-probs and mask of each member, then the token sets of
+    each member.
+    """
+    num_bytes = _SAVED_BYTES_PER_TOKEN * sum(member.num_tokens for member in members)
+    blocks = encode_all_sets(members, max_bytes=MAX_ARRAY_BYTES - num_bytes)
+    header = _encoder.encode([_header_of(*each) for each in zip(members, blocks, strict=True)])
     parts = [len(header).to_bytes(_HEADER_LENGTH_BYTES, "little"), header]
     for member in members:
         parts.append(member.token_ids.astype("<i4").tobytes())
         parts.append(member.sampler_logprobs.astype("<f4").tobytes())
         parts.append(member.completion_mask.astype("u1").tobytes())
-    return b"".join(parts)
+    return b"".join(itertools.chain(parts, *blocks))
 
 
 def encode_continuations(frames: Sequence[bytes]) -> bytes:
@@ -318,7 +328,7 @@ def decode_continuations(frame: Frame) -> list[list[PartialRollout]]:
     return [decode_members(each) if each else [] for each in frames]
 
 
-def _header_of(member: PartialRollout) -> MemberHeader:
+def _header_of(member: PartialRollout, blocks: tuple[bytes, bytes]) -> MemberHeader:
     versions = member.policy_versions
     starts = np.flatnonzero((versions[1:] != versions[:-1]).any(axis=1)) + 1
     bounds = [0, *starts.tolist(), len(versions)] if len(versions) else []
@@ -326,7 +336,8 @@ def _header_of(member: PartialRollout) -> MemberHeader:
         (int(versions[start, 0]), int(versions[start, 1]), stop - start)
         for start, stop in itertools.pairwise(bounds)
     )
-    return MemberHeader(member.finish_reason, member.num_segments, spans)
+    set_bytes = len(blocks[0]), len(blocks[1])
+    return MemberHeader(member.finish_reason, member.num_segments, spans, set_bytes)
 
 
 def decode_members(frame: Frame) -> list[PartialRollout]:
@@ -343,14 +354,17 @@ def decode_members(frame: Frame) -> list[PartialRollout]:
     except DECODE_ERRORS as error:
         raise RemoteProtocolError(f"a malformed header of partial rollouts: {error}") from error
     sizes = [_checked_size(header) for header in headers]
-    expected = offset + _SAVED_BYTES_PER_TOKEN * sum(sizes)
+    start = offset + _SAVED_BYTES_PER_TOKEN * sum(sizes)
+    set_bytes = [header.set_bytes for header in headers]
+    expected = start + sum(map(sum, set_bytes))
     if len(view) != expected:
         raise RemoteProtocolError(
             f"partial rollouts of {len(view)} bytes where their header needs {expected}"
         )
     members = []
-    for header, size in zip(headers, sizes, strict=True):
-        members.append(_build_member(header, size, view, offset))
+    all_sets = decode_all_sets(view[start:], sizes, set_bytes)
+    for header, size, sets in zip(headers, sizes, all_sets, strict=True):
+        members.append(_build_member(header, size, view, offset, sets))
         offset += _SAVED_BYTES_PER_TOKEN * size
     return members
 
@@ -367,7 +381,13 @@ def _checked_size(header: MemberHeader) -> int:
     return size
 
 
-def _build_member(header: MemberHeader, size: int, view: memoryview, offset: int) -> PartialRollout:
+def _build_member(
+    header: MemberHeader,
+    size: int,
+    view: memoryview,
+    offset: int,
+    sets: Mapping[str, TokenSets | None],
+) -> PartialRollout:
     ids = np.frombuffer(view, "<i4", size, offset)
     logprobs = np.frombuffer(view, "<f4", size, offset + 4 * size)
     mask = np.frombuffer(view, "u1", size, offset + 8 * size)
@@ -380,6 +400,7 @@ def _build_member(header: MemberHeader, size: int, view: memoryview, offset: int
         completion_mask=mask.astype(np.bool_),
         finish_reason=header.finish_reason,
         num_segments=header.num_segments,
+        **sets,
     )
 
 

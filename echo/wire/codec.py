@@ -12,6 +12,7 @@ Payload frames follow unchanged and are not copied.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -38,6 +39,7 @@ from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import NO_OPINION, Group, Rollout
 from echo.wire.messages import PROTOCOL_VERSION, UNSEALED, AnyMessage, Chunk, Message
 from echo.wire.seals import Channel, Seal, Seals
+from echo.wire.token_sets import SetBytes, bytes_of_sets, decode_all_sets, encode_all_sets
 
 Frame = bytes | bytearray | memoryview
 
@@ -225,12 +227,16 @@ class GroupHeader(msgspec.Struct, frozen=True):
     rewards: Annotated[tuple[Finite | None, ...], Meta(max_length=MAX_MEMBERS)]
     """The reward of each rollout; None for a rollout that the task could not score."""
     finish_reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_MEMBERS)]
+    set_bytes: Annotated[tuple[SetBytes, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    """For each rollout the bytes of its sets (wire/token_sets.py); empty if none has any."""
 
 
 _header_decoder = msgspec.msgpack.Decoder(GroupHeader)
 BYTES_PER_TOKEN = 4 + 4 + 8 + 1
 """Bytes of a token: its id as int32, its log-prob as float32, two int32 for its version, one byte
 of mask."""
+MAX_ARRAY_BYTES = 60 << 20
+"""Largest size of a group's arrays, in bytes: they share a message with the group's header."""
 
 
 def encode_group(group: Group) -> tuple[bytes, bytes]:
@@ -238,8 +244,10 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
 
     They are the form of a group on the network and on the learner's disk. The arrays are
     concatenated, little-endian: prompt ids, then for each rollout token ids, log-probs, versions
-    and mask.
+    and mask, then for each rollout its token sets (wire/token_sets.py).
     """
+    num_bytes = 4 * len(group.prompt_ids) + BYTES_PER_TOKEN * group.num_tokens
+    blocks = encode_all_sets(group.rollouts, max_bytes=MAX_ARRAY_BYTES - num_bytes)
     header = GroupHeader(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -250,6 +258,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
             None if math.isnan(rollout.reward) else rollout.reward for rollout in group.rollouts
         ),
         finish_reasons=tuple(rollout.finish_reason for rollout in group.rollouts),
+        set_bytes=bytes_of_sets(blocks),
     )
     parts = [group.prompt_ids.astype("<i4").tobytes()]
     for rollout in group.rollouts:
@@ -257,6 +266,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
         parts.append(rollout.sampler_logprobs.astype("<f4").tobytes())
         parts.append(rollout.policy_versions.astype("<i4").tobytes())
         parts.append(rollout.completion_mask.astype("u1").tobytes())
+    parts += itertools.chain(*blocks)
     return _encoder.encode(header), b"".join(parts)
 
 
@@ -278,7 +288,10 @@ def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
         raise RemoteProtocolError(
             f"group {header.group_id}: lengths, rewards and finish reasons disagree"
         )
+    if header.set_bytes and len(header.set_bytes) != num_rollouts:
+        raise RemoteProtocolError(f"group {header.group_id}: lengths of token sets disagree")
     expected = 4 * header.num_prompt_tokens + BYTES_PER_TOKEN * sum(header.num_tokens)
+    expected += sum(map(sum, header.set_bytes))
     if len(arrays_frame) != expected:
         raise RemoteProtocolError(
             f"group {header.group_id}: {len(arrays_frame)} bytes of arrays where its header needs "
@@ -300,9 +313,11 @@ def _build_group(header: GroupHeader, arrays: memoryview) -> Group:
         return values
 
     prompt_ids = take("<i4", header.num_prompt_tokens).astype(np.int32)
+    start = offset + BYTES_PER_TOKEN * sum(header.num_tokens)
+    all_sets = decode_all_sets(arrays[start:], header.num_tokens, header.set_bytes)
     rollouts = []
-    for num_tokens, reward, finish_reason in zip(
-        header.num_tokens, header.rewards, header.finish_reasons, strict=True
+    for num_tokens, reward, finish_reason, sets in zip(
+        header.num_tokens, header.rewards, header.finish_reasons, all_sets, strict=True
     ):
         rollouts.append(
             Rollout(
@@ -312,6 +327,7 @@ def _build_group(header: GroupHeader, arrays: memoryview) -> Group:
                 completion_mask=take("u1", num_tokens).astype(np.bool_),
                 reward=NO_OPINION if reward is None else reward,
                 finish_reason=finish_reason,
+                **sets,
             )
         )
     return Group(

@@ -226,7 +226,7 @@ Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """Version of the protocol; it is raised by every change that older nodes would misunderstand."""
 
 LEARNER_ID = "learner"
@@ -540,6 +540,7 @@ REASONS = frozenset(
         "malformed", "mislabelled", "unknown_group", "not_leased", "another_prompt",
         "bad_token_ids", "group_size", "mixed_versions", "too_long", BAD_LOGPROBS,
         "no_trainable_token", "abandoned_version", "version_from_the_future", "stale",
+        "bad_support",
         # A worker gives a group up.
         "prompt_too_long", "group_too_large", ENGINE_ERROR, "reward_error", "reward_too_large",
         "reward_timeout", "reward_memory", "reward_lost", "reward_retries", "agent_error",

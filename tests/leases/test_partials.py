@@ -41,6 +41,7 @@ from echo.leases.partials import (
 from echo.wire.messages import Deliver, Failed
 from tests.core.groups import make_partial
 from tests.roles.harness import make_lease
+from tests.wire.sets import is_same_sets, make_sets
 
 FIRST = (Lineage(1, 0),)
 
@@ -137,13 +138,20 @@ MEMBERS = [
     partial((1, 2), (1, 2), (1, 3), (2, 4)),
     partial((1, 2), reason="stop"),
     fresh(partial((1, 2), (1, 5)), step=5).members[0],
-]
+    partial((1, 2)).extended(
+        np.array([7], np.int32), np.array([-1], np.float32), np.array([[1, 3]], np.int32),
+        finish_reason="abort", support=make_sets([3, 7]),
+        likely=make_sets([1, 7], logprobs=[-0.5, -1.0]),
+    ),
+]  # fmt: skip
 
 
 def assert_equal(found: PartialRollout, expected: PartialRollout) -> None:
     for name in ("token_ids", "sampler_logprobs", "policy_versions", "completion_mask"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
         assert getattr(found, name).dtype == getattr(expected, name).dtype
+    assert is_same_sets(found.support, expected.support)
+    assert is_same_sets(found.likely, expected.likely)
     assert (found.finish_reason, found.num_segments) == (
         expected.finish_reason, expected.num_segments,
     )  # fmt: skip

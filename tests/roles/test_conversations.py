@@ -29,6 +29,7 @@ from echo.wire.messages import (
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 from tests.roles.harness import make_group, message_of
+from tests.wire.sets import make_sets
 
 RELAY, LEARNER = "tcp://r1:7700", "tcp://learner:7700"
 VIA = ["r1", "learner"]
@@ -346,6 +347,8 @@ def test_results_are_judged_by_their_content(hung_world: World) -> None:
         ("bad_logprobs", {"sampler_logprobs": nan}),
         ("bad_logprobs", {"sampler_logprobs": -first.sampler_logprobs}),
         ("bad_token_ids", {"token_ids": first.token_ids + np.int32(100)}),
+        ("bad_token_ids", {"support": make_sets([*first.token_ids[:1], 100], 0, 0)}),
+        ("bad_support", {"support": make_sets(0, [int(first.token_ids[1]) + 1], 0)}),
     ):
         assert world.deliver(0, change=change) == ("refused", reason)
     assert world.deliver(77) == ("refused", "unknown_group")

@@ -24,6 +24,7 @@ from tests.core.groups import make_partial
 from tests.leases.test_scheduler import make_worker
 from tests.promises.world import World
 from tests.roles.harness import make_hello, make_lease
+from tests.wire.sets import make_sets
 
 
 def partial(num_tokens: int, *, step: int = 0, reason: str = "abort") -> PartialRollout:
@@ -183,6 +184,8 @@ def test_a_worker_that_returns_keeps_its_leases_if_no_other_has_its_groups_by_no
          "bad_token_ids"),
         ([partial(3), dataclasses.replace(partial(1), sampler_logprobs=np.array([np.nan], "f4"))],
          "bad_logprobs"),
+        ([partial(3), dataclasses.replace(partial(1), support=make_sets([1, 2]))],
+         "bad_support"),
     ],
 )  # fmt: skip
 def test_what_cannot_have_been_sampled_is_refused(

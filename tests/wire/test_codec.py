@@ -27,6 +27,7 @@ from echo.wire.codec import (
     other_protocol,
 )
 from tests.wire.schema import instances
+from tests.wire.sets import is_same_sets, token_sets
 
 fast = settings(suppress_health_check=[HealthCheck.too_slow])
 
@@ -163,6 +164,8 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         sampler_logprobs=draw(hnp.arrays(np.float32, length, elements=st.floats(width=32))),
         policy_versions=draw(hnp.arrays(np.int32, (length, 2), elements=int32)),
         completion_mask=draw(hnp.arrays(np.bool_, length)),
+        support=draw(st.none() | token_sets(length, with_logprobs=False)),
+        likely=draw(st.none() | token_sets(length, with_logprobs=True)),
         reward=draw(st.just(NO_OPINION) | st.floats(allow_nan=False, allow_infinity=False)),
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
     )
@@ -180,9 +183,13 @@ GROUPS = st.builds(
 
 def same(a: Group, b: Group) -> bool:
     plain = (a.group_id, a.attempt, a.worker_id) == (b.group_id, b.attempt, b.worker_id)
-    pairs = zip(a.rollouts, b.rollouts, strict=True)
+    pairs = list(zip(a.rollouts, b.rollouts, strict=True))
     return (
         plain
+        and all(
+            is_same_sets(x.support, y.support) and is_same_sets(x.likely, y.likely)
+            for x, y in pairs
+        )
         and a.prompt_ids.tobytes() == b.prompt_ids.tobytes()
         and all(
             getattr(x, name).tobytes() == getattr(y, name).tobytes()

@@ -1,0 +1,135 @@
+"""Sets of token ids, one for each token of a rollout.
+
+A rollout carries two kinds, each only where the learner asks for it:
+
+    support   the ids that could have been drawn: what top-k, top-p and min-p left. The learner
+              scores the token on this set, so that both probabilities are of the same distribution.
+    likely    the sampler's most likely ids with their log-probabilities, which some corrections of
+              the loss need.
+
+A set is recorded while the token is sampled. The learner's own logits would cut another set.
+
+Shapes: T tokens, M ids of all sets together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_SET_IDS = 1 << 14
+"""Most ids of a set. A larger set is not recorded, and its size is TOO_LARGE."""
+
+NOT_RECORDED = 0
+"""The size of a set that was not recorded: the token could have been any, or was not sampled."""
+
+TOO_LARGE = -1
+"""The size of a set that has more than MAX_SET_IDS ids, and therefore travels without them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenSets:
+    """A set of token ids for each of T tokens."""
+
+    sizes: npt.NDArray[np.int32]
+    """[T] ids of each set; NOT_RECORDED or TOO_LARGE for a set without ids."""
+    ids: npt.NDArray[np.int32]
+    """[M] the ids of all sets in the order of the tokens, ascending within a set."""
+    logprobs: npt.NDArray[np.float32] | None = None
+    """[M] log-probability of each id under the distribution that was sampled from, nats; None if
+    only the ids are recorded.
+    """
+
+    def __post_init__(self) -> None:
+        """Check types and sizes.
+
+        Raises:
+            ValueError: if they disagree, or the ids of a set do not ascend from 0 or more.
+        """
+        if self.sizes.dtype != np.int32 or self.ids.dtype != np.int32 or self.sizes.ndim != 1:
+            raise ValueError("sizes and ids of token sets must be int32[T] and int32[M]")
+        if len(self.sizes) and not TOO_LARGE <= self.sizes.min() <= self.sizes.max() <= MAX_SET_IDS:
+            raise ValueError(f"a token set has {self.sizes.max()} ids; at most {MAX_SET_IDS}")
+        if self.ids.shape != (int(self.counts.sum()),):
+            raise ValueError(
+                f"token sets of {int(self.counts.sum())} ids in all come with {len(self.ids)}"
+            )
+        if self.logprobs is not None and (
+            self.logprobs.dtype != np.float32 or self.logprobs.shape != self.ids.shape
+        ):
+            raise ValueError("token sets need one float32 log-probability for each id")
+        falls = (np.diff(self.rows) == 0) & (np.diff(self.ids) <= 0)
+        if falls.any() or (len(self.ids) and int(self.ids.min()) < 0):
+            raise ValueError("the ids of a token set must ascend from 0 or more")
+
+    @property
+    def counts(self) -> npt.NDArray[np.int32]:
+        """[T] number of recorded ids of each token."""
+        return np.maximum(self.sizes, 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, those without a set included."""
+        return len(self.sizes)
+
+    def __getitem__(self, tokens: slice) -> TokenSets:
+        """Return the sets of a range of tokens, without a step."""
+        starts = np.concatenate([[0], np.cumsum(self.counts)])
+        first, stop, _ = tokens.indices(self.num_tokens)
+        ids = slice(int(starts[first]), int(starts[max(first, stop)]))
+        return TokenSets(
+            sizes=self.sizes[first:stop],
+            ids=self.ids[ids],
+            logprobs=None if self.logprobs is None else self.logprobs[ids],
+        )
+
+    def within(self, max_ids: int) -> TokenSets:
+        """Return the sets without the ids of those that have more than `max_ids`."""
+        is_kept = np.repeat(self.sizes <= max_ids, self.counts)
+        return TokenSets(
+            sizes=np.where(self.sizes > max_ids, np.int32(TOO_LARGE), self.sizes),
+            ids=self.ids[is_kept],
+            logprobs=None if self.logprobs is None else self.logprobs[is_kept],
+        )
+
+    def includes(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Return [T] whether each token's id is in its set; True where no ids are recorded."""
+        hits = self.ids == np.repeat(token_ids, self.counts)
+        found: npt.NDArray[np.bool_] = self.counts == 0
+        found[self.rows[hits]] = True
+        return found
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """[M] the token that each id belongs to."""
+        return np.repeat(np.arange(self.num_tokens), self.counts)
+
+
+def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
+    """Return the sets of tokens for which nothing was recorded."""
+    return TokenSets(
+        sizes=np.full(num_tokens, NOT_RECORDED, np.int32),
+        ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32) if with_logprobs else None,
+    )
+
+
+def join_sets(parts: Sequence[tuple[TokenSets | None, int]]) -> TokenSets | None:
+    """Return the sets of consecutive parts, (sets, tokens) each; None if no part has sets."""
+    known = [sets for sets, _ in parts if sets is not None]
+    if not known:
+        return None
+    has_logprobs = known[0].logprobs is not None
+    whole = [
+        not_recorded(num_tokens, with_logprobs=has_logprobs) if sets is None else sets
+        for sets, num_tokens in parts
+    ]
+    logprobs = [sets.logprobs for sets in whole if sets.logprobs is not None]
+    return TokenSets(
+        sizes=np.concatenate([sets.sizes for sets in whole]),
+        ids=np.concatenate([sets.ids for sets in whole]),
+        logprobs=np.concatenate(logprobs) if has_logprobs else None,
+    )

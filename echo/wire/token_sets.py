@@ -1,0 +1,202 @@
+"""The bytes of token sets (core/token_sets.py), on the network and on disk.
+
+The sets of one rollout of T tokens with M ids in all are
+
+    T varints    the size of each token's set plus 1: 0 is TOO_LARGE, 1 is NOT_RECORDED
+    M varints    the ids: the first of a set itself, each further one as the difference to the id
+                 before it, minus 1
+    M bfloat16   the log-probabilities, little-endian, rounded to nearest; only if the sets have any
+
+A varint has 7 bits of the number in each byte, the lowest first; the highest bit of a byte is set
+unless it is the number's last. Frequent tokens have low ids, and large sets are dense, so most
+differences take one or two bytes.
+
+A rollout has two blocks: `support`, without log-probabilities, and `likely`, with them; a block of
+no bytes if it has no such sets. A group is one message, so the largest supports are left out where
+the blocks would not fit. The blocks of all rollouts of a group (codec.py, and
+leases/partials.py for partial rollouts) stand behind the other arrays of the group. Its header has
+a pair of lengths for each rollout, and no pair at all if no rollout has sets.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from echo.core.bounds import MAX_PAYLOAD_BYTES
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import Tokens
+from echo.core.token_sets import MAX_SET_IDS, TokenSets
+
+_Length = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
+SetBytes = tuple[_Length, _Length]
+"""The bytes of the blocks `support` and `likely` of one rollout."""
+
+_MAX_VARINT_BYTES = 5
+"""Bytes of the largest varint: ids have 31 bits."""
+
+
+def encode_all_sets(rollouts: Sequence[Tokens], *, max_bytes: int) -> list[tuple[bytes, bytes]]:
+    """Return the blocks `support` and `likely` of each rollout.
+
+    Args:
+        rollouts: rollouts of a group.
+        max_bytes: the largest supports of the group are left out, and marked TOO_LARGE, until all
+            blocks together have at most this size, or no support is left.
+    """
+    likely = [encode_sets(rollout.likely) for rollout in rollouts]
+    max_ids, supports = MAX_SET_IDS, [rollout.support for rollout in rollouts]
+    while True:
+        blocks = [encode_sets(support) for support in supports]
+        if sum(map(len, blocks + likely)) <= max_bytes or not max_ids:
+            return list(zip(blocks, likely, strict=True))
+        max_ids //= 2
+        supports = [None if sets is None else sets.within(max_ids) for sets in supports]
+
+
+def bytes_of_sets(blocks: Sequence[tuple[bytes, bytes]]) -> tuple[SetBytes, ...]:
+    """Return the lengths of the blocks of each rollout; () if all are empty."""
+    lengths = tuple((len(support), len(likely)) for support, likely in blocks)
+    return lengths if any(map(any, lengths)) else ()
+
+
+def decode_all_sets(
+    blocks: memoryview, num_tokens: Sequence[int], set_bytes: Sequence[SetBytes]
+) -> Iterator[dict[str, TokenSets | None]]:
+    """Yield the fields `support` and `likely` of each rollout, from the blocks of all rollouts.
+
+    Args:
+        blocks: as long as `set_bytes` says.
+        num_tokens: tokens of each rollout.
+        set_bytes: result of `bytes_of_sets`, the length of which was checked.
+
+    Raises:
+        RemoteProtocolError: if a block is malformed.
+    """
+    offset = 0
+    for length, sizes in zip(num_tokens, set_bytes or itertools.repeat((0, 0)), strict=False):
+        fields: dict[str, TokenSets | None] = {}
+        for name, size in zip(("support", "likely"), sizes, strict=True):
+            fields[name] = decode_sets(
+                blocks[offset : offset + size],
+                num_tokens=length,
+                with_logprobs=name == "likely",
+            )
+            offset += size
+        yield fields
+
+
+def encode_sets(sets: TokenSets | None) -> bytes:
+    """Return the block of a rollout's sets; empty if it has none."""
+    if sets is None:
+        return b""
+    numbers = np.concatenate([sets.sizes.astype(np.int64) + 1, _differences(sets)])
+    logprobs = b"" if sets.logprobs is None else _round(sets.logprobs).tobytes()
+    return _encode_varints(numbers) + logprobs
+
+
+def decode_sets(block: memoryview, *, num_tokens: int, with_logprobs: bool) -> TokenSets | None:
+    """Return the sets in a block; None if it is empty.
+
+    Raises:
+        RemoteProtocolError: if the block is not of this many tokens, or holds an impossible set.
+    """
+    if not len(block):
+        return None
+    data = np.frombuffer(block, np.uint8)
+    coded_sizes, offset = _decode_varints(data, num_tokens)
+    if int(coded_sizes.max()) > MAX_SET_IDS + 1:
+        raise RemoteProtocolError(
+            f"a token set of {coded_sizes.max() - 1} ids; at most {MAX_SET_IDS}"
+        )
+    sizes = (coded_sizes - 1).astype(np.int32)
+    num_ids = int(np.maximum(sizes, 0).sum())
+    differences, num_bytes = _decode_varints(data[offset:], num_ids)
+    offset += num_bytes
+    expected = offset + (2 * num_ids if with_logprobs else 0)
+    if len(data) != expected:
+        raise RemoteProtocolError(
+            f"token sets of {len(data)} bytes where their sizes need {expected}"
+        )
+    logprobs = None
+    if with_logprobs:
+        halves = np.frombuffer(block, "<u2", num_ids, offset)
+        logprobs = (halves.astype(np.uint32) << 16).view(np.float32)
+    ids = _ids(sizes, differences)
+    if num_ids and int(ids.max()) > np.iinfo(np.int32).max:
+        raise RemoteProtocolError(f"token sets with id {ids.max()}")
+    try:
+        return TokenSets(sizes=sizes, ids=ids.astype(np.int32), logprobs=logprobs)
+    except ValueError as error:
+        raise RemoteProtocolError(f"malformed token sets: {error}") from error
+
+
+def _differences(sets: TokenSets) -> npt.NDArray[np.int64]:
+    """Return [M] each id minus the id before it in its set, minus 1; the first id itself."""
+    ids = sets.ids.astype(np.int64)
+    differences = np.diff(ids, prepend=-1) - 1
+    firsts = _firsts(sets.sizes)
+    differences[firsts] = ids[firsts]
+    return differences
+
+
+def _ids(sizes: npt.NDArray[np.int32], differences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the ids that have these differences."""
+    steps = np.cumsum(differences + 1)
+    counts = np.maximum(sizes, 0)
+    firsts = _firsts(sizes)
+    before = steps[firsts] - (differences[firsts] + 1)
+    ids: npt.NDArray[np.int64] = steps - 1 - np.repeat(before, counts[counts > 0])
+    return ids
+
+
+def _firsts(sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Return the places of the first id of each set that has ids."""
+    counts = np.maximum(sizes, 0).astype(np.int64)
+    return (np.cumsum(counts) - counts)[counts > 0]
+
+
+def _encode_varints(numbers: npt.NDArray[np.int64]) -> bytes:
+    lengths = np.ones(len(numbers), np.int64)
+    for place in range(1, _MAX_VARINT_BYTES):
+        lengths += numbers >> 7 * place > 0
+    ends = np.cumsum(lengths)
+    encoded = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
+    for place in range(_MAX_VARINT_BYTES):
+        has = lengths > place
+        bits = (numbers[has] >> 7 * place) & 0x7F | (lengths[has] > place + 1) * 0x80
+        encoded[(ends - lengths)[has] + place] = bits
+    return encoded.tobytes()
+
+
+def _decode_varints(data: npt.NDArray[np.uint8], count: int) -> tuple[npt.NDArray[np.int64], int]:
+    """Return the first `count` varints and the number of their bytes.
+
+    Raises:
+        RemoteProtocolError: if there are fewer, or one is too long.
+    """
+    ends = np.flatnonzero(data[: count * _MAX_VARINT_BYTES] < 0x80)[:count] + 1
+    if len(ends) < count:
+        raise RemoteProtocolError("token sets that end early, or a number in them is too long")
+    starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
+    lengths = ends - starts
+    if count and int(lengths.max()) > _MAX_VARINT_BYTES:
+        raise RemoteProtocolError("token sets with a number that is too long")
+    numbers = np.zeros(count, np.int64)
+    for place in range(_MAX_VARINT_BYTES):
+        has = lengths > place
+        numbers[has] |= (data[starts[has] + place].astype(np.int64) & 0x7F) << (7 * place)
+    return numbers, int(ends[-1]) if count else 0
+
+
+def _round(logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Return the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
+    bits = logprobs.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    nan = np.uint32(0x7FC0)
+    return np.where(np.isnan(logprobs), nan, rounded).astype("<u2")
