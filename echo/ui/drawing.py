@@ -1,8 +1,8 @@
-"""Text and curves of an exact size for a terminal.
+"""Text and curves of an exact size, in cells of a terminal.
 
-Pure functions from numbers to rows of rich `Text`. rich has no curves, so they are drawn with
-braille characters. Values that are not finite are left out, so that a diverged run can still be
-drawn.
+The functions are pure and turn numbers into rows of rich `Text`. rich cannot draw curves, so they
+are drawn with braille characters. Values that are not finite are left out, so that a diverged run
+can still be drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BRAILLE_BASE = 0x2800
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot in a braille character, [row from the top][column]."""
 _LARGEST = 1e100
-"""Larger numbers are left out: sums and differences of the others are finite."""
+"""Largest absolute value that is drawn; sums and differences of such values are finite."""
 _ASCII = {"│": "|", "●": "o", "◆": "x", "◂": "<", "·": "-", "…": "~"}
 _ASCII |= dict.fromkeys("█▉▊▋▌▍▎▏", "#") | {chr(_BRAILLE_BASE + i): "*" for i in range(1, 256)}
 """An ASCII character of the same width for each character that this package and rich's bars use."""
@@ -48,7 +48,7 @@ class Marks:
 
 
 def clean(text: str) -> str:
-    """Return text on one line, with every unprintable character replaced by a space.
+    """Return text on one line, with a space in place of every unprintable character.
 
     Names and notices come from remote nodes: their escape sequences must not reach the terminal.
     """
@@ -56,7 +56,10 @@ def clean(text: str) -> str:
 
 
 def to_ascii(text: str) -> str:
-    """Return text in ASCII with the same width; other characters become question marks."""
+    """Return text in ASCII that takes the same number of cells on a terminal.
+
+    A character without an ASCII replacement becomes question marks.
+    """
     return re.sub(
         r"[^\x00-\x7f]", lambda match: _ASCII.get(match[0]) or "?" * cell_len(match[0]), text
     )
@@ -64,12 +67,12 @@ def to_ascii(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class InAscii:
-    """A renderable for a terminal that shows ASCII only."""
+    """Shows any renderable on a terminal that can show only ASCII."""
 
     content: RenderableType
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the content, and replace its characters."""
+        """Render the content with ASCII in place of all other characters."""
         for segment in console.render(self.content, options):
             yield segment if segment.control else Segment(to_ascii(segment.text), segment.style)
 
@@ -82,7 +85,11 @@ def fit(text: Text, width: int) -> Text:
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the vertical range to show: whole tenths for rates, else the data with a margin."""
+    """Return the lower and upper end of the vertical axis for these values.
+
+    If all values are from 0 to 1, as rates are, the ends are whole tenths; otherwise there is a
+    margin of 5 %.
+    """
     finite = [v for v in values if abs(v) < _LARGEST]
     if not finite:
         return 0.0, 1.0
@@ -106,10 +113,10 @@ def line_chart(
     """Return a chart with axes and labels, of exactly `height` rows of `width` cells.
 
     Args:
-        curves: drawn in this order, later curves on top.
-        marks: drawn over the curves.
-        width: cells in all; below 12 the plot has no space and the rows are blank.
-        height: rows in all; the last row is the horizontal axis.
+        curves: the curves, drawn in this order, so that later curves are on top.
+        marks: the marks, drawn over the curves.
+        width: number of cells of each row; below 12 the plot has no space, and the rows are blank.
+        height: number of rows; the last row is the horizontal axis.
         x_range: values at the left and right edge.
         y_range: values at the bottom and top edge.
     """
@@ -143,7 +150,7 @@ def line_chart(
 
 
 def _place(value: float, bounds: tuple[float, float]) -> float:
-    """Return the position of a value within bounds, clipped to 0..1."""
+    """Return where a value is between two bounds: 0 at the first, 1 at the second, clipped."""
     low, high = bounds
     return min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 0.0
 
@@ -151,7 +158,11 @@ def _place(value: float, bounds: tuple[float, float]) -> float:
 def _resample(
     points: Sequence[Point], columns: int, left: float, right: float
 ) -> list[float | None]:
-    """Return a value per column: the mean of its points, or interpolated; None outside the data."""
+    """Return one value for each column, by the points between `left` and `right`.
+
+    It is the mean of the column's points, or interpolated between columns that have points. None
+    before the first and after the last point.
+    """
     xs = np.array([x for x, _ in points], dtype=np.float64)
     ys = np.array([y for _, y in points], dtype=np.float64)
     width = max(right - left, 1e-9)
@@ -194,7 +205,7 @@ def _draw_curve(
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as clock time: 0:07, 12:34, 1:02:03, 2d 03:04."""
+    """Return a duration in seconds as clock time: 0:07, 12:34, 1:02:03, 2d 03:04."""
     if not math.isfinite(seconds):
         return "-"
     minutes, secs = divmod(max(round(seconds), 0), 60)

@@ -1,9 +1,9 @@
-"""The live view on a terminal, and log lines elsewhere.
+"""The live view of a run on a terminal, and log lines if there is no terminal.
 
 The learner passes snapshots to the view and never waits for the terminal: another thread draws the
 newest snapshot. So a paused terminal (Ctrl-S) or a slow or lost connection does not delay the
-learner. An error of the output does not reach the learner either: the view stops drawing and keeps
-the reason.
+learner. An error of the output does not reach the learner, either: the view stops drawing and
+stores the reason.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ logger = logging.getLogger(__name__)
 
 
 _STEPS_REMEMBERED = 20
-"""Steps in the median: it ignores single slow steps and soon follows a change of workers."""
+"""Number of steps in the median, which ignores single slow steps and soon follows a change of
+workers."""
 
 
 class RemainingTime:
     """Estimates the remaining time of a run by the median duration of its recent steps.
 
-    With the median, a period without workers counts as a single slow step. Only observed steps
-    count. The first step of the process does not count, since it includes the joining of workers.
+    In the median, a period without workers counts as a single slow step. Only steps that this
+    object has observed count. The first step of the process does not count, since it includes the
+    time in which workers joined.
     """
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_STEPS_REMEMBERED + 1)
 
     def observe(self, snapshot: Snapshot) -> None:
-        """Record the time of a new step."""
+        """Record the time of the snapshot's step, if the step is new."""
         if self._seen and snapshot.step < self._seen[-1][0]:
             self._seen.clear()
         if snapshot.step > (self._seen[-1][0] if self._seen else snapshot.resumed_at):
@@ -70,17 +72,17 @@ class RemainingTime:
 
 
 _STEP_LINE_S = 5.0
-"""Least seconds between two lines about steps."""
+"""Least seconds between two lines on steps."""
 _MAX_NOTICES_PER_UPDATE = 5
 _WAIT_GROWTH = 2
 _MAX_WAIT_INTERVAL_S = 300.0
 
 
 class PlainLog:
-    """Writes the lines that `lines_for` returns to a console."""
+    """Writes lines on notices, steps and waiting to a console."""
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
-        """Start without lines; later ones go to `console`, and `now` is the clock in seconds."""
+        """Start with nothing written to `console`; `now` returns the time in seconds."""
         self._console = console
         self._now = now
         self._pace = RemainingTime()
@@ -92,18 +94,18 @@ class PlainLog:
         self._notices: Sequence[str] = ()
 
     def paint(self, snapshot: Snapshot) -> None:
-        """Write lines for the news in a snapshot."""
+        """Write lines on what is new in a snapshot."""
         self._write(self.lines_for(snapshot))
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Write the remaining lines, among them the line of the last step."""
+        """Write lines on what is new in the last snapshot, always with its last step."""
         lines = self.lines_for(snapshot)
         if self._is_news(snapshot):
             lines.append(self._step_line(snapshot))
         self._write(lines)
 
     def lines_for(self, snapshot: Snapshot) -> list[str]:
-        """Return the lines to write now: notices, then the step or the wait."""
+        """Return the lines to write now: new notices, then a line on a step or on waiting."""
         now = self._now()
         self._pace.observe(snapshot)
         stamp = f"[{clock(snapshot.elapsed_s)}]"
@@ -128,11 +130,11 @@ class PlainLog:
         return lines
 
     def _is_news(self, snapshot: Snapshot) -> bool:
-        """Return whether the newest step has metrics and no line yet."""
+        """Return whether the newest step has metrics and no line was written for it."""
         return snapshot.last_step is not None and snapshot.last_step.step != self._step_shown
 
     def _step_line(self, snapshot: Snapshot) -> str:
-        """Return a line with the metrics of the newest step, then the state of the run."""
+        """Return a line with the metrics of the newest step and the state of the run."""
         last = snapshot.last_step
         assert last is not None
         self._step_shown = last.step
@@ -146,7 +148,7 @@ class PlainLog:
         return f"{'  '.join(parts)}  | {'  '.join(self._run_parts(snapshot))}"
 
     def _run_parts(self, snapshot: Snapshot) -> list[str]:
-        """Return the parts of a line that describe the run."""
+        """Return the parts of a line that describe the state of the run."""
         parts = []
         workers = [node for node in snapshot.nodes if node.role == "worker"]
         num_lost = sum(node.state.startswith("lost") for node in workers)
@@ -168,7 +170,7 @@ class PlainLog:
         return parts
 
     def _new_notices(self, notices: Sequence[str]) -> list[str]:
-        """Return the notices that were not in the last snapshot; if there are many, the newest."""
+        """Return the notices that the last snapshot did not have; at most the newest five."""
         known, self._notices = list(self._notices), notices
         # The window slides: known are the longest end of the old window that begins the new window.
         num_known = min(len(known), len(notices))
@@ -181,7 +183,10 @@ class PlainLog:
         return [f"({num_hidden} earlier notices not shown)", *new[num_hidden:]]
 
     def _write(self, lines: Sequence[str]) -> None:
-        """Write each line unwrapped; characters that it cannot encode become question marks."""
+        """Write each line without wrapping it.
+
+        Characters that the console's encoding does not have become question marks.
+        """
         encoding = self._console.encoding
         for line in lines:
             encodable = line.encode(encoding, "replace").decode(encoding)
@@ -196,23 +201,25 @@ class PlainLog:
 REDRAW_S = 0.25
 """Least seconds between two drawings of the screen."""
 _CLOSE_TIMEOUT_S = 2.0
-"""Seconds that a blocked terminal may delay the end of the run."""
+"""Largest number of seconds by which a blocked terminal may delay the end of the run."""
 
 OUTPUT_ERRORS = (OSError, ValueError, ConsoleError, LiveError, SystemExit)
-"""Errors of writing to a terminal that is gone (EIO), not ready, closed or of another encoding.
+"""Errors that are raised if a terminal is gone (EIO), is not ready, is closed or has another
+encoding.
 
-rich reports a pipe without a reader as SystemExit."""
+rich reports a pipe without a reader as SystemExit.
+"""
 
 
 class _Frame:
-    """A snapshot that is laid out when it is drawn, for the terminal's size at that time."""
+    """A snapshot that is laid out at the time of drawing, for the terminal's size at that time."""
 
     def __init__(self, snapshot: Snapshot, eta_s: float | None) -> None:
         self._snapshot = snapshot
         self._eta_s = eta_s
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw for the console's present size and encoding."""
+        """Render the snapshot for the console's present size and encoding."""
         # The last row stays free: a line end there would scroll the first row away.
         height = console.size.height - 1
         view = render_live(self._snapshot, options.max_width, height=height, eta_s=self._eta_s)
@@ -220,7 +227,7 @@ class _Frame:
 
 
 class _ScreenPainter:
-    """Draws on the terminal's alternate screen, where a resize leaves no remains."""
+    """Draws snapshots on the terminal's alternate screen, where a resize leaves no traces."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -228,7 +235,7 @@ class _ScreenPainter:
         self._live: Live | None = None
 
     def paint(self, snapshot: Snapshot) -> None:
-        """Draw a snapshot over the previous one."""
+        """Draw a snapshot in place of the one before."""
         self._pace.observe(snapshot)
         frame = _Frame(snapshot, self._pace.eta_s(snapshot))
         if self._live is None:
@@ -259,17 +266,17 @@ class LiveView:
     """
 
     def __init__(self, console: Console, *, mode: Literal["auto", "on", "off"] = "auto") -> None:
-        """Start the drawing thread; nothing is shown before the first update.
+        """Start the drawing thread, which shows nothing before the first `update`.
 
         Args:
             console: the console to draw on.
-            mode: "auto" draws on a terminal and logs lines elsewhere; "on" always draws, "off"
-                never.
+            mode: "auto" draws on a terminal, and writes lines to any other output; "on" always
+                draws; "off" always writes lines.
         """
         can_draw = console.is_terminal and not console.is_dumb_terminal
         is_drawn = mode == "on" or (mode == "auto" and can_draw)
         self.failure: str | None = None
-        """Why the view stopped drawing; None while it works."""
+        """The reason why the view has stopped drawing; None while it works."""
         self._painter = _ScreenPainter(console) if is_drawn else PlainLog(console)
         self._newest: Snapshot | None = None
         self._has_news = threading.Event()
@@ -278,12 +285,15 @@ class LiveView:
         self._thread.start()
 
     def update(self, snapshot: Snapshot) -> None:
-        """Set the snapshot to draw next; returns at once."""
+        """Set the snapshot to draw next, and return at once."""
         self._newest = snapshot
         self._has_news.set()
 
     def close(self) -> None:
-        """Show the last snapshot and restore the terminal in bounded time; may be called again."""
+        """Show the last snapshot and restore the terminal, within a limited time.
+
+        Further calls have no effect.
+        """
         self._is_closing.set()
         self._has_news.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -295,7 +305,7 @@ class LiveView:
         self.close()
 
     def _run(self) -> None:
-        """Draw until `close`; runs in the drawing thread."""
+        """Draw the newest snapshot again and again until `close`, in the drawing thread."""
         while not self._is_closing.is_set():
             self._has_news.wait()
             self._has_news.clear()
@@ -310,7 +320,7 @@ class LiveView:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Record an error of the output in the body, and suppress it."""
+        """Within the block, record an error of the output in `failure`, and suppress it."""
         try:
             yield
         except OUTPUT_ERRORS as error:

@@ -26,7 +26,7 @@ FAINT = "#bbbbbb"
 
 
 def new_figure(size: tuple[float, float], *, dpi: int, extra: str, wanted_by: str) -> Figure:
-    """Return an empty figure.
+    """Return an empty matplotlib figure of this size in inches.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -42,17 +42,17 @@ def new_figure(size: tuple[float, float], *, dpi: int, extra: str, wanted_by: st
 
 
 def tidy(axes: Axes, *, lines: Literal["both", "y"] = "both") -> None:
-    """Remove the top and right edge, and add a faint grid."""
+    """Remove the top and right edge of the axes, and add a faint grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=lines, color=FAINT, alpha=0.4, linewidth=0.6)
     axes.set_axisbelow(True)
 
 
 def save_figure(figure: Figure, out_png: Path) -> Path:
-    """Write a figure; return the file.
+    """Write a figure as a PNG file, and return the file's path.
 
     Raises:
-        StorageError: if it cannot be written.
+        StorageError: if the file cannot be written.
     """
     try:
         out_png.parent.mkdir(parents=True, exist_ok=True)
@@ -65,11 +65,14 @@ def save_figure(figure: Figure, out_png: Path) -> Path:
 _REWARD, _SAMPLED, _GREEDY = "#4c72b0", "#2a9d5c", "#b5479b"
 _INK = "#333333"
 _SMOOTHED_STEPS = 5
-"""Steps in the running mean of the reward; the mean has less than half the noise of one batch."""
+"""Number of steps in the running mean of the reward, which has less than half the noise of one
+batch."""
 
 
 def learning_curve(run_dir: Path, out_png: Path) -> Path:
-    """Plot a run's mean rewards by step, in training and held-out, and its staleness, as a PNG.
+    """Plot a run's rewards and staleness to a PNG file, and return the file's path.
+
+    The rewards are the means of each step and of held-out prompts, by step.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -124,7 +127,7 @@ def _draw_curves(axes: Axes, history: MetricsHistory) -> None:
 
 
 def _draw_staleness(axes: Axes, tokens: Mapping[int, int], max_staleness: int | None) -> None:
-    """Draw the share of trained tokens by staleness, and the run's bound."""
+    """Draw the share of the trained tokens with each staleness, and the run's staleness bound."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("staleness of trained tokens, steps")
@@ -154,13 +157,13 @@ def _draw_staleness(axes: Axes, tokens: Mapping[int, int], max_staleness: int | 
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Return the running mean of the values."""
+    """Return the running mean of the values over _SMOOTHED_STEPS steps."""
     windows = [values[max(i - _SMOOTHED_STEPS + 1, 0) : i + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
 def _bound(run_dir: Path) -> int | None:
-    """Return the staleness bound of the run; None if its configuration is missing."""
+    """Return the staleness bound of the run; None if the run has no configuration file."""
     try:
         bound = read_config(run_dir).get("sync", {}).get("max_staleness")
     except DataError:
@@ -177,7 +180,10 @@ _FRONT, _CHOSEN = "#4c72b0", "#b5479b"
 def cost_plot(
     front: Mapping[str, Forecast], chosen: Forecast, out_png: Path, *, title: str
 ) -> Path:
-    """Plot the Pareto front of cost against idle share, per hour and per token, as a PNG.
+    """Plot the cost of fleets against the learner's idle share, and return the file's path.
+
+    The PNG has the Pareto front `front`, by cost per hour and per token, and marks the `chosen`
+    plan.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -199,7 +205,7 @@ def cost_plot(
 
 
 def _draw(axes: Axes, fleets: Sequence[Forecast], costs: Sequence[float], label: str) -> None:
-    """Draw a cost of each fleet against its idle share; the last fleet is the plan."""
+    """Draw one cost of each fleet against the fleet's idle share; the last fleet is the plan."""
     from matplotlib.ticker import PercentFormatter
 
     idle = [fleet.prediction.idle_share for fleet in fleets]
@@ -222,23 +228,23 @@ def _draw(axes: Axes, fleets: Sequence[Forecast], costs: Sequence[float], label:
 _BUSY, _IDLE = "#4c72b0", "#dd8452"
 _KINDS = {"weights": "#4c72b0", "rollouts": "#55a868", "control": "#bbbbbb"}
 MAX_LINKS = 12
-"""Largest number of links that are drawn; those with the most bytes are chosen."""
+"""Largest number of links that are drawn; the links with the most bytes are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPoint:
-    """An optimizer step of a simulated run."""
+    """An optimizer step of a simulated run, for the plot."""
 
     begins_s: float
     """Seconds from the start of the run to the start of the step's training."""
     ends_s: float
     waited_s: float
     staleness: Mapping[int, float]
-    """Trained tokens by staleness."""
+    """Number of trained tokens by staleness."""
     cost: float
-    """Total $ spent at its end."""
+    """$ spent from the start of the run to the end of the step."""
     cost_per_h: float
-    """Recent $ per hour for machines and traffic."""
+    """$ per hour for machines and traffic during the step."""
     standby_per_h: float
     """The part of `cost_per_h` for workers on standby."""
 
@@ -251,7 +257,9 @@ def simulation_plot(
     title: str,
     waits: str,
 ) -> Path:
-    """Plot a simulated run as a PNG.
+    """Plot a simulated run to a PNG file, and return the file's path.
+
+    The panels show costs, the learner's times, staleness and traffic.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -270,7 +278,7 @@ def simulation_plot(
 
 
 def _cost(axes: Axes, steps: Sequence[StepPoint]) -> None:
-    """Draw the total cost, and the cost per hour with its part for standby."""
+    """Draw the cost since the start, the cost per hour, and the part of it for standby."""
     hours = [step.ends_s / 3600 for step in steps]
     axes.plot(hours, [step.cost for step in steps], color=_BUSY, label="$ spent")
     axes.set_xlabel("hours")
@@ -286,7 +294,7 @@ def _cost(axes: Axes, steps: Sequence[StepPoint]) -> None:
 
 
 def _timeline(axes: Axes, steps: Sequence[StepPoint], waits: str) -> None:
-    """Draw the learner's times of training and of waiting, one bar per step."""
+    """Draw, for each step, a bar with the times in which the learner trains and waits."""
     hours = 3600.0
     busy = [(s.begins_s / hours, (s.ends_s - s.begins_s) / hours) for s in steps]
     idle = [((s.begins_s - s.waited_s) / hours, s.waited_s / hours) for s in steps]
@@ -299,7 +307,7 @@ def _timeline(axes: Axes, steps: Sequence[StepPoint], waits: str) -> None:
 
 
 def _staleness(axes: Axes, steps: Sequence[StepPoint]) -> None:
-    """Draw the shares of each step's tokens by staleness as a stack."""
+    """Draw, for each step, a stack with the shares of its tokens by staleness."""
     lags = sorted({lag for step in steps for lag in step.staleness})
     numbers = range(1, len(steps) + 1)
     shares = [
@@ -314,7 +322,7 @@ def _staleness(axes: Axes, steps: Sequence[StepPoint]) -> None:
 
 
 def _traffic(axes: Axes, links: Mapping[tuple[str, str, str], float]) -> None:
-    """Draw the bytes of each link between regions by kind."""
+    """Draw the number of bytes of each link between regions, by kind of message."""
     totals: dict[str, dict[str, float]] = {}
     for (source, target, kind), num_bytes in links.items():
         totals.setdefault(f"{source} > {target}", {})[kind] = num_bytes / 1e9
@@ -337,7 +345,9 @@ def sweep_plot(
     key: str,
     title: str,
 ) -> Path:
-    """Plot figures by a parameter's value: a panel per figure, a point per seed, and the means.
+    """Plot the figures of a sweep to a PNG file, and return the file's path.
+
+    There is a panel for each figure, with a point for each value and seed, and the means.
 
     Raises:
         ConfigError: if matplotlib is not installed.

@@ -1,7 +1,8 @@
-"""The rows that show a snapshot, and their layout on a screen.
+"""The rows that show a snapshot, and how they are laid out on a screen.
 
-Every function returns rows for rich of at most the given width. `render_live` decides which parts,
-and how many rows of each, fit into a terminal. Text from other nodes is cleaned before it is shown.
+Every function returns rows that rich can draw, of at most the given width. `render_live` decides
+which parts, and how many rows of each, fit into a terminal. Text from other nodes is cleaned before
+it is shown.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from echo.core.units import format_bytes
 from echo.ui.drawing import Curve, Marks, clean, clock, fit, line_chart, short_count, value_range
 
 _MIN_SIDE_BY_SIDE = 56
-"""Least width for a curve and a histogram beside each other."""
+"""Least width, in cells, at which a curve and a histogram are shown side by side."""
 _MAX_CHART_ROWS = 14
 _MAX_NOTICES = 6
 
 _LABEL_WIDTH = 9
 _WRAPPER = Console(file=io.StringIO())
-"""A console that rich needs for wrapping; nothing is printed on it."""
+"""A console, which rich needs for wrapping text; nothing is printed on it."""
 _ROLE_ORDER = {"learner": 0, "relay": 1, "worker": 2}
 _STATE_STYLES = {"lost": "bold red", "waiting": "yellow", "refused": "bold red"}
 _NUMBER_COLUMNS = frozenset({"stale", "tok/s", "bytes/s", "mismatch", "reward", "leases", "seen"})
 _DISPENSABLE_COLUMNS = (
     "seen", "parent", "leases", "role", "reward", "bytes/s", "mismatch", "tok/s", "stale",
 )  # fmt: skip
-"""Columns that are left out in this order until the others fit."""
+"""Columns that are left out, in this order, until the other columns fit."""
 _MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
-"""Widths to which these columns are cut while the table is too wide."""
+"""Widths to which the cells of these columns are cut while the table is too wide."""
 
 
 def header(snapshot: Snapshot, width: int, *, eta_s: float | None) -> list[RenderableType]:
-    """Return two rows: run name, step and times; then a bar of the completed steps."""
+    """Return two rows: the run's name, step and times; and a bar of the steps made."""
     name = Text.assemble(("echo ", "bold cyan"), (clean(snapshot.run_name), "bold"))
     right = Text(f"step {snapshot.step}/{snapshot.max_steps}", "bold")
     for part in (
@@ -60,9 +61,9 @@ def header(snapshot: Snapshot, width: int, *, eta_s: float | None) -> list[Rende
 
 
 def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
-    """Return `height` rows: the newest numbers, then reward curves by step.
+    """Return `height` rows: the newest rewards in numbers, then the curves of rewards by step.
 
-    Below 4 rows there is no space for curves.
+    With fewer than 4 rows there is no space for curves.
     """
     rewards = snapshot.reward_history
     sampled_glyph, greedy_glyph = "●", "◆"
@@ -124,11 +125,11 @@ def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
 def staleness_bins(
     tokens: Mapping[int, int], max_staleness: int, max_bins: int
 ) -> list[tuple[str, int, bool]]:
-    """Group trained tokens by staleness into at most `max_bins` bins.
+    """Return the number of trained tokens by staleness, in at most `max_bins` bins.
 
     Returns:
-        (label, tokens, whether the bin contains the bound S) per bin, from staleness 0 to S. A bin
-        beyond S is added only if it has tokens; the learner prevents that.
+        (label, number of tokens, whether the bin contains the bound S) for each bin, from staleness
+        0 to S. A bin above S is added only if it has tokens, which the learner normally prevents.
     """
     beyond = sum(count for staleness, count in tokens.items() if staleness > max_staleness)
     room = max(max_bins - (beyond > 0), 1)
@@ -144,7 +145,7 @@ def staleness_bins(
 
 
 def staleness_histogram(snapshot: Snapshot, width: int, height: int) -> list[RenderableType]:
-    """Return at most `height` rows: mean staleness of the trained tokens, a bar per staleness."""
+    """Return at most `height` rows: the mean staleness of trained tokens, and a histogram."""
     tokens = snapshot.staleness_tokens
     total = sum(tokens.values())
     mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
@@ -155,7 +156,7 @@ def staleness_histogram(snapshot: Snapshot, width: int, height: int) -> list[Ren
 
 
 def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
-    """Return a row per bin: its label, a bar, its share of all tokens, and a note."""
+    """Return a table with a row for each bin: its label, a bar, its share, and a note."""
     counts = [count for _, count, _ in bins]
     table = Table.grid(padding=(0, 1, 0, 0), expand=True)
     table.width = width
@@ -171,10 +172,11 @@ def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
 
 
 def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[RenderableType]:
-    """Return 2 + `num_wait_rows` rows: groups, weights, and the reason why the learner waits.
+    """Return rows on groups, on weights and on why the learner waits.
 
-    After the first timed step there is another row, for the learner's speed. If anything has a
-    price, one or two more rows show the costs and the last change of active workers.
+    These are 2 + `num_wait_rows` rows. After the first timed step there is another row, for the
+    learner's speed. If a machine has a price, one or two more rows show the costs and the last
+    change of active workers.
     """
     flow = [
         f"{snapshot.num_buffered} buffered, {snapshot.groups_per_step} needed",
@@ -199,7 +201,7 @@ def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[Render
 
 
 def speed_row(speed: SpeedView) -> Text:
-    """Return a row with the learner's speed and the seconds of its parts."""
+    """Return a row with the learner's speed and the seconds of each part of a step."""
     parts = [f"{short_count(speed.tokens_per_s)} tokens/s"]
     if speed.mfu is not None:
         parts.append(f"{speed.mfu:.0%} MFU")
@@ -209,7 +211,10 @@ def speed_row(speed: SpeedView) -> Text:
 
 
 def cost_rows(cost: CostView, width: int) -> list[Text]:
-    """Return a row with the costs of the run, and a row with the last change of active workers."""
+    """Return a row with the costs of the run, and one with the last change of active workers.
+
+    The second row is missing before the first change.
+    """
     parts = [f"${cost.per_h:.2f}/h"]
     total = f"${cost.total:.2f} so far"
     if cost.budget_per_run is not None:
@@ -234,10 +239,10 @@ def cost_rows(cost: CostView, width: int) -> list[Text]:
 
 
 def node_table(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]:
-    """Return at most `height` rows: a heading, a row per node, and a sum of the hidden nodes.
+    """Return a table of nodes: a heading, a row for each node, and a row on hidden nodes.
 
-    Columns that do not fit are left out, the least important first. If not all nodes fit, nodes in
-    trouble and nodes that are no workers have priority.
+    The table has at most `height` rows. Columns that do not fit are left out, the least important
+    first. If not all nodes fit, nodes in trouble and nodes that are not workers are shown first.
     """
     if not nodes or height < min(len(nodes) + 1, 3):
         return []
@@ -264,7 +269,10 @@ def node_table(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]
 
 
 def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
-    """Return a row with the refused or dropped groups by reason, most frequent first; or none."""
+    """Return a row with the number of refused or dropped groups, the most frequent reason first.
+
+    Without such groups there is no row.
+    """
     counts = sorted(((n, reason) for reason, n in refused.items() if n), reverse=True)
     if not counts:
         return []
@@ -287,12 +295,15 @@ def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
 
 
 def idle_shares(snapshot: Snapshot) -> str:
-    """Return the learner's share of waiting, recently and since its start."""
+    """Return text on the learner's share of time spent waiting, recently and since its start."""
     return f"{snapshot.recent_idle_ratio:.0%} recently, {snapshot.idle_ratio:.0%} in all"
 
 
 def _row(*parts: RenderableType) -> Table:
-    """Return one row with all parts. The row ends its line; a bar of rich alone would not."""
+    """Return a row with all parts side by side.
+
+    The row ends its line, which rich's bar does not do by itself.
+    """
     row = Table.grid()
     for _ in parts:
         row.add_column(no_wrap=True)
@@ -305,7 +316,7 @@ def _progress(done: float, total: float, width: int) -> ProgressBar:
 
 
 def _percent(share: float) -> str:
-    """Return a share in five characters; a positive share is never shown as zero."""
+    """Return a share as text of five characters; a positive share is never shown as zero."""
     if 0 < share < 0.001:
         return "<0.1%"
     return f"{share:5.1%}" if share < 0.9995 else " 100%"
@@ -331,7 +342,10 @@ def _waiting(snapshot: Snapshot, width: int, num_rows: int) -> list[Text]:
 
 
 def _node_order(node: NodeView) -> tuple[int, list[tuple[int, str]]]:
-    """Return a sort key: by role, then by name with numbers in numeric order (w2 before w10)."""
+    """Return a node's sort key: by role, then by name with numbers in numeric order.
+
+    So the node w2 is shown before w10.
+    """
     parts = re.findall(r"[0-9]+|[^0-9]+", node.node_id)
     # Numbers sort by their length first; leading zeros are not worth handling.
     return _ROLE_ORDER.get(node.role, 3), [(len(p) if p[0].isdigit() else 0, p) for p in parts]
@@ -357,7 +371,7 @@ class _Column:
 
 
 def _align(cell: str, column: _Column) -> str:
-    """Return a cell at the width of its column: words to the left, numbers to the right."""
+    """Return a cell padded to its column's width: words to the left, numbers to the right."""
     missing = " " * max(column.width - cell_len(cell), 0)
     text = missing + cell if column.is_number else cell + missing
     return set_cell_size(text, column.width)
@@ -368,7 +382,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Column], str]:
-    """Return the columns that fit into `width`, and the gap between them."""
+    """Return the columns that fit into `width`, and the text of the gap between columns."""
     content: dict[str, list[str]] = {
         "node": [node.node_id for node in nodes],
         "role": [node.role for node in nodes],
@@ -418,7 +432,7 @@ def render_live(
     height: int | None = None,
     eta_s: float | None = None,
 ) -> Group:
-    """Return a snapshot as rows of text that fill `width` and fit into `height`."""
+    """Return a snapshot as rows of text that fill `width` and are at most `height` rows."""
     width = max(width, 1)
     rows_left = height if height is not None else 2 + _MAX_CHART_ROWS + len(snapshot.nodes) + 20
     title = header(snapshot, width, eta_s=eta_s)
@@ -446,7 +460,10 @@ def render_live(
 
 
 def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
-    """Return the rows of the newest notices that fit completely; the newest one may be cut."""
+    """Return the rows of the newest notices that completely fit into `num_rows`.
+
+    The newest notice is always included, and is cut if it does not fit.
+    """
     rows: list[Text] = []
     for notice in reversed(notices):
         if rows and len(rows) + len(notice) > num_rows:
@@ -456,11 +473,13 @@ def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
 
 
 def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str, int]:
-    """Return the rows of each part: the least for all in order, then the most for some.
+    """Return how many rows each part of the screen gets.
+
+    Each part in turn gets its least number; then some parts get up to their most.
 
     Args:
-        wanted: (least, most) rows per part, the most important part first.
-        num_rows: rows to distribute.
+        wanted: (least, most) number of rows of each part, the most important part first.
+        num_rows: number of rows to distribute.
     """
     granted = dict.fromkeys(wanted, 0)
     for name, limit in [
@@ -474,7 +493,7 @@ def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str
 
 
 def _charts(snapshot: Snapshot, width: int, height: int) -> list[RenderableType]:
-    """Return the reward curve, with the staleness histogram beside it if the width allows."""
+    """Return the reward curve, beside it the staleness histogram if the width allows."""
     if width < _MIN_SIDE_BY_SIDE or height < 4:
         return [*reward_chart(snapshot, width, height)]
     right_width = min(max(width * 3 // 10, 21), 44)
@@ -490,7 +509,7 @@ def _charts(snapshot: Snapshot, width: int, height: int) -> list[RenderableType]
 
 
 def _join(blocks: Iterable[Sequence[RenderableType]], num_gaps: int) -> list[RenderableType]:
-    """Return the rows of all blocks, with blank rows between blocks, at most `num_gaps`."""
+    """Return the rows of all blocks, with a blank row between blocks, at most `num_gaps` times."""
     rows: list[RenderableType] = []
     for block in blocks:
         if block and rows and num_gaps > 0:

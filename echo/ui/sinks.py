@@ -1,12 +1,12 @@
-"""Metric sinks: metrics.jsonl, and TensorBoard and wandb if configured.
+"""Sinks for metrics: metrics.jsonl, and TensorBoard and wandb if configured.
 
-metrics.jsonl has every number, and a run that cannot write it ends. TensorBoard and wandb are
-conveniences, called mirrors below. A configured mirror that is not installed is refused at the
+metrics.jsonl has every number, and a run ends if it cannot write this file. TensorBoard and wandb
+are conveniences, called mirrors below. A configured mirror that is not installed is refused at the
 start; a mirror that fails later is dropped with a warning. Each mirror has its own thread, so a run
-starts, trains and ends without waiting for its network.
+starts, trains and ends without waiting for the mirror's network.
 
 Rows are only appended to metrics.jsonl. A resumed learner repeats some steps: the new rows follow
-the abandoned ones and have a higher `lineage`, and readers use the new rows
+the abandoned rows and have a higher `lineage`, and readers use only the new rows
 (`echo.records.run_files`).
 """
 
@@ -32,33 +32,36 @@ from echo.core.units import one_line
 logger = logging.getLogger(__name__)
 
 Metric = float | Mapping[str, float]
-"""A number, or numbers by name: a histogram such as `staleness/hist`."""
+"""A number, or several numbers by name: a histogram such as `staleness/hist`."""
 
 
 class _Mirror(Protocol):
-    """A further sink of metrics, whose library may raise any error."""
+    """A sink besides metrics.jsonl, whose library may raise any error."""
 
     remedy: str
-    """The remedy for a failure."""
+    """What the user can do if the mirror fails."""
 
     def start(self) -> None:
-        """Open the mirror."""
+        """Open the mirror, before the first row."""
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Add the metrics of one row."""
+        """Write the metrics of one row, of this step and Unix time."""
 
     def close(self) -> None:
-        """Write buffered rows."""
+        """Write rows that are buffered, and close the mirror."""
 
 
 MAX_ROWS_BEHIND = 1000
-"""Largest length of a mirror's queue; rows that do not fit are left out."""
+"""Largest number of rows in a mirror's queue; further rows are left out."""
 CLOSE_S = 15.0
-"""Seconds that a mirror has at the end of a run to write its queue."""
+"""Seconds that a mirror has, at the end of a run, to write its queue."""
 
 
 class _Feed:
-    """Feeds a mirror from its own thread; after a failure it warns once and drops the mirror."""
+    """Writes rows to a mirror in a thread of its own.
+
+    After a failure it logs one warning and writes no more rows.
+    """
 
     def __init__(self, name: str, mirror: _Mirror, path: Path) -> None:
         self._name, self._mirror, self._path = name, mirror, path
@@ -68,11 +71,11 @@ class _Feed:
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
 
     def start(self) -> None:
-        """Open the mirror; returns at once."""
+        """Start the thread, which opens the mirror; return at once."""
         self._thread.start()
 
     def put(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Queue a row; returns at once."""
+        """Queue a row to be written, and return at once."""
         if self._has_failed:
             return
         try:
@@ -83,7 +86,7 @@ class _Feed:
             self._is_behind = True
 
     def close(self) -> None:
-        """Write the rest of the queue and close the mirror; bounded in time."""
+        """Write the rows in the queue and close the mirror, within CLOSE_S."""
         give_up_at = time.monotonic() + CLOSE_S
         try:
             self._rows.put(None, timeout=CLOSE_S)
@@ -113,7 +116,7 @@ class _Feed:
 
 
 def sinks_missing(sinks: Collection[str]) -> list[str]:
-    """Return a line with the remedy for each configured sink that is not installed."""
+    """Return one line, with the remedy, for each configured sink that is not installed."""
     problems = []
     for name in _MODULES:
         if name in sinks:
@@ -125,7 +128,7 @@ def sinks_missing(sinks: Collection[str]) -> list[str]:
 
 
 class MetricsWriter:
-    """Appends rows to metrics.jsonl of a run and sends them to the configured mirrors."""
+    """Appends rows to a run's metrics.jsonl, and passes them to the configured mirrors."""
 
     def __init__(
         self,
@@ -135,14 +138,15 @@ class MetricsWriter:
         wandb_project: str = "echo",
         config: Mapping[str, object] | None = None,
     ) -> None:
-        """Open the file, repair its end if a crash tore it, and start the mirrors.
+        """Open metrics.jsonl, remove a line that a crash has cut off, and start the mirrors.
 
         Args:
-            run_dir: directory of the run, created if missing; the wandb run has the same name.
+            run_dir: directory of the run, created if it is missing; the wandb run has the
+                directory's name.
             sinks: "tensorboard" for event files in `run_dir`/tensorboard, "wandb" for Weights &
                 Biases, which reads WANDB_MODE and its other variables.
             wandb_project: the project in wandb.
-            config: resolved configuration, shown by wandb.
+            config: the resolved configuration, which wandb shows.
 
         Raises:
             ConfigError: if a configured mirror is not installed.
@@ -166,12 +170,12 @@ class MetricsWriter:
             feed.start()
 
     def write(self, step: int, metrics: Mapping[str, Metric], *, at: float | None = None) -> None:
-        """Append one row.
+        """Append one row to metrics.jsonl, and pass it to the mirrors.
 
         Args:
-            step: the optimizer step of the numbers.
+            step: the optimizer step to which the metrics belong.
             metrics: numbers and histograms by name; a number that is not finite is written as null.
-            at: Unix seconds; None for the present time.
+            at: Unix time of the row in seconds; None for the present time.
 
         Raises:
             StorageError: if the row cannot be written, for example on a full disk.
@@ -193,7 +197,7 @@ class MetricsWriter:
             feed.put(step, flat, at)
 
     def close(self) -> None:
-        """Close the file and the mirrors; bounded in time."""
+        """Close metrics.jsonl and the mirrors, within a limited time."""
         self._file.close()
         for feed in self._feeds:
             feed.close()
@@ -206,7 +210,7 @@ class MetricsWriter:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Remove a last line without line end, which a crash during a write leaves."""
+    """Remove the last line of a file if it has no line end: a crash has cut it off."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -226,14 +230,17 @@ def drop_torn_line(path: Path) -> None:
 
 
 def _plain(value: Metric) -> float | dict[str, float]:
-    """Return a metric with the numbers of other libraries as Python's; integers stay integers."""
+    """Return a metric in Python's own types, such as float for a number of numpy."""
     if isinstance(value, Mapping):
         return {str(name): _number(count) for name, count in value.items()}
     return value if type(value) is int else float(value)
 
 
 def _number(value: float) -> float:
-    """Return a number, as an integer if it is whole: token counts are easier to read so."""
+    """Return a whole number as an integer, and any other number as a float.
+
+    Counts of tokens are easier to read as integers.
+    """
     return int(value) if math.isfinite(value) and value == int(value) else float(value)
 
 
@@ -241,16 +248,16 @@ _MODULES = {"tensorboard": "tensorboard.summary", "wandb": "wandb"}
 
 
 def _import(sink: str) -> ModuleType:
-    """Import a sink's library.
+    """Import and return the library of a sink.
 
     Raises:
-        ConfigError: if it is not installed.
+        ConfigError: if the library is not installed.
     """
     return import_extra(_MODULES[sink], extra=sink, wanted_by=f'metrics.sinks = "{sink}"')
 
 
 class _TensorBoard:
-    """Event files through TensorBoard's own writer, which needs no torch."""
+    """Writes event files with TensorBoard's own writer, which needs no torch."""
 
     remedy = "free some disk space, and resume the run to have it back"
 
@@ -259,11 +266,11 @@ class _TensorBoard:
         self._directory = directory
 
     def start(self) -> None:
-        """Create the directory and its event file."""
+        """Create the directory and an event file in it."""
         self._writer = self._summary.Writer(str(self._directory))
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Add one scalar per metric."""
+        """Write each metric as one scalar."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step, wall_time=at)
         self._writer.flush()
@@ -273,7 +280,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Writes to a wandb run; a resumed run of Echo continues its wandb run."""
+    """Writes rows to a wandb run; a resumed run of Echo continues its wandb run."""
 
     remedy = (
         "set WANDB_API_KEY or call `wandb login`, or keep it here with WANDB_MODE=offline, and "
@@ -285,7 +292,7 @@ class _Wandb:
         self._run_dir, self._project, self._config = run_dir, project, config
 
     def start(self) -> None:
-        """Begin or continue the run."""
+        """Begin the wandb run, or continue it after a resume."""
         self._run = self._wandb.init(
             project=self._project,
             name=self._run_dir.name,
@@ -298,17 +305,20 @@ class _Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Log a row; wandb sets its time."""
+        """Log a row; wandb sets the row's time itself."""
         del at
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
-        """Finish the run, which uploads the remaining rows."""
+        """Finish the wandb run, which uploads the rows not yet uploaded."""
         self._run.finish()
 
 
 def _wandb_id(run_dir: Path) -> str:
-    """Return the id of the wandb run for `run_dir`, from a file there that is made if missing."""
+    """Return the id of the wandb run that belongs to `run_dir`.
+
+    The id is stored in a file in `run_dir`, which is written if it is missing.
+    """
     path = run_dir / "wandb_id"
     if not path.exists():
         path.write_text(os.urandom(4).hex(), encoding="ascii")

@@ -1,7 +1,7 @@
-"""Summary of a run, made from its files.
+"""The summary of a run, made from the run's files.
 
-The distribution of staleness is computed from the ledger and not from the learner's metrics: the
-ledger records the groups that were actually trained on.
+The distribution of staleness is computed from the ledger and not from the learner's metrics,
+because the ledger records which groups were actually trained on.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from echo.ui.screen import staleness_bars, staleness_bins
 
 
 CAUSES = ("staleness", "numerics", "truncation", "tokenisation")
-"""Causes of the mismatch between sampler and learner, in the order of the report."""
+"""Causes of the mismatch between sampler and learner, in the order in which the summary shows them.
+"""
 
 
 def learning_facts(train: Sequence[MetricsRow], *, num_last: int) -> tuple[tuple[str, str], ...]:
-    """Return (label, text) for each fact that the run has measured.
+    """Return (label, text) for each fact about learning that the run has measured.
 
     Args:
-        train: rows of optimizer steps, by step.
-        num_last: the number of last steps that count as "in the end".
+        train: rows of metrics of optimizer steps, in order.
+        num_last: how many of the last steps count as "in the end".
     """
     last = train[-num_last:]
     facts = [
@@ -83,7 +84,10 @@ def _off_policy(last: Sequence[MetricsRow]) -> str:
 
 
 def _mismatch(train: Sequence[MetricsRow]) -> str:
-    """Return each cause's share of the mismatch's variance over all measurements, as text."""
+    """Return text on how much of the mismatch's variance each cause explains.
+
+    The shares are computed over all measurements of the run.
+    """
     measured = [row for row in train if row.get("attribution/variance") is not None]
     shared = [row for row in measured if row.get(f"attribution/{CAUSES[0]}") is not None]
     total = sum(row["attribution/variance"] for row in shared)
@@ -114,7 +118,7 @@ def _reference(last: Sequence[MetricsRow]) -> str:
 
 
 def _cost(train: Sequence[MetricsRow]) -> str:
-    """Return the run's total cost, including the part before a resume, as text."""
+    """Return text on the run's cost since its start, including the time before a resume."""
     rows = [row for row in train if row.get("cost/total") is not None]
     if not rows:
         return ""
@@ -124,7 +128,7 @@ def _cost(train: Sequence[MetricsRow]) -> str:
 
 
 def _continued(row: MetricsRow) -> str:
-    """Return how often groups were continued, their age and the tokens not trained on."""
+    """Return text on how often groups were continued, their age and the tokens left out."""
     resumed = row.get("count/partials/resumed")
     age, wasted = row.get("partials/mean_age"), row.get("partials/wasted_ratio")
     if not resumed or age is None or wasted is None:
@@ -137,7 +141,10 @@ def _continued(row: MetricsRow) -> str:
 
 
 def _lengths(train: Sequence[MetricsRow]) -> str:
-    """Return the lengths of trained and of sampled rollouts, if the run continued rollouts."""
+    """Return text on the lengths of trained and of sampled rollouts.
+
+    The text is empty if the run did not continue rollouts.
+    """
     rows = [row for row in train if row.get("lengths/bias") is not None]
     if not rows or not rows[-1].get("count/partials/resumed"):
         return ""
@@ -150,16 +157,17 @@ def _lengths(train: Sequence[MetricsRow]) -> str:
 
 
 _REWARD_STEPS = 5
-"""Steps in the mean reward before and after the run, since one batch alone is too noisy."""
+"""Number of steps over which the reward at the start and at the end is averaged, since one batch
+alone is too noisy."""
 _MAX_BINS = 12
 _BARS_WIDTH = 60
 _UNWRAPPED = 10_000
-"""A width that no line reaches."""
+"""Width in characters that exceeds the length of every line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The numbers and paths that the summary of a run shows."""
+    """The numbers, texts and paths that the summary of a run shows."""
 
     run_dir: Path
     num_steps: int
@@ -171,33 +179,33 @@ class RunSummary:
     num_lineages: int
     """1 plus the number of resumes."""
     num_reward_steps: int
-    """Steps in the mean of each of the two rewards."""
+    """Number of steps over which each of the two rewards is averaged."""
     reward_before: float | None
-    """Mean reward of the first steps; None without a finite reward."""
+    """Mean reward of the first steps; None if it is not finite."""
     reward_after: float | None
-    """Mean reward of the last steps."""
+    """Mean reward of the last steps; None if it is not finite."""
     eval_before: Evaluation | None
     eval_after: Evaluation | None
     staleness_tokens: dict[int, int]
-    """Trained tokens by staleness, from the ledger."""
+    """Number of trained tokens by staleness, from the ledger."""
     num_trained: int
-    """Groups trained on."""
+    """Number of groups that were trained on."""
     discarded: dict[str, int]
-    """Groups discarded, by reason."""
+    """Number of discarded groups, by reason."""
     num_tokens: int
-    """Completion tokens accepted."""
+    """Number of completion tokens in accepted groups."""
     broadcast_bytes: float
-    """Weight bytes that the learner sent."""
+    """Number of weight bytes that the learner sent."""
     learning: tuple[tuple[str, str], ...]
-    """Measured facts about learning: label, text."""
+    """Facts about learning that the run has measured: label and text."""
     paths: dict[str, Path]
-    """Existing files by label."""
+    """Paths of the run's files that exist, by label."""
     commands: tuple[str, ...]
-    """Suggestions for the next run."""
+    """Command lines that the user may try next."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Completion tokens accepted per second of wall time."""
+        """Accepted completion tokens per second of wall time."""
         return self.num_tokens / self.wall_time_s if self.wall_time_s > 0 else 0.0
 
     @property
@@ -212,11 +220,12 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
 
     Args:
         run_dir: directory of the run.
-        commands: suggestions for the next run; None for three that follow from the configuration.
+        commands: command lines that the user may try next; None for three that follow from the
+            configuration.
 
     Raises:
         DataError: if a file is missing, or the run made no step yet.
-        StorageError: if a file is damaged; a torn last line is not damage.
+        StorageError: if a file is damaged. A last line that a crash has cut off is not damage.
     """
     config = read_config(run_dir)
     history = read_metrics(run_dir)
@@ -255,7 +264,7 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
 
 
 def render_summary(summary: RunSummary) -> Group:
-    """Return a summary for a console of 60 columns or more."""
+    """Return a summary as a renderable for a console of 60 columns or more."""
     title = Text.assemble(
         ("echo ", "bold cyan"),
         (summary.run_dir.resolve().name, "bold"),
@@ -275,10 +284,10 @@ def render_summary(summary: RunSummary) -> Group:
 
 
 def as_text(summary: RunSummary, *, width: int | None = None) -> str:
-    """Return `summary` as plain ASCII text.
+    """Return a summary as plain ASCII text.
 
     Args:
-        summary: the summary to write.
+        summary: the summary of a run.
         width: the width of the terminal; None for a file or a pipe, where no line wraps.
     """
     lines = io.StringIO()
@@ -349,7 +358,7 @@ def _facts(summary: RunSummary) -> Table:
 
 
 def _wall_time_s(history: MetricsHistory, ledger: LedgerTotals) -> float:
-    """Return the seconds that the learner ran, without the time between a crash and its resume."""
+    """Return the seconds that the learner ran, without the time between a crash and a resume."""
     starts = ledger.lineage_starts or [history.times[0]]
     total = 0.0
     for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
@@ -369,7 +378,7 @@ def _paths(run_dir: Path) -> dict[str, Path]:
 
 
 def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
-    """Return commands that continue the run, try another staleness bound, and load the result."""
+    """Return commands that continue the run, try another staleness bound, and load the model."""
     run, sync = _section(config, "run"), _section(config, "sync")
     # Broken into lines with backslashes, so that they can be copied from a narrow terminal.
     config_path = shlex.quote(str(run_dir / "config.json"))
@@ -389,7 +398,7 @@ def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
 
 
 def _reads_images(model_dir: Path) -> bool:
-    """Return whether the model reads images, for which transformers has another class."""
+    """Return whether the model reads images; transformers loads it with another class then."""
     path = model_dir / "config.json"
     return path.is_file() and "vision_config" in json.loads(path.read_text(encoding="utf-8"))
 

@@ -1,4 +1,4 @@
-"""The status of a worker: a line below its log, or a log line every minute."""
+"""The status of a worker: a line below its log, or a line in its log every minute."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TextIO
 from echo.core.metrics import WorkerView
 
 LOG_S = 60.0
-"""Seconds between two lines of a log."""
+"""Seconds between two lines on the status in the log."""
 RATE_WINDOW_S = 10.0
-"""Least seconds over which tokens per second are averaged."""
+"""Least number of seconds over which tokens per second are averaged."""
 
 _ERASE = "\r\x1b[K"
 
@@ -23,14 +23,14 @@ class StatusLine(logging.StreamHandler[TextIO]):
     """A log handler that keeps a status line below the log on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Start with an empty status; log lines and later statuses go to `stream`."""
+        """Start with an empty status; log lines and the status are written to `stream`."""
         super().__init__(stream)
         self.is_live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        """Whether the stream is a terminal that can show a status."""
+        """Whether the stream is a terminal that can show a status line."""
         self._status = ""
 
     def show(self, status: str) -> None:
-        """Replace the status; an empty status erases it."""
+        """Show this status in place of the present one; an empty status erases the line."""
         if not self.is_live:
             return
         self.acquire()
@@ -45,7 +45,7 @@ class StatusLine(logging.StreamHandler[TextIO]):
             self.release()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a log line above the status; the caller holds the handler's lock."""
+        """Write a log line above the status line; the caller holds the handler's lock."""
         status = self._status
         if status:
             self.show("")
@@ -54,22 +54,25 @@ class StatusLine(logging.StreamHandler[TextIO]):
             self.show(status)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging's name
-        """Ignore errors of a terminal that is gone: it cannot show them."""
+        """Ignore an error of writing: a terminal that is gone cannot show it."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
 class WorkerStatus:
-    """Reports tokens per second, groups and version of a worker on its terminal, or in its log."""
+    """Reports a worker's tokens per second, groups and version on its terminal or in its log."""
 
     def __init__(self, line: StatusLine, log: logging.Logger) -> None:
-        """Start without a measurement of the speed."""
+        """Start with no measurement of the speed."""
         self._line, self._log = line, log
         self._reported_at: float | None = None
         self._sampled: deque[tuple[float, int]] = deque()
 
     def report(self, view: WorkerView, *, now: float) -> None:
-        """Show the state at `now` (seconds); without a terminal, log it every LOG_S."""
+        """Show the worker's state on the status line, or log it every LOG_S seconds.
+
+        It is logged if there is no terminal. `now` is the time in seconds.
+        """
         text = self.text(view, now=now)
         if self._line.is_live:
             self._line.show(text)
@@ -80,7 +83,7 @@ class WorkerStatus:
             self._log.info("%s", text)
 
     def text(self, view: WorkerView, *, now: float) -> str:
-        """Return the status line at the time `now` in seconds."""
+        """Return the text of the status line at the time `now` in seconds."""
         self._sampled.append((now, view.num_tokens))
         while len(self._sampled) > 2 and self._sampled[1][0] <= now - RATE_WINDOW_S:
             self._sampled.popleft()
