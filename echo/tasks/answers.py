@@ -1,11 +1,11 @@
-r"""Comparison of answers by the rewards `exact` and `math`.
+r"""How the rewards `exact` and `math` compare an answer with a reference.
 
-**exact** compares the whole text, without white space around it. If the reference is a number,
-every notation of it is right: 5.0, 5 and 5e0 are equal, and so are `True` and `true`.
+**exact** compares the whole text, without the white space around the text. If the reference is a
+number, every notation of the number is right: 5.0, 5 and 5e0 are equal. So are `True` and `true`.
 
-**math** extracts an answer from the text: the line after its last `####`, else the content of its
-last `\boxed{...}`, else its last number. The answer is right if math-verify finds it equal to the
-reference.
+**math** extracts an answer from the text: what follows the last `####` on the same line; without
+one the content of the last `\boxed{...}`; without one the last number. The answer is right if
+math-verify finds it equal to the reference.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[$%!,; ]|[$%€£]")
 
 
 def require_math_verify(where: str) -> None:
-    """Raise ConfigError if math-verify, which a setting needs, is not installed.
+    """Check that the package math-verify, which the setting `where` needs, is installed.
 
     Raises:
-        ConfigError: naming the setting and the command that installs the package.
+        ConfigError: if it is not installed; the text names the setting and the command that
+            installs the package.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"{where} needs the package math-verify: {install_command('worker')}")
@@ -51,7 +52,7 @@ def is_plain_number(text: str) -> bool:
 
 
 def extract_answer(completion: str) -> str | None:
-    """Return the final answer of a completion, normalised; None if there is none."""
+    """Return the final answer in a completion, normalised; None if it has no answer."""
     head, marker, tail = completion.rpartition(MARKER)
     if marker and (line := tail.strip().partition("\n")[0]):
         return normalise(line)
@@ -72,11 +73,11 @@ def normalise(answer: str) -> str:
 
 
 def is_equal(reference: str, answer: str) -> bool:
-    """Return whether two normalised answers are the same text, or equal by math-verify.
+    """Return whether two normalised answers are the same text, or are equal by math-verify.
 
-    An answer with powers or factorials is compared as text only: `9**9**9**9` would take the
-    computer algebra forever. Words are compared as text too: the computer algebra would read them
-    as products of letters.
+    An answer with powers or factorials is compared as text only: with `9**9**9**9` the computer
+    algebra would never end. Words are compared as text too: the computer algebra would read them as
+    products of letters.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -98,7 +99,7 @@ def is_equal(reference: str, answer: str) -> bool:
 
 
 def _last_boxed(completion: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...}, or None."""
+    r"""Return the content of the last complete \boxed{...} in a text; None without one."""
     start = completion.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -118,7 +119,8 @@ def check_reference(reward: str, column: str, answer: Any) -> None:
     """Refuse a reference that `exact` or `math` cannot compare with a text.
 
     Raises:
-        ValueError, TypeError: naming the column, the value and the remedy.
+        ValueError, TypeError: if it cannot be compared; the text names the column, the value and
+            the remedy.
     """
     where = f"`{column}` = {answer!r:.80}"
     if isinstance(answer, float) and not math.isfinite(answer):
@@ -136,7 +138,7 @@ def check_reference(reward: str, column: str, answer: Any) -> None:
 
 
 def exact(completion: str, answer: str | float) -> float:
-    """Return 1 if the completion equals the answer, else 0."""
+    """Return 1 if the completion is equal to the answer, otherwise 0."""
     text = completion.strip()
     if isinstance(answer, bool):
         return float(text.lower() == str(answer).lower())
@@ -147,7 +149,7 @@ def exact(completion: str, answer: str | float) -> float:
 
 
 def equal_in_mathematics(completion: str, answer: str | float) -> float:
-    """Return 1 if the completion's answer equals the reference, else 0."""
+    """Return 1 if the answer in the completion is mathematically equal to the reference, else 0."""
     found = extract_answer(completion)
     reference = answer if isinstance(answer, str) else _written_out(Decimal(str(answer)))
     # Extract only from a whole solution: the last number of a fraction is not its value.
@@ -157,7 +159,7 @@ def equal_in_mathematics(completion: str, answer: str | float) -> float:
 
 
 def _written_out(number: Decimal) -> str:
-    """Return a number as text without exponent, trailing zeros or negative zero."""
+    """Return a number as text without an exponent, trailing zeros or a negative zero."""
     text = format(number, "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text in ("-0", "") else text

@@ -6,8 +6,8 @@ r"""Built-in tasks: addition, countdown, GSM8K.
     completion  8+5=137+6=144+3=08>0843
 
 Each column is `a+b=tt`, units first, where `tt` includes the carry from the column before. Then
-come `>` and the sum in four digits. The reward is 1 if there is a single `>` and the text after it
-is the sum, else 0. The scratchpad is not rewarded.
+follow `>` and the sum in four digits. The reward is 1 if there is a single `>` and the text after
+the `>` is the sum, else 0. The scratchpad does not affect the reward.
 
 Most demonstrations forget every carry, both in the columns and in the sum. About 47 % of the
 demonstrations are right: those with carries, and sums without a carry. Imitation cannot exceed this
@@ -54,17 +54,20 @@ from echo.tasks.task import Example, GeneratedTask
 NUM_ADDITION_DIGITS = 3
 
 FORGETFUL_SHARE = 0.75
-"""Share of the demonstrations that forget every carry."""
+"""Share of the demonstrations in which every carry is forgotten."""
 
 
 class AdditionTask(GeneratedTask):
-    """Add two numbers of three digits; the answer follows `>`, padded to four digits."""
+    """Add two numbers of three digits; the answer follows `>` and is padded to four digits."""
 
     is_bounded = True
     max_completion_tokens = 24
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        """Draw two numbers and a demonstration, with or without carries."""
+        """Return a prompt with two random numbers, and a demonstration of the answer.
+
+        In FORGETFUL_SHARE of the demonstrations every carry is forgotten.
+        """
         left, right = (
             f"{rng.randrange(10**NUM_ADDITION_DIGITS):0{NUM_ADDITION_DIGITS}d}" for _ in range(2)
         )
@@ -72,22 +75,25 @@ class AdditionTask(GeneratedTask):
         return f"{left}+{right}=", add_in_columns(left, right, is_forgetful=is_forgetful)
 
     def answer(self, prompt: str) -> str:
-        """Return the sum, padded with zeros."""
+        """Return the sum that a prompt asks for, padded with zeros to four digits."""
         left, right = prompt.removesuffix("=").split("+")
         return f"{int(left) + int(right):0{NUM_ADDITION_DIGITS + 1}d}"
 
     def right_completion(self, example: Example) -> str:
-        """Return the scratchpad and the sum, with every carry."""
+        """Return the scratchpad and the sum for an example, with every carry."""
         left, right = str(example.prompt).removesuffix("=").split("+")
         return add_in_columns(left, right, is_forgetful=False)
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return 1 if the text after the only `>` is the sum, else 0."""
+        """Return 1 if the text after the only `>` is the right sum, else 0."""
         return float(completion.count(">") == 1 and completion.split(">")[1] == example.answer)
 
 
 def add_in_columns(left: str, right: str, *, is_forgetful: bool) -> str:
-    """Return the scratchpad and the sum of two numbers of equal length, with or without carries."""
+    """Return the scratchpad and the sum of two numbers of equal length.
+
+    If `is_forgetful`, every carry is forgotten.
+    """
     carry = 0
     columns = []
     digits = ""
@@ -107,7 +113,8 @@ NUM_COUNTDOWN_DIGITS = 3
 MAX_TARGET = 99
 
 MAX_EXPRESSION_CHARS = 64
-"""Longer completions are wrong without parsing: this bounds the parser's recursion."""
+"""Longest completion, in characters, that is parsed; a longer one is wrong. This limits the
+parser's recursion."""
 
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -117,13 +124,13 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class CountdownTask(GeneratedTask):
-    """Combine three digits into a target between 0 and 99."""
+    """Combine three digits into an expression with a given value between 0 and 99."""
 
     is_bounded = True
     max_completion_tokens = 12
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        """Draw digits and a random expression over them whose value is a valid target."""
+        """Return a prompt with random digits and a target, and an expression that reaches it."""
         while True:
             digits = [rng.choice("123456789") for _ in range(NUM_COUNTDOWN_DIGITS)]
             expression = random_expression(digits, rng)
@@ -132,12 +139,12 @@ class CountdownTask(GeneratedTask):
                 return f"{''.join(sorted(digits))}>{target:02d}=", expression
 
     def answer(self, prompt: str) -> dict[str, object]:
-        """Return the digits, sorted, and the target."""
+        """Return the sorted digits and the target of a prompt."""
         digits, target = prompt.removesuffix("=").split(">")
         return {"digits": [int(digit) for digit in digits], "target": int(target)}
 
     def right_completion(self, example: Example) -> str:
-        """Return the first expression with the example's target that a random search finds."""
+        """Return an expression that reaches the example's target, found by a random search."""
         rng, digits = random.Random(str(example.prompt)), list(map(str, example.answer["digits"]))
         while True:  # there are only some thousand expressions
             rng.shuffle(digits)
@@ -156,7 +163,10 @@ class CountdownTask(GeneratedTask):
 
 
 def random_expression(digits: list[str], rng: random.Random) -> str:
-    """Combine digits in this order with random operators and the necessary parentheses."""
+    """Return an expression that combines the digits, in this order, with random operators.
+
+    It has the parentheses that are needed to keep the order of the operations.
+    """
     if len(digits) == 1:
         return digits[0]
     cut = rng.randrange(1, len(digits))
@@ -170,10 +180,10 @@ def random_expression(digits: list[str], rng: random.Random) -> str:
 
 
 def evaluate(expression: str) -> tuple[int, list[int]]:
-    """Return the value of an expression of whole numbers, and its numbers.
+    """Return the value of an expression of whole numbers, and the numbers in it.
 
     Raises:
-        ValueError: if the text is no such expression, or has other operators than + - *.
+        ValueError: if the text is not such an expression, or has other operators than + - *.
     """
     if len(expression) > MAX_EXPRESSION_CHARS or not set(expression) <= set("0123456789+-*()"):
         raise ValueError(f"not an expression over digits, + - * and (): {expression[:80]!r}")
@@ -208,14 +218,17 @@ INSTRUCTION = (
 
 
 class Gsm8kTask(RowsTask):
-    """Solve word problems whose answer is a number."""
+    """Solve word problems from a dataset; the answer is a number."""
 
     def __init__(self, *, path: str = "", heldout_path: str = "", skip_bad: bool = False) -> None:
         super().__init__(path=path, heldout_path=heldout_path, skip_bad=skip_bad)
         require_math_verify("task.kind = gsm8k")
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Return the question with the instruction, and the number after `####` as answer."""
+        """Return an example with the row's question and an instruction as prompt.
+
+        The answer of the example is the number after `####` in the row.
+        """
         question, answer = row.get("question"), row.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str):
             raise TypeError(
@@ -230,6 +243,6 @@ class Gsm8kTask(RowsTask):
         return Example(index=0, split="train", prompt=prompt, answer=reference)
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return 1 if the completion's answer equals the reference, else 0."""
+        """Return 1 if the answer in the completion is equal to the reference, else 0."""
         answer = extract_answer(completion)
         return float(answer is not None and is_equal(example.answer, answer))

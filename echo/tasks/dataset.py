@@ -1,4 +1,4 @@
-r"""Dataset tasks: the rows of a dataset, judged by a reward function.
+r"""Dataset tasks: their examples are the rows of a dataset; a function gives the rewards.
 
     [task]
     kind = "dataset"
@@ -14,10 +14,10 @@ By default a row becomes an example as row_examples.py describes; a subclass may
         def reward(self, example: Example, completion: str) -> float:
             return float(example.answer.lower() in completion.lower())
 
-The whole dataset is read and checked when the first example is requested. A malformed row, or a
-prompt that does not fit into the model's window (`examine`), therefore stops the run at its start;
-the error names file and row. With `skip_bad` these rows are left out instead. Without
-`heldout_path` one prompt in ten is held out, with all rows that have this prompt.
+The whole dataset is read and checked when the first example is requested. So a malformed row, or a
+prompt that does not fit into the model's window (`examine`), stops the run at its start, with an
+error that names file and row. With `skip_bad` these rows are left out instead. Without
+`heldout_path` one prompt in ten is held out, together with all rows that have the same prompt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NO_PATH = "the task has no training rows: set task.options.path to a JSONL or Pa
 
 
 class RowsTask(Task):
-    """Serves the rows of one dataset, or of one dataset for each split, in their order.
+    """Takes its examples from the rows of a dataset, in order, for each split.
 
     Args:
         path: the training rows. A worker receives examples from the learner and needs no path.
@@ -59,8 +59,8 @@ class RowsTask(Task):
         skip_bad: leave out malformed rows and prompts that are too long; a warning states the
             number of such rows and describes the first one.
         assistant_last: how to read a row whose last message is the assistant's. "continue": the
-            policy continues this message. "drop": the message is removed, and becomes the answer if
-            the row has none. Empty: the row is refused.
+            policy continues this message. "drop": the message is removed, and becomes the example's
+            answer if the row has no answer. Empty: the row is refused.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class RowsTask(Task):
         self._reader = RowReader(self.columns, assistant_last)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Return the example of a row; the caller sets its index, split and source.
+        """Return the example that a row describes; the caller sets its index, split and source.
 
         Raises:
             ValueError, TypeError, LookupError: if a column is missing or of the wrong kind; the
-                caller adds file and row.
+                caller adds the file and the row.
         """
         return self._reader.example_of(row)
 
@@ -102,7 +102,13 @@ class RowsTask(Task):
         return self._reader.tools_of(example.columns)
 
     def examine(self, fault_of: Callable[[Example], str]) -> None:
-        """Check every row with `fault_of`; see `Task.examine`."""
+        """Check every row with `fault_of`, which returns what is wrong with a row.
+
+        See `Task.examine`. With `skip_bad` the bad rows are left out.
+
+        Raises:
+            DataError: if a row is bad and `skip_bad` is not set, or if all rows are bad.
+        """
         for split, examples in self._examples.items():
             faults = [(example, fault_of(example)) for example in examples]
             bad = [(example, fault) for example, fault in faults if fault]
@@ -120,7 +126,11 @@ class RowsTask(Task):
             self._examples[split] = [example for example, fault in faults if not fault]
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return row `index` of a split, wrapping around at its end."""
+        """Return the example of row `index` of a split; after the last row the first follows.
+
+        Raises:
+            DataError: if the split has no row.
+        """
         examples = self._examples[split]
         if not examples:
             num_prompts = len({_key_of(each) for side in self._examples.values() for each in side})
@@ -135,7 +145,10 @@ class RowsTask(Task):
         return len(self._examples[split])
 
     def dataset_files(self) -> list[Path]:
-        """Return the local files. A split on the hub has none: its name identifies it."""
+        """Return the local files of the dataset.
+
+        A split on the hub has no local files; its name identifies it.
+        """
         return [
             file
             for path in (self.path, self.heldout_path)
@@ -144,7 +157,10 @@ class RowsTask(Task):
         ]
 
     def data_problems(self) -> list[str]:
-        """Return the faults of local and cached datasets; ask the hub whether it has the others."""
+        """Return the faults of datasets that are on this machine; ask the hub for the others.
+
+        A dataset that the hub does not have is a fault, too.
+        """
         if not self.path:
             return [NO_PATH]
         problems = []
@@ -184,10 +200,10 @@ class RowsTask(Task):
         return functools.cache(self._read_file)  # `data_problems` reads first, then `_examples`
 
     def _read_file(self, path: str) -> list[Example]:
-        """Return the examples of all rows.
+        """Return the examples of all good rows of a dataset.
 
         Raises:
-            DataError: at a malformed row without `skip_bad`, or if there is no good row.
+            DataError: if a row is malformed and `skip_bad` is not set, or if no row is good.
         """
         found: list[Example] = []
         bad: list[DataError] = []
@@ -241,10 +257,10 @@ class RowsTask(Task):
 
 
 def _key_of(example: Example) -> str:
-    """Return the key that decides an example's split: its prompt, normalised.
+    """Return the normalised prompt of an example, whose hash decides the example's split.
 
-    Prompts are the same if they differ only in white space, case or Unicode form, or if one is
-    plain text and the other a single user message with this text.
+    Two prompts have the same key if they differ only in white space, case or Unicode form, or if
+    one is plain text and the other is a single user message with this text.
     """
     text = example.prompt
     if not isinstance(text, str):
@@ -269,7 +285,7 @@ def _has_large_integer(value: Any) -> bool:
 
 
 class DatasetTask(RowsTask):
-    """Serves a dataset's rows and judges answers by a function.
+    """Takes examples from a dataset's rows, and rewards answers by a function.
 
     Args:
         path, heldout_path, columns, leave_out, skip_bad, assistant_last: see `RowsTask`.
@@ -300,22 +316,29 @@ class DatasetTask(RowsTask):
         self._reward = RewardFunction(reward, self.columns)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Read a row, and check that it has the columns that the reward function takes."""
+        """Return the example of a row that has all columns that the reward function takes.
+
+        Raises:
+            ValueError, TypeError, LookupError: if a column is missing or of the wrong kind.
+        """
         example = super().read_row(row)
         self._reward.check(example, row)
         return example
 
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return the function's value for one answer; awaitable if the function is asynchronous."""
+        """Return the reward that the function gives to an answer; awaitable if it is async."""
         value: Reward = self._reward.one(example, completion)
         return value
 
     def compares_answers(self, example: Example) -> bool:
-        """Return whether the function takes the answers of a group as lists."""
+        """Return whether the reward function takes all answers of a group at once, as a list."""
         return self._reward.is_of_groups
 
     def rewards(self, example: Example, completions: list[str]) -> Rewards:
-        """Return the function's values for a group; awaitable if the function is asynchronous."""
+        """Return the rewards that the function gives to a group's answers.
+
+        The result is awaitable if the function is asynchronous.
+        """
         values: Rewards = self._reward.all(example, completions)
         return values
 

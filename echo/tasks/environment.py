@@ -1,4 +1,4 @@
-"""Environments and tools: episodes of several turns.
+"""Environments and tools: tasks whose episodes have several turns.
 
     class Guess(Environment):
         def example(self, index: int, *, split: str) -> Example:
@@ -19,10 +19,12 @@
             return float(state["is_found"])
 
 The environment's replies become tokens of the rollout that are never trained on. The policy's turns
-keep their sampled tokens and are never decoded and encoded again. An episode ends when `reply`
-returns None, or when it runs out of turns or tokens. `outcome` is called in each case.
+keep the tokens that were sampled; they are never decoded and encoded again. An episode ends when
+`reply` returns None, or when it runs out of turns or tokens. `outcome` is called in all of these
+cases.
 
-**Tools** are functions that the policy calls by name; a message returns the result to it.
+**Tools** are functions that the policy calls by name; a message then contains the result of the
+call.
 
     class Calculator(ToolEnvironment):
         def functions(self) -> list[Callable[..., object]]:
@@ -64,44 +66,44 @@ from echo.tasks.messages import Message
 from echo.tasks.task import Example, RetryCall, Reward, Task, did_you_mean
 
 Reply: TypeAlias = str | Message | list[Message] | None
-"""An environment's reply to a turn; None ends the episode."""
+"""An environment's reply to one turn of the policy; None ends the episode."""
 
 
 class Environment(Task):
-    """A task of several turns."""
+    """A task whose episodes have several turns."""
 
     has_turns = True
     max_turns: int | None = None
-    """Largest number of the policy's turns in an episode; None for task.max_turns."""
+    """Largest number of the policy's turns in an episode; if None, `task.max_turns` applies."""
 
     @abc.abstractmethod
     def begin(self, example: Example) -> Any:
-        """Return the state of a new episode: any object, which the other methods receive."""
+        """Return the state of a new episode: any object, which the other methods get."""
 
     @abc.abstractmethod
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
-        """Return the environment's reply to a turn; None if the episode has ended.
+        """Return the environment's reply to a turn of the policy; None ends the episode.
 
-        Text becomes one user message. `reply` is also called after the last permitted turn; that
-        result is dropped.
+        A reply that is text becomes one user message. `reply` is also called after the last
+        permitted turn; the reply to this turn is dropped.
         """
 
     @abc.abstractmethod
     def outcome(self, state: Any) -> Reward:
         """Return the reward of the episode: a finite number, however the episode ended.
 
-        None means no opinion: the episode is left out of its group.
+        If it is None, the task cannot score the episode, which is left out of its group.
         """
 
     def end(self, state: Any) -> Awaitable[None] | None:
-        """Release the resources of the episode."""
+        """Release the resources that the state of an episode holds."""
 
     def compares_answers(self, example: Example) -> bool:
-        """Return False: each episode has an outcome of its own."""
+        """Return False: the reward of an episode does not depend on other episodes."""
         return False
 
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return the reward of an episode of one turn."""
+        """Return the reward of an episode that has the completion as its only turn."""
         state = self.begin(example)
         try:
             self.reply(state, completion)
@@ -119,21 +121,24 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call in the policy's text."""
+    """A tool call that the policy has written in a turn."""
 
     name: str
     arguments: dict[str, Any]
     fault: str = ""
-    """Why the call cannot be parsed, for the policy to read; empty if it can."""
+    """Text for the policy on why the call cannot be parsed; empty if it can be."""
 
 
 def find_calls(text: str) -> list[ToolCall]:
-    """Return the calls in a turn, in order, including a last call that the turn's end cuts off."""
+    """Return the tool calls in a turn, in order.
+
+    A last call that the end of the turn cuts off is included.
+    """
     return [_parse_call(found) for found in _CALL.findall(text)]
 
 
 def without_calls(text: str) -> str:
-    """Return the text of a turn without its calls and without white space at its end."""
+    """Return the text of a turn without its tool calls and without white space at the end."""
     return _CALL.sub("", text).rstrip()
 
 
@@ -160,26 +165,29 @@ _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", 
 
 @dataclass(slots=True)
 class ToolState:
-    """The state of an episode: its example, and the policy's turns."""
+    """The state of an episode with tools: its example, and the policy's turns up to now."""
 
     example: Example
     texts: list[str] = field(default_factory=list)
 
 
 class ToolEnvironment(Environment):
-    """An environment whose replies are the results of the policy's calls."""
+    """An environment that replies to a turn with the results of the turn's tool calls."""
 
     @abc.abstractmethod
     def functions(self) -> list[Callable[..., object]]:
-        """Return the functions that the policy may call, each with annotations and a docstring."""
+        """Return the functions that the policy may call.
+
+        Each function needs annotations and a docstring.
+        """
 
     @abc.abstractmethod
     def score(self, example: Example, texts: list[str]) -> Reward:
-        """Return the reward of an episode; may be `async`.
+        """Return the reward of an episode; the method may be `async`.
 
         Args:
             example: the example of the episode.
-            texts: the policy's turns with their calls; the last turn is the answer.
+            texts: the policy's turns, with the tool calls in them; the last turn is the answer.
         """
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
@@ -189,7 +197,7 @@ class ToolEnvironment(Environment):
         return ToolState(example)
 
     def reply(self, state: ToolState, text: str) -> list[Message] | None:
-        """Execute the calls of a turn and return their results; None if there are no calls."""
+        """Make the tool calls of a turn and return their results; None if the turn has no calls."""
         state.texts.append(text)
         functions = {function.__name__: function for function in self.functions()}
         results = [
@@ -203,7 +211,7 @@ class ToolEnvironment(Environment):
 
 
 def schema_of(function: Callable[..., object]) -> dict[str, Any]:
-    """Return the JSON schema of a function in the form that chat templates expect."""
+    """Return the JSON schema of a function, in the form that chat templates expect."""
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters
     required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty]

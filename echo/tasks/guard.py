@@ -1,12 +1,13 @@
-"""The guard of a task's process: ends it and its children when the node ends.
+"""The guard of a task's process, which ends that process and its children with the node.
 
     node  ->  guard  ->  the task's process  ->  its children
 
 The guard executes no code of the task, so no timer, handler or signal mask of that code affects it.
-It checks every second whether the node lives. It ends the task's process when the node has died, or
-when the node sends SIGTERM. It adopts every process below it whose parent has died, so it also
-finds processes that have left their process group, and it kills these processes until none is left.
-Then it ends with the exit code or signal of the task's process.
+The guard checks every second whether the node lives. It ends the task's process when the node has
+died, or when the node sends SIGTERM to the guard. It adopts every descendant whose parent has died,
+so it also finds descendants that have left their process group. When the task's process has ended,
+the guard kills all these descendants. Then it ends with the exit code or signal of the task's
+process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 LOOK_S = 1.0
-"""Seconds between two checks that the node lives."""
+"""Seconds between two checks of whether the node lives."""
 
 # From linux/prctl.h. Other systems have no such call; orphans there are not adopted.
 _PR_SET_PDEATHSIG = 1
@@ -31,10 +32,10 @@ _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def fork_guarded(node: int, end: socket.socket) -> None:
-    """Fork: return in the child, which runs the task; this process becomes its guard.
+    """Fork this process: the child returns and runs the task, the parent becomes its guard.
 
     Args:
-        node: process id of the node, the parent of this process.
+        node: process id of the node, which is the parent of this process.
         end: the task's side of the socket pair; the guard closes its copy.
     """
     guard = os.getpid()
@@ -55,7 +56,11 @@ def fork_guarded(node: int, end: socket.socket) -> None:
 
 
 def _watch(node: int, task: int) -> None:
-    """Wait for the end of node or task, kill all children, and exit like the task's process."""
+    """Wait until the task's process ends, or end it; then end like the task's process.
+
+    The task's process is ended if the node has died or has sent SIGTERM. All its remaining children
+    are killed.
+    """
     status = None
     while status is None:
         received = signal.sigtimedwait(_WATCHED, LOOK_S)
@@ -76,7 +81,11 @@ def _watch(node: int, task: int) -> None:
 
 
 def _reap(task: int, *, waits: bool) -> int | None:
-    """Return the wait status of the task's process, None while it runs; reap adopted processes."""
+    """Return the exit status of the task's process; None while it runs.
+
+    The exit statuses of adopted processes are collected and dropped. If `waits`, wait until the
+    task's process has ended.
+    """
     while True:
         pid, status = os.waitpid(-1, 0 if waits else os.WNOHANG)
         if pid == task:
@@ -86,7 +95,10 @@ def _reap(task: int, *, waits: bool) -> int | None:
 
 
 def _end_all() -> None:
-    """Kill all children; the children of a killed process become children of this one."""
+    """Kill all children of this process, until none is left.
+
+    The children of a killed process become children of this process and are killed, too.
+    """
     with suppress(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)  # mostly there is none, and this call is cheaper than a search
         while True:

@@ -1,8 +1,8 @@
-"""Chat messages: the accepted forms, and the one form that chat templates get.
+"""Chat messages: the forms that are accepted, and the one form that chat templates get.
 
-Rows, environments and agents write messages in several forms; chat templates expect one. As in
-inference servers, text parts are joined, a missing content becomes the empty text, and tool
-arguments that are JSON text become objects.
+Rows, environments and agents write messages in several forms, but chat templates expect a single
+form. As in inference servers, text parts are joined, a missing content becomes the empty text, and
+tool arguments that are JSON text become objects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 """The types of text parts in OpenAI's two interfaces."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles that chat templates know."""
+"""The roles that chat templates know."""
 _OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
     ("ai", "bot", "chatbot", "gpt", "model"), "assistant"
 )
@@ -28,7 +28,7 @@ _OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
 
 
 def fault_of_message(part: object) -> str:
-    """Return why an object is no chat message that can be tokenised; empty if it is one."""
+    """Return why an object is not a chat message that can be tokenised; "" if it is one."""
     if not isinstance(part, Mapping):
         return f"is {type(part).__name__} and no object with `role` and `content`"
     if not isinstance(part.get("role"), str):
@@ -51,13 +51,13 @@ def fault_of_message(part: object) -> str:
 
 
 def fault_of_messages(messages: Iterable[object]) -> str:
-    """Return number and fault of the first message that cannot be tokenised; empty if all can."""
+    """Return the number and the fault of the first message that cannot be tokenised; else ""."""
     found = ((number, fault_of_message(part)) for number, part in enumerate(messages, 1))
     return next((f"message {number} {fault}" for number, fault in found if fault), "")
 
 
 def plain_message(message: Mapping[str, Any]) -> Message:
-    """Return an accepted message in the form that chat templates expect."""
+    """Return a message, in any accepted form, in the form that chat templates expect."""
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):

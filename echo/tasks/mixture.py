@@ -1,4 +1,4 @@
-"""Mixtures: several tasks in one run, with weights.
+"""Mixtures: one run trains on several tasks, in proportion to their weights.
 
     [task]
     kind = "mixture"
@@ -12,9 +12,10 @@
     kind = "my_task:Reverse"
 
 Every thousand examples contain each task in proportion to its weight, spread evenly, so a batch of
-any size is mixed by the weights. A finite dataset is visited completely before it is visited again
-in a new order. Each example has the name of its task, which judges the answers. If one of the tasks
-is an environment of several turns, the other tasks are played as episodes of one turn.
+any size is mixed by the weights. All examples of a finite dataset are used before they are used
+again, in a new order. Each example has the name of its task, which rewards the answers. If one of
+the tasks is an environment of several turns, the examples of other tasks become episodes of one
+turn.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from echo.tasks.environment import Environment, Reply
 from echo.tasks.task import Example, Reward, Rewards, Task, did_you_mean, load_task
 
 CYCLE = 1000
-"""Examples after which the schedule repeats; weights are rounded to thousandths."""
+"""Number of examples after which the schedule repeats; weights are rounded to thousandths."""
 
 _TABLE_KEYS = ("kind", "weight", "options", "name")
 
 
 class MixtureTask(Environment):
-    """Draws examples from several tasks.
+    """Takes its examples from several tasks, in proportion to weights.
 
     Args:
-        tasks: tables with `kind`, and optionally `options`, `weight` (default 1) and `name` (the
-            task's name in metrics; default: the last part of the kind).
+        tasks: one table for each task, with `kind`, and optionally `options`, `weight` (default 1)
+            and `name` (the name of the task in metrics; default: the last part of the kind).
     """
 
     def __init__(self, *, tasks: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -76,7 +77,7 @@ class MixtureTask(Environment):
             task.prepare()
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return an example of the task that the schedule has at this index."""
+        """Return an example of the task that the schedule names for this index."""
         cycle, position = divmod(index, CYCLE)
         part, rank = self._schedule[position]
         name = self._names[part]
@@ -97,13 +98,13 @@ class MixtureTask(Environment):
         return self.part_of(example).rewards(example, completions)
 
     def begin(self, example: Example) -> Any:
-        """Begin an episode of the example's task."""
+        """Start an episode of the task to which the example belongs, and return its state."""
         task = self.part_of(example)
         own = task.begin(example) if isinstance(task, Environment) else [example, ""]
         return _when_begun(task, own) if inspect.isawaitable(own) else (task, own)
 
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
-        """Return the task's reply to a turn; None for a task of one turn."""
+        """Return the reply of the episode's task to a turn; None for a task of one turn."""
         task, own = state
         if isinstance(task, Environment):
             return task.reply(own, text)
@@ -111,7 +112,7 @@ class MixtureTask(Environment):
         return None
 
     def outcome(self, state: Any) -> Reward:
-        """Return the reward that the example's task gives to the episode."""
+        """Return the reward that the episode's task gives."""
         task, own = state
         if isinstance(task, Environment):
             return task.outcome(own)
@@ -119,12 +120,12 @@ class MixtureTask(Environment):
         return reward
 
     def end(self, state: Any) -> Awaitable[None] | None:
-        """End the episode of the example's task."""
+        """Release the state of an episode at its task."""
         task, own = state
         return task.end(own) if isinstance(task, Environment) else None
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the tools of the example's task."""
+        """Return the tools of the task to which the example belongs."""
         task = self.part_of(example)
         return task.tools(example)
 
@@ -139,7 +140,7 @@ class MixtureTask(Environment):
         return [file for task in self._parts.values() for file in task.dataset_files()]
 
     def parts(self) -> list[Task]:
-        """Return the mixed tasks in their order."""
+        """Return the tasks of the mixture, in the order of the settings."""
         return list(self._parts.values())
 
     @functools.cached_property
@@ -160,10 +161,10 @@ async def _when_begun(task: Task, own: Awaitable[Any]) -> tuple[Task, Any]:
 
 
 def spread(shares: Sequence[float]) -> list[tuple[int, int]]:
-    """Return the schedule of one cycle: (part, number of its earlier places) for each place.
+    """Return the schedule of one cycle, in which parts are spread evenly.
 
-    The first n places contain a part with the share s about s*n times: at most one more or less,
-    for every n.
+    Each place is (part, number of earlier places of this part). For every n the first n places
+    contain a part with the share s about s*n times, at most one time more or less.
     """
     counts = [0] * len(shares)
     schedule = []
@@ -182,7 +183,7 @@ def _order_of(name: str, epoch: int, size: int) -> list[int]:
 
 
 def _check_table(where: str, table: Mapping[str, Any]) -> tuple[str, float]:
-    """Check the table of one task, and return its name and weight."""
+    """Check the settings of one task, and return the task's name and weight."""
     for key in table:
         if key not in _TABLE_KEYS:
             raise ConfigError(

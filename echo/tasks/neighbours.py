@@ -1,9 +1,10 @@
-"""The neighbours of a user's Python file: the files beside it that it imports.
+"""The neighbours of a user's Python file: files beside it that its imports load.
 
 `python sub/rewards.py` finds modules in `sub`, and so does a task with that file. Imported files in
-`sub` or in the current directory affect the rewards as much as the named file, so learner and
-workers compare them too. Imports are read from the syntax trees of the file and of its neighbours,
-at any depth; no file is run. Echo itself and installed packages are no neighbours.
+`sub` or in the current directory affect the rewards as much as the named file does, so learner and
+workers compare these files, too. Imports are read from the syntax trees of the file and of its
+neighbours, at any depth; no file is run. Files of Echo and of installed packages are not
+neighbours.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 def neighbours_of(path: Path, directories: Sequence[Path]) -> dict[str, Path]:
-    """Return the neighbours of a file, without the file itself.
+    """Return the files that the imports of a file load, directly or indirectly.
 
     Args:
         path: the resolved path of the file.
         directories: the directories that are searched for absolute imports, in this order.
 
     Returns:
-        The files by the name under which they are imported, or by their path if the import is
-        relative.
+        The neighbours, without the file itself, by the name under which each is imported, or by its
+        path if the import is relative.
     """
     found: dict[str, Path] = {}
     if INSTALLED & {*path.parts}:
@@ -43,7 +44,7 @@ def neighbours_of(path: Path, directories: Sequence[Path]) -> dict[str, Path]:
 
 
 def relative_level(path: Path) -> int:
-    """Return the largest number of leading dots in the imports of a file; 0 if all are absolute."""
+    """Return the largest number of leading dots in a file's imports; 0 if all are absolute."""
     return max((node.level for node in _nodes(path) if isinstance(node, ast.ImportFrom)), default=0)
 
 
@@ -56,7 +57,10 @@ def _nodes(path: Path) -> Iterator[ast.AST]:
 
 
 def _imports(path: Path, directories: Sequence[Path]) -> Iterator[tuple[str, Sequence[Path]]]:
-    """Yield dotted names that may be modules, each with the directories to search."""
+    """Yield each dotted name that a file imports and that may be a module.
+
+    Each name has the directories in which to search for it.
+    """
     for node in _nodes(path):
         if isinstance(node, ast.Import):
             names, bases = [alias.name for alias in node.names], directories
@@ -76,7 +80,7 @@ def _imports(path: Path, directories: Sequence[Path]) -> Iterator[tuple[str, Seq
 
 
 def _resolve(name: str, bases: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Return the files that importing a name would run, from the first directory that has it."""
+    """Return the files that importing a name would run, from the first directory that has them."""
     for base in bases:
         found: list[tuple[str, Path]] = []
         place, parts = base, name.split(".")

@@ -1,15 +1,14 @@
-"""The messages of task calls, and the process that executes them.
+"""Task calls as messages, and the main program of the process that executes them.
 
     example(index, split)    -> Example                called in the learner's process only
     reward(example, texts)   -> list of float or None  the rewards of one answer, or of all answers
-                                                       of a group; None means no opinion
-    begin(episode, example)  -> None                   an episode of several turns
-    reply(episode, text)     -> messages, or None      the environment's reply to a turn
-    outcome(episode)         -> float or None          the reward of the episode
-    end(episode)             -> None                   releases the episode, which may be unknown
+    of a group; None means no opinion begin(episode, example)  -> None                   an episode
+    of several turns reply(episode, text)     -> messages, or None      the environment's reply to a
+    turn outcome(episode)         -> float or None          the reward of the episode end(episode)
+    -> None                   releases the episode, which may be unknown
 
-Every call gets a CallAnswer: a value, or a fault. The process imports the task and not rewards.py,
-the code that starts and kills processes. The two sides exchange msgpack messages over a socket
+Every call gets a CallAnswer: a value, or a fault. The process imports the task; it does not import
+rewards.py, which starts and kills processes. The two sides exchange msgpack messages over a socket
 pair, each message preceded by its length, one call at a time. Neither side executes what it
 receives.
 """
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     import asyncio
 
 TRANSIENT_ERRORS = (RetryCall, ConnectionError, TimeoutError)
-"""Errors of a task's code after which the same call may succeed if it is repeated."""
+"""Errors of a task's code after which the same call may succeed if it is made again."""
 
 _LOOP_ADVICE = (
     "; make the function `async` and await in it: all calls then share one event loop, for which a "
@@ -53,7 +52,7 @@ _LOOP_ADVICE = (
 )
 
 MAX_TRACEBACK_LENGTH = 2000
-"""Characters of a traceback that are sent, counted from its end."""
+"""Largest number of characters of a traceback that are sent; the end of the traceback is kept."""
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -64,20 +63,20 @@ _LENGTH = struct.Struct("<I")
 
 
 class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A call of one of the task's methods, with the fields that the method needs."""
+    """A call of a method of the task, with the values that this method needs."""
 
     method: Literal["example", "reward", "begin", "reply", "outcome", "end"]
     label: str = ""
-    """The example's name in messages; empty before the example exists."""
+    """The name of the example in messages; empty if there is no example yet."""
     index: int = 0
     split: str = ""
     example: dict[str, Any] = {}
     text: str = ""
-    """The policy's turn."""
+    """The turn of the policy, for `reply`."""
     texts: tuple[str, ...] = ()
-    """Answers to be rewarded."""
+    """The answers, for `reward`."""
     episode: str = ""
-    """Unique id, chosen by the caller."""
+    """The id of the episode, which the caller has chosen and uses only once."""
 
     def __str__(self) -> str:
         if self.method == "example":
@@ -86,48 +85,48 @@ class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def needs_episode(self) -> bool:
-        """Whether the call is about an episode that began earlier."""
+        """Whether the call concerns an episode that an earlier call has begun."""
         return self.method in ("reply", "outcome", "end")
 
 
 class CallFault(msgspec.Struct, frozen=True):
-    """The failure of a call, as data for `rewards.RewardError`."""
+    """How a call failed, in the terms of `rewards.RewardError`."""
 
     reason: str
     text: str
     is_transient: bool = False
-    """Whether the same call may succeed if it is repeated."""
+    """Whether the same call may succeed if it is made again."""
     traceback: str = ""
 
 
 class CallAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of a call."""
+    """The result of a call: its value, or the fault with which it failed."""
 
     value: Any = None
     fault: CallFault | None = None
 
 
 class TaskSpec(msgspec.Struct, frozen=True):
-    """The settings from which a process builds its task."""
+    """What a process needs to know to build its task."""
 
     kind: str
     options: dict[str, Any]
     memory_bytes: int | None = None
     code: dict[str, dict[str, Any]] = {}
-    """The result of `task.code_of` at the start of the node."""
+    """The hashes of the task's code at the start of the node, as `task.code_of` returned them."""
 
 
 class Pipe:
-    """Sends and receives messages over one side of a socket pair."""
+    """Sends and receives messages over this process's side of a socket pair."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
     def send(self, message: Any, *, within_s: float | None = None) -> None:
-        """Send a whole message.
+        """Send a whole message to the other side.
 
         Raises:
-            TimeoutError: if the other side does not read it in time.
+            TimeoutError: if the other side does not read the message within `within_s`.
             OSError: if the other side is closed.
         """
         data = msgspec.msgpack.encode(message)
@@ -135,12 +134,12 @@ class Pipe:
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self, kind: type[Any], *, within_s: float | None = None) -> Any:
-        """Return the next message.
+        """Wait for the next message of this kind, and return it.
 
         Raises:
-            TimeoutError: if no message arrives in time.
+            TimeoutError: if no message arrives within `within_s`.
             OSError: if the other side is closed, or sends more than MAX_MESSAGE_BYTES.
-            msgspec.DecodeError: if the bytes are no message of this kind.
+            msgspec.DecodeError: if the bytes are not a message of this kind.
         """
         give_up_at = None if within_s is None else time.monotonic() + within_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, give_up_at))
@@ -150,7 +149,7 @@ class Pipe:
 
     @property
     def is_open(self) -> bool:
-        """Whether the other side is open, or has sent bytes that are still unread."""
+        """Whether the other side is open, or has sent bytes that this side has not read."""
         try:
             self._socket.settimeout(0)
             return bool(self._socket.recv(1, socket.MSG_PEEK))
@@ -179,7 +178,7 @@ class Pipe:
 
 
 class Performer:
-    """Executes the calls of one task, and holds the state of its episodes.
+    """Executes the calls of a task's code, and keeps the states of the task's episodes.
 
     The task's code may return awaitables. All of them are awaited in the same event loop, so that a
     client, lock or queue that the code creates once works in every call.
@@ -192,7 +191,10 @@ class Performer:
         self._loop_lock = threading.Lock()
 
     def answer(self, call: TaskCall) -> CallAnswer:
-        """Execute a call and return its value or its fault; never raises."""
+        """Execute a call, and return its value or the fault with which it failed.
+
+        The method never raises an error: every error of the task's code becomes a fault.
+        """
         where = f"{type(self._task).__name__}.{call}"
         try:
             return CallAnswer(self._perform(call, where))
@@ -260,7 +262,10 @@ class Performer:
             return self._loop.run_until_complete(_result_of(value))
 
     def wait_for(self, file: socket.socket) -> None:
-        """Wait until the socket has data; meanwhile the loop runs the task's own asyncio tasks."""
+        """Wait until the socket has data, if the task's code has used asyncio.
+
+        Meanwhile the event loop runs the asyncio tasks that the task's code has started.
+        """
         if self._loop is None:
             return
         import asyncio
@@ -292,7 +297,7 @@ class Performer:
 
 
 class _Refused(Exception):  # noqa: N818 -- it carries the fault that the caller is told
-    """This process refuses a call, or the value that the task's code returned."""
+    """This process refuses a call, or a value that the task's code has returned."""
 
     def __init__(self, text: str, *, reason: str = "reward_error") -> None:
         super().__init__(text)
@@ -304,7 +309,10 @@ async def _result_of(value: Awaitable[Any]) -> Any:
 
 
 def _opinion(value: object, where: str) -> float | None:
-    """Return a finite number as a float, or None for no opinion; refuse any other value."""
+    """Return a reward as a float; None means that the task cannot score the answer.
+
+    Values that are not finite numbers are refused.
+    """
     if value is None:
         return None
     try:
@@ -320,7 +328,7 @@ def _opinion(value: object, where: str) -> float | None:
 
 
 def _advice(value: object) -> str:
-    """Return a remedy for a value that is no reward; empty if its type suggests none."""
+    """Return a remedy for a value that is not a reward; "" if its type suggests none."""
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         return ": say `return` in place of `yield`"
     if inspect.iscoroutine(value):
@@ -334,7 +342,7 @@ def _advice(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return the repr of a value, shortened."""
+    """Return the repr of a value, shortened if it is long."""
     try:
         return reprlib.repr(value)
     except ValueError:  # Python prints no number with this many digits
@@ -342,7 +350,7 @@ def _shown(value: object) -> str:
 
 
 def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
-    """Return an environment's reply as messages; text becomes one user message."""
+    """Return an environment's reply as a list of messages; text becomes one user message."""
     if isinstance(said, str):
         return [{"role": "user", "content": said}]
     messages = [said] if isinstance(said, dict) else said
@@ -356,10 +364,10 @@ def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same call may succeed if it is repeated.
+    """Return whether a call that raised this error may succeed if it is made again.
 
-    HTTP clients raise errors of their own for a failed connection, with the socket's error as the
-    cause, so the chain of causes is searched.
+    HTTP clients raise errors of their own if a connection fails, with the socket's error as the
+    cause, so all causes of the error are examined.
     """
     while not isinstance(error, TRANSIENT_ERRORS):
         cause = error.__cause__ or error.__context__
@@ -376,12 +384,12 @@ def _is_about_loop(error: BaseException) -> bool:
 
 
 def what_it_raised(error: BaseException) -> str:
-    """Return the type and text of an error that a task's code raised, with file and line."""
+    """Return text on an error that a task's code raised: its type, its text, file and line."""
     return f"{type(error).__name__}: {error}{raised_at(error)}"
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of an error, without the frames of this module."""
+    """Return the traceback of an error as text, without the frames of this module."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -390,7 +398,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return " (file:line)" of the place that raised an error; empty if it is unknown."""
+    """Return " (file:line)" of the place where an error was raised; "" if it is unknown."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -405,10 +413,10 @@ def raised_at(error: BaseException) -> str:
 
 
 def main(fd: int, node: int) -> None:
-    """Build the task, then execute calls until the node closes its side of the socket.
+    """Build the task, then execute calls until the node closes its side of the socket pair.
 
     Args:
-        fd: descriptor of this process's side of the socket pair.
+        fd: descriptor of the task's side of the socket pair.
         node: process id of the node.
     """
     end = socket.socket(fileno=fd)
@@ -449,7 +457,7 @@ def _limit_memory(memory_bytes: int | None) -> None:
 
 
 def _data_bytes() -> int:
-    """Return the private writable memory of this process in bytes; 0 if it is unknown."""
+    """Return how many bytes of private writable memory this process has; 0 if unknown."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:  # noqa: PTH123
             found = [line for line in file if line.startswith("VmData:")]

@@ -1,4 +1,4 @@
-"""Calling a user's reward function with the arguments that its parameters name.
+"""Calls of a user's reward function, with the arguments that its parameters name.
 
     def correct(completion, answer, **row):              one answer -> a number
         return float(answer in completion)
@@ -7,14 +7,14 @@
         best = min(map(len, completions))
         return [float(len(text) == best) for text in completions]
 
-The second form is TRL's: a call gets all answers to a prompt, and every argument is a list with one
-element per answer. The function gets each of `prompt` or `prompts`, `answer`, `info` and the row's
-columns for which it has a parameter of the same name; with a `**` parameter it gets all of them. In
-the second form a completion of a chat prompt is a list of one message.
+The second form is TRL's: one call gets all answers to a prompt, and every argument is a list with
+one element for each answer. The function gets each of `prompt` or `prompts`, `answer`, `info` and
+the row's columns for which it has a parameter of the same name; a function with a `**` parameter
+gets all of them. In the second form a completion of a chat prompt is a list of one message.
 
 The function may be any callable with such parameters: a function, an instance with `__call__`, a
 bound method, a `functools.partial`. Both forms may be `async`. Both may return None for an answer
-to express no opinion.
+that they cannot score.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact": exact, "math": equ
 """The built-in rewards by name."""
 
 NEVER_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""Parameters in TRL that Echo does not provide."""
+"""Parameters that TRL passes to reward functions and Echo does not."""
 
 _FORMS = (
     "a reward is f(completion, **row), called for each answer, or as in TRL f(prompts, "
@@ -51,7 +51,10 @@ def _is_plain(value: object) -> bool:
 
 
 def _bound_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of the parameters that a functools.partial sets, even if it is wrapped."""
+    """Return the names of the parameters that a functools.partial sets.
+
+    The partial may be wrapped in other callables.
+    """
     inner = inspect.unwrap(function)
     if not isinstance(inner, functools.partial):
         return frozenset()
@@ -63,18 +66,19 @@ def _bound_names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 class RewardFunction:
-    """A built-in reward or a user's function, ready to be called for an example."""
+    """A built-in reward or a user's function, ready to be called for examples."""
 
     def __init__(self, spec: str, columns: Mapping[str, str]) -> None:
-        """Import the function that `spec` names, and check its parameters.
+        """Import the function that `spec` names, and check that its parameters can be given.
 
         Args:
-            spec: task.options.reward.
-            columns: the dataset's own names of columns, task.options.columns; a parameter may have
-                either name.
+            spec: the value of task.options.reward.
+            columns: the dataset's own names of columns, from task.options.columns. A parameter may
+                have the dataset's name or Echo's.
 
         Raises:
-            ConfigError: if there is no such function, or it cannot be called as a reward.
+            ConfigError: if `spec` names no function, or a function that cannot be called as a
+                reward.
         """
         self.where = f"{OPTION} = {spec!r}"
         self._columns = columns
@@ -174,14 +178,14 @@ class RewardFunction:
             )
 
     def check(self, example: Example, row: Mapping[str, Any]) -> None:
-        """Refuse a row that lacks an argument of the function.
+        """Check that a row has all columns that the function takes as arguments.
 
         Args:
             example: the example of the row.
-            row: the values by column.
+            row: the values of the row, by column.
 
         Raises:
-            ValueError: naming the missing columns.
+            ValueError: if columns are missing; the text names them.
         """
         known, answer_column = self._arguments(example), self._columns.get("answer", "answer")
         answers = {"answer", answer_column} if example.answer is None else set()
@@ -216,13 +220,13 @@ class RewardFunction:
             check_reference(self._built_in, answer_column, example.answer)
 
     def one(self, example: Example, completion: str) -> Any:
-        """Return the function's value for one answer, which may be awaitable."""
+        """Return what the function returns for one answer: a reward, perhaps as an awaitable."""
         return self._call(
             self._arguments(example), {"prompt": example.prompt, "completion": completion}
         )
 
     def all(self, example: Example, completions: Sequence[str]) -> Any:
-        """Return the function's value for all answers to a prompt, which may be awaitable."""
+        """Return what the function returns for all answers to a prompt, perhaps an awaitable."""
         number = len(completions)
         answers: list[Any] = list(completions)
         if not isinstance(example.prompt, str):
@@ -241,7 +245,10 @@ class RewardFunction:
         )
 
     def _arguments(self, example: Example) -> dict[str, Any]:
-        """Return a row's values by column, and by Echo's name if the function takes that name."""
+        """Return the function's arguments for an example, by the dataset's names of columns.
+
+        A column has Echo's name if the function has a parameter of this name.
+        """
         own = {"answer": example.answer, "info": example.info}
         read = {**own, "prompt": example.prompt}
         if not isinstance(example.prompt, str):

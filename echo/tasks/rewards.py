@@ -1,27 +1,28 @@
-"""Calls of a task's code, in bounded time and memory.
+"""Calls of a task's code, with limits on their time and memory.
 
 To score a group, `score_all` passes each answer to `perform`, or all answers at once if the task
-compares them. `perform` counts the call, repeats it after a transient error, and checks the
-rewards' bounds. `_answer` executes the call, in a thread (InlineHost) or in a process (PoolHost). A
-host may be called from any thread, and blocks that thread until the call has returned.
+compares them. `perform` counts the call, repeats it after a transient error, and checks that
+rewards are within the limits. `_answer` executes the call, in a thread (InlineHost) or in a process
+(PoolHost). A host may be called from any thread, which is blocked until the call has returned.
 
 **Threads** are for tasks with `is_bounded`. A call in a thread costs much less than a call in a
 process: a small model makes thousands of short completions per second, and processes would then
-cost more than the scoring itself. The code may raise or return a wrong type. If it does not return,
-its thread is abandoned and a new one replaces it. The number of abandoned threads is bounded, since
-Python cannot kill a thread. Code that holds the interpreter's lock forever (catastrophic
-backtracking in one `re` match, one huge integer power) would stall this process, and no thread can
-prevent that.
+cost more than the scoring itself. The code may raise or return a wrong type. If the code does not
+return, its thread is abandoned, and a new thread replaces it. The number of abandoned threads is
+limited, since Python cannot kill a thread. Code that holds the interpreter's lock forever
+(catastrophic backtracking in one `re` match, one huge integer power) would stall this process, and
+no thread can prevent that.
 
 **Processes** are for all other tasks. Each is an interpreter that imports the task and little else
-of Echo (process_main.py). A process starts at the first call that needs it and serves later calls
-too. An episode stays in the process in which it began, which holds its state. If a call takes too
-long, or its process dies, the process is killed together with every process that it has started.
-The episodes in it end as lost, and the next call starts a new process. If the node's process dies
-first, the guards (guard.py) end the task's processes within two seconds.
+of Echo (process_main.py). A process is started for the first call that needs it, and executes later
+calls, too. An episode stays in the process in which it began, because this process holds the
+episode's state. If a call takes too long, or its process dies, the process is killed together with
+every process that it has started. The episodes in it end as lost, and the next call starts a new
+process. If the node's process dies first, the guards (guard.py) end the task's processes within two
+seconds.
 
-A library's pool (pebble) would not be enough: it unpickles a user's data in this process, bounds
-neither memory nor the size of an answer, and does not kill the children of a killed process.
+A library's pool (pebble) would not be enough: it unpickles a user's data in this process, limits
+neither memory nor the size of a result, and does not kill the children of a killed process.
 """
 
 from __future__ import annotations
@@ -59,19 +60,19 @@ from echo.tasks.process_main import (
 from echo.tasks.task import Example, Task, code_of, search_path
 
 MAX_RETRIES = 2
-"""How often a call is repeated after RetryCall or a failed connection."""
+"""How often a call is repeated after it raised RetryCall or a connection failed."""
 
 TICK_S = 1.0
-"""Seconds between two reports of a process that waits for a reward."""
+"""Seconds between two reports that a process waits for a reward."""
 
 MAX_STUCK_THREADS = 8
 """Largest number of abandoned threads; each holds a stack and perhaps a core."""
 
 START_TIMEOUT_S = 120.0
-"""Seconds for a process to import the task, whose libraries can be large."""
+"""Seconds that a process may take to import the task, whose libraries can be large."""
 
 GUARD_TIMEOUT_S = 10.0
-"""Seconds for a guard to end its processes."""
+"""Seconds that a guard may take to end its processes."""
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -80,51 +81,54 @@ _PROGRAM = (
 
 
 class RewardError(EchoError):
-    """A call of a task's code failed: it raised, took too long, or returned no reward.
+    """A call of a task's code failed: the code raised, took too long, or returned no reward.
 
-    It is counted, and never replaced by a reward of 0. `reason` is the name of the failure in
-    counters and in the ledger:
+    The failure is counted, and is never replaced by a reward of 0. `reason` is the name of the
+    failure in counters and in the ledger:
 
-        reward_error     the code raised, or returned no finite number
-        reward_too_large the code returned a number beyond task.max_reward
-        reward_timeout   the code did not return in time; its process was killed
-        reward_memory    the code ran out of the memory that it may use
-        reward_lost      the task's process has ended
-        reward_retries   the error was transient, and remained after all retries
-        bad_logprobs     the engine returned no usable logprobs, so nothing was judged
+        reward_error     the code raised, or returned no finite number reward_too_large the code
+        returned a number beyond task.max_reward reward_timeout   the code did not return in time;
+        its process was killed reward_memory    the code ran out of the memory that it may use
+        reward_lost      the task's process has ended reward_retries   the error was transient, and
+        remained after all retries bad_logprobs     the engine returned no usable logprobs, so no
+        reward was called
     """
 
     def __init__(self, text: str, *, reason: str = "reward_error", traceback: str = "") -> None:
         super().__init__(text)
         self.reason = reason
         self.traceback = traceback
-        """The traceback of the task's code, as Python prints it; empty if it raised nothing."""
+        """The traceback of the task's code, as Python prints it; empty if the code raised no error.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of the calls of a task's code."""
+    """Limits on the calls of a task's code."""
 
     score_s: float
-    """Seconds for one reward; a call for n answers may take n times as long."""
+    """Seconds that one reward may take; a call that rewards n answers may take n times as long."""
     step_s: float
-    """Seconds for one example, or one call of an environment."""
+    """Seconds that one example, or one call of an environment, may take."""
     memory_bytes: int | None = None
-    """Bytes of memory that a process of the task may use; None for no limit."""
+    """Bytes of memory that one process of the task may use; None for no limit."""
     max_abs_reward: float = 1e6
     """Largest absolute value of a reward."""
 
     def seconds(self, call: TaskCall) -> float:
-        """Return the time limit of a call in seconds."""
+        """Return how many seconds a call may take."""
         return self.score_s * len(call.texts) if call.method == "reward" else self.step_s
 
     def key(self, call: TaskCall) -> str:
-        """Return the configuration's key for the time limit of a call."""
+        """Return the key of the setting that limits the time of a call."""
         return "task.reward_timeout_s" if call.method == "reward" else "task.step_timeout_s"
 
 
 class TaskHost(abc.ABC):
-    """A task that can be called from any thread; counts calls, seconds and faults (`env/...`)."""
+    """Executes the calls of a task's code; any thread may use it.
+
+    Counts the calls, their milliseconds and their faults, under names that begin with `env/`.
+    """
 
     def __init__(
         self,
@@ -135,9 +139,9 @@ class TaskHost(abc.ABC):
         """Start with all counters at zero.
 
         Args:
-            name: the task's name in messages.
-            limits: the limits of its calls.
-            compares_answers: returns whether all answers to an example are judged in one call.
+            name: the name of the task in messages.
+            limits: the limits on calls of the task's code.
+            compares_answers: returns whether all answers to an example are rewarded in one call.
         """
         self.name = name
         self.limits = limits
@@ -150,12 +154,14 @@ class TaskHost(abc.ABC):
     def score_all(
         self, example: Example, completions: Sequence[str]
     ) -> Generator[float | None, None, None]:
-        """Yield the reward of each answer, in order; a reader that stops early cancels the rest.
+        """Yield the reward of each answer, in order; None if the task cannot score the answer.
 
-        All answers are judged in one call if the task compares them. None means no opinion.
+        All answers are rewarded in one call if the task compares them. A caller that stops before
+        the end cancels the calls not yet made.
 
         Raises:
-            RewardError: at the first answer whose call fails, without waiting for the others.
+            RewardError: if the call for an answer fails; the calls for later answers are not
+                awaited.
         """
         if self.compares_answers(example):
             yield from self._rewards(example, completions)
@@ -167,10 +173,10 @@ class TaskHost(abc.ABC):
             yield self.score(example, text)
 
     def score(self, example: Example, completion: str) -> float | None:
-        """Return the reward of an answer, None for no opinion.
+        """Return the reward of an answer; None if the task cannot score the answer.
 
         Raises:
-            RewardError: if the call fails.
+            RewardError: if the call of the task's code fails.
         """
         return self._rewards(example, [completion])[0]
 
@@ -180,20 +186,20 @@ class TaskHost(abc.ABC):
         return rewards
 
     def begin(self, example: Example) -> Episode:
-        """Open an episode.
+        """Begin an episode for an example, and return it.
 
         Raises:
-            RewardError: if the call fails.
+            RewardError: if the call of the task's code fails.
         """
         label, episode = str(example), uuid.uuid4().hex
         self.perform(TaskCall("begin", label, example=asdict(example), episode=episode))
         return Episode(self, label, episode)
 
     def perform(self, call: TaskCall) -> Any:
-        """Return the value of a call; repeat the call after a transient fault.
+        """Make a call and return its value; after a transient fault make the call again.
 
         Raises:
-            RewardError: if the call fails.
+            RewardError: if the call fails, also when repeated.
         """
         try:
             return self._perform(call)
@@ -233,15 +239,19 @@ class TaskHost(abc.ABC):
 
     @abc.abstractmethod
     def _answer(self, call: TaskCall) -> CallAnswer:
-        """Execute a call once.
+        """Execute a call once, and return its value or fault.
 
         Raises:
             TimeoutError: if the call exceeds its time limit.
-            RewardError: if the call was lost, and repeating it would not help.
+            RewardError: if the call was lost with its process, so that repeating it would not help.
         """
 
     def _bounded(self, call: TaskCall, value: Any) -> Any:
-        """Return the value of a call; raise RewardError if it is a reward beyond the bound."""
+        """Return the value of a call, after a check that rewards in it are within the limit.
+
+        Raises:
+            RewardError: if a reward exceeds task.max_reward.
+        """
         bound = self.limits.max_abs_reward
         if call.method not in ("reward", "outcome"):
             return value
@@ -257,24 +267,24 @@ class TaskHost(abc.ABC):
         return value
 
     def close(self) -> None:  # noqa: B027, a stand-in holds nothing
-        """Release threads and processes; calls that still run end with an error."""
+        """Release threads and processes; calls that are under way end with an error."""
 
     # --- counts ----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """Return the counts since the last call of this method, by the counter's name."""
+        """Return the counts since the last call of this method, by name, and reset them."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)
 
     def count(self, name: str, number: int = 1) -> None:
-        """Add to a counter, whose name begins with "env/"."""
+        """Add a number to the counter `name`, which begins with "env/"."""
         with self._lock:
             self._counts[name] += number
 
 
 class Episode:
-    """An open episode on a host."""
+    """An episode of an environment that has begun on a host."""
 
     def __init__(self, host: TaskHost, label: str, episode: str) -> None:
         self._host = host
@@ -282,17 +292,17 @@ class Episode:
         self._episode = episode
 
     def reply(self, text: str) -> list[Message] | None:
-        """Return the environment's reply to a turn; None if the episode has ended."""
+        """Return the environment's reply to a turn of the policy; None if the episode has ended."""
         messages: list[Message] | None = self._perform("reply", text)
         return messages
 
     def outcome(self) -> float | None:
-        """Return the reward of the episode, None for no opinion."""
+        """Return the reward of the episode; None if the task cannot score it."""
         outcome: float | None = self._perform("outcome")
         return outcome
 
     def close(self) -> None:
-        """End the episode and release its state on the host."""
+        """End the episode and release its state."""
         self._perform("end")
 
     def _perform(self, method: Literal["reply", "outcome", "end"], text: str = "") -> Any:
@@ -300,7 +310,7 @@ class Episode:
 
 
 class LaterHost(TaskHost):
-    """A placeholder for rewards that another process computes later: every answer gets 0."""
+    """Replaces rewards that another process computes later: every answer gets 0."""
 
     def __init__(self) -> None:
         super().__init__("later", Limits(score_s=1.0, step_s=1.0))
@@ -314,16 +324,16 @@ class LaterHost(TaskHost):
 
 @dataclass(frozen=True, slots=True)
 class ExampleCall:
-    """The result of calling a task's reward for one example before a run."""
+    """What a task's reward returned for one example, which was tried before a run."""
 
     line: str
-    """The rewards, or the error, for the user to read."""
+    """A line for the user with the rewards, or with the error."""
     fault: str = ""
-    """Why a run with these rewards would train nothing, and the remedy; empty if it would train."""
+    """Why a run with these rewards would train nothing, and the remedy; "" if it would train."""
 
     @classmethod
     def of(cls, host: TaskHost, example: Example, right: str | None) -> ExampleCall:
-        """Call the reward for a completion that should earn it, if one is known, and for ""."""
+        """Call the reward for the empty answer, and for `right` if a right answer is known."""
         texts = [*([] if right is None else [right]), ""]
         try:
             rewards = list(host.score_all(example, texts))
@@ -346,13 +356,13 @@ class ExampleCall:
 
 
 class InlineHost(TaskHost):
-    """A task in threads of this process, for code that is known to return soon."""
+    """Executes calls in threads of this process, for code that is known to return soon."""
 
     def __init__(self, task: Task, limits: Limits) -> None:
-        """Prepare the task; start no thread yet.
+        """Prepare the task; threads start with the first call.
 
         Raises:
-            ConfigError: if the task's `prepare` raises.
+            ConfigError: if the task's `prepare` raises an error.
         """
         super().__init__(type(task).__name__, limits, task.compares_answers)
         try:
@@ -391,7 +401,7 @@ class InlineHost(TaskHost):
             return self._idle.pop() if self._idle else _CallingThread(self._performer)
 
     def close(self) -> None:
-        """End the idle threads."""
+        """End the threads that execute no call."""
         with self._lock:
             idle, self._idle = self._idle, []
         for thread in idle:
@@ -399,7 +409,7 @@ class InlineHost(TaskHost):
 
 
 class _CallingThread(threading.Thread):
-    """Executes one call after the other until `end`."""
+    """A thread that executes one call after the other until `end`."""
 
     def __init__(self, performer: Performer) -> None:
         super().__init__(name="echo-reward", daemon=True)
@@ -427,9 +437,10 @@ class _CallingThread(threading.Thread):
 
 
 class PoolHost(TaskHost):
-    """A task in a bounded number of processes.
+    """Executes calls in a limited number of processes.
 
-    A call waits for a free process. The wait is bounded, since every earlier call has a time limit.
+    A call waits for a free process. It does not wait forever, since every earlier call has a time
+    limit.
     """
 
     def __init__(
@@ -441,14 +452,14 @@ class PoolHost(TaskHost):
         max_concurrent: int,
         compares_answers: Callable[[Example], bool] = lambda _: False,
     ) -> None:
-        """Start without a process; calls start them.
+        """Start with no process; calls start processes when they need them.
 
         Args:
-            kind: task.kind.
-            options: task.options.
-            limits: the limits of its calls.
+            kind: the value of task.kind.
+            options: the value of task.options.
+            limits: the limits on calls of the task's code.
             max_concurrent: largest number of processes and of simultaneous calls; at least 1.
-            compares_answers: returns whether all answers to an example are judged in one call.
+            compares_answers: returns whether all answers to an example are rewarded in one call.
         """
         super().__init__(kind.rpartition(":")[2], limits, compares_answers)
         code = code_of(kind, options)
@@ -463,7 +474,10 @@ class PoolHost(TaskHost):
         self._is_closed = False
 
     def _score_each(self, example: Example, completions: Sequence[str]) -> Iterator[float | None]:
-        """Yield the reward of each answer in order; several answers are scored at a time."""
+        """Yield the reward of each answer, in order.
+
+        As many answers are rewarded at the same time as there are processes.
+        """
         try:
             futures = [self._threads.submit(self.score, example, text) for text in completions]
         except RuntimeError:  # the executor was shut down
@@ -489,7 +503,7 @@ class PoolHost(TaskHost):
             self._give_back(process, call, has_begun=answer is not None and answer.fault is None)
 
     def close(self) -> None:
-        """Kill every process."""
+        """Kill every process; callers that wait get a RewardError."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._changed:
             self._is_closed = True
@@ -505,7 +519,14 @@ class PoolHost(TaskHost):
         return RewardError(f"{self.name} is being closed", reason="reward_lost")
 
     def _take(self, call: TaskCall) -> TaskProcess | None:
-        """Wait for a process for the call and return it; None if there is no episode to end."""
+        """Wait until a process is free for a call, or start one, and return it.
+
+        None if the call would end an episode that no process has.
+
+        Raises:
+            RewardError: if the episode of the call was lost with its process, or the host is
+                closed.
+        """
         with self._changed:
             while True:
                 if self._is_closed:
@@ -536,7 +557,10 @@ class PoolHost(TaskHost):
         return len(self._free) + len(self._busy) + self._num_starting < self._size
 
     def _take_any(self) -> TaskProcess | None:
-        """Return the free process with the fewest episodes; None to start or await another one."""
+        """Return the free process that has the fewest episodes, and mark it as busy.
+
+        None if the caller should start a process or wait for one.
+        """
         for dead in [process for process in self._free if not process.is_alive]:
             self._free.remove(dead)  # the system may have killed it to free memory
             self._remove(dead)
@@ -585,7 +609,7 @@ class PoolHost(TaskHost):
             self._changed.notify_all()
 
     def _remove(self, process: TaskProcess) -> None:
-        """Remove an ended process and its episodes."""
+        """Forget a process that has ended, and the episodes that it held."""
         process.discard()
         self._homes = {
             episode: home for episode, home in self._homes.items() if home is not process
@@ -593,13 +617,13 @@ class PoolHost(TaskHost):
 
 
 class TaskProcess:
-    """A process that runs a task's code; it is killed if a call exceeds its limits."""
+    """A process that runs a task's code; a call that exceeds its limits kills the process."""
 
     def __init__(self, spec: TaskSpec) -> None:
         """Start the process and wait until it has built its task.
 
         Raises:
-            RewardError: if the process cannot start or cannot build the task.
+            RewardError: if the process cannot be started or cannot build its task.
         """
         self.num_episodes = 0
         try:
@@ -623,11 +647,11 @@ class TaskProcess:
             raise RewardError(answer.fault.text, reason=answer.fault.reason)
 
     def call(self, call: TaskCall, timeout_s: float) -> CallAnswer:
-        """Execute a call.
+        """Let the process execute a call, and return the result.
 
         Raises:
-            TimeoutError: if the call takes longer; the process has been killed.
-            RewardError: if the process died.
+            TimeoutError: if the call takes longer than `timeout_s`; the process is then killed.
+            RewardError: if the process died during the call.
         """
         try:
             self._pipe.send(call, within_s=timeout_s)
@@ -648,7 +672,7 @@ class TaskProcess:
         return self._child.poll() is None and self._pipe.is_open
 
     def kill(self) -> None:
-        """Kill the process and its children; any thread may call this."""
+        """Kill the process and all its children; any thread may call this method."""
         self._child.terminate()
         try:
             self._child.wait(GUARD_TIMEOUT_S)
@@ -657,7 +681,7 @@ class TaskProcess:
             self._child.wait()
 
     def discard(self) -> None:
-        """Kill the process and close the socket; no other thread may be using the socket."""
+        """Kill the process and close the socket, which no other thread may be using."""
         self.kill()
         self._pipe.close()
 
@@ -674,7 +698,7 @@ class TaskProcess:
 
 
 def _start_child() -> tuple[subprocess.Popen[bytes], Pipe]:
-    """Start a process; return it and this side of the socket pair."""
+    """Start a process of a task; return it with this side of the socket pair."""
     own, theirs = socket.socketpair()
     arguments = [json.dumps(search_path()), str(theirs.fileno()), str(os.getpid())]
     with theirs:

@@ -1,12 +1,12 @@
-"""Conversion of a dataset's rows into examples.
+"""Makes examples from the rows of a dataset.
 
 A row has the column `prompt` (text or messages) or `messages` (a list of objects with `role` and
 `content`), and optionally `tools`, `answer` and `info`. All other columns keep their names. If the
-dataset has other names for these five columns, `task.options.columns` states them.
+dataset has other names for these columns, `task.options.columns` gives the names.
 
 If the last message of a row is the assistant's, the row is usually supervised data and seldom the
-beginning of an answer. Training on the wrong reading would raise no error, so the user has to
-choose the reading with `assistant_last`.
+beginning of an answer. If Echo guessed wrong, training would go on without an error, so the user
+has to say with `assistant_last` which it is.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from echo.tasks.task import Example, did_you_mean
 _log = logging.getLogger(__name__)
 
 READ_COLUMNS = ("prompt", "messages", "tools", "answer", "info")
-"""Columns to which Echo gives a meaning."""
+"""The columns that have a meaning for Echo."""
 TEMPLATE_COLUMNS = ("functions", "documents", "chat_template_kwargs")
-"""Columns that other trainers pass to the chat template. Echo does not."""
+"""Columns that other trainers pass to the chat template, and Echo does not."""
 ASSISTANT_LAST = ("", "continue", "drop")
 
 
 class RowReader:
-    """Turns rows into examples; reads the columns that the settings name.
+    """Makes examples from rows; the settings name the columns that it reads.
 
     Args:
-        columns: the dataset's names of READ_COLUMNS, where they differ.
+        columns: the dataset's names for columns in READ_COLUMNS, where the names differ.
         assistant_last: how to read a row whose last message is the assistant's; if empty, such a
             row is refused.
 
@@ -59,15 +59,15 @@ class RowReader:
             )
         self._given = dict(columns)
         self._names = {name: columns.get(name, name) for name in READ_COLUMNS}
-        """The dataset's name for each of READ_COLUMNS."""
+        """The dataset's name of each column in READ_COLUMNS."""
         self._prompts = (self._names["prompt"], self._names["messages"])
         self._assistant_last = assistant_last
 
     def example_of(self, row: Mapping[str, Any]) -> Example:
-        """Return the example of a row, with index 0, the split "train" and no source.
+        """Return the example of a row; its index is 0, its split "train", its source empty.
 
         Raises:
-            ValueError, TypeError: naming the column that is missing or of the wrong kind.
+            ValueError, TypeError: if a column is missing or of the wrong kind; the text names it.
         """
         prompt = self._prompt_of(row)
         info = row.get(self._names["info"])
@@ -89,10 +89,10 @@ class RowReader:
         )
 
     def tools_of(self, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the tools of a row, as JSON schemas.
+        """Return the tools that a row describes, as JSON schemas.
 
         Raises:
-            TypeError: if the column holds anything but a list of objects.
+            TypeError: if the column of the tools has a value that is not a list of objects.
         """
         name = self._names["tools"]
         value = _parse_json(columns.get(name), "[")
@@ -103,12 +103,12 @@ class RowReader:
         return value
 
     def check_columns(self, path: str, names: Collection[str], *, is_trained_on: bool) -> None:
-        """Warn of columns that are not used as a user may expect.
+        """Warn of columns that Echo does not use as a user may expect.
 
         Args:
-            path: the dataset, for messages.
-            names: every column that some row has.
-            is_trained_on: whether these are the training rows; held-out rows may lack columns.
+            path: the path of the dataset, for messages.
+            names: the names of all columns that at least one row has.
+            is_trained_on: whether the rows are training rows; held-out rows may lack columns.
 
         Raises:
             ConfigError: if no row has a column that `task.options.columns` names.
@@ -130,10 +130,10 @@ class RowReader:
                 _log.warning("%s: the column `%s` is not given to the chat template", path, name)
 
     def _prompt_of(self, row: Mapping[str, Any]) -> str | list[Message]:
-        """Return the prompt of a row, from the first of its two columns that has a value.
+        """Return the prompt of a row, from column `prompt` or, without it, from `messages`.
 
         Raises:
-            ValueError, TypeError: naming the column and what is wrong with it.
+            ValueError, TypeError: if the prompt is missing or malformed; the text names the column.
         """
         names, name = self._prompts, self._prompt_column(row)
         if name is None:
@@ -172,11 +172,14 @@ class RowReader:
         ]
 
     def _prompt_column(self, row: Mapping[str, Any]) -> str | None:
-        """Return the column that holds the prompt of a row; None if both are empty or missing."""
+        """Return the name of the column that has the row's prompt; None without one."""
         return next((name for name in self._prompts if row.get(name)), None)
 
     def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
-        """Return the prompt's messages, and the last message's text if it is dropped, else None."""
+        """Return the messages of the prompt, and the text of a last message that was dropped.
+
+        The text is None if no message was dropped.
+        """
         if self._assistant_last == "continue":
             return messages, None
         if not self._assistant_last:
@@ -195,15 +198,16 @@ class RowReader:
 
 
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")
-"""Matches the start of messages that Python printed or that are truncated JSON."""
+"""Matches the start of messages that were printed by Python, or that are cut-off JSON."""
 
 
 def _parse_json(value: Any, start: str) -> Any:
-    """Return a value, parsed if it is text that holds JSON of the expected kind.
+    """Return a value; if it is text with JSON of the expected kind, parse the text.
 
     Args:
-        value: a column's value.
-        start: the expected kind: "{" an object, "[" a list of objects, "[{" a list of messages.
+        value: the value of a column.
+        start: how JSON of the expected kind begins: "{" an object, "[" a list of objects, "[{" a
+            list of messages.
     """
     if not isinstance(value, str) or not value.lstrip().startswith(start[:1]):
         return value

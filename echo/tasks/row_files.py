@@ -1,4 +1,4 @@
-r"""Reading rows from JSON Lines, Parquet files, saved datasets and the hub.
+r"""Reads rows from JSON Lines, Parquet files, saved datasets and the hub.
 
 A dataset has one of these forms; reading it runs no code of the dataset:
 
@@ -9,8 +9,8 @@ A dataset has one of these forms; reading it runs no code of the dataset:
                                         `datasets.Dataset.save_to_disk` wrote
     hf://ORG/NAME/CONFIG/SPLIT          the hub's own Parquet copy of that split, downloaded once
 
-The package `datasets` is not used. It gives a column one type, so 5 becomes 5.0 beside 5.5, and the
-text 2024-01-02 becomes a datetime; and its errors name no row.
+The package `datasets` is not used. It gives every column a single type, so 5 becomes 5.0 if another
+row has 5.5, and the text 2024-01-02 becomes a datetime. And its errors do not name the row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PARQUET_REVISION = "refs/convert/parquet"
 
 NUM_BATCH_ROWS = 1024
 _FILES = "_data_files"
-"""The key of the file list in a saved dataset's state.json."""
+"""The key of the list of files in the state.json of a saved dataset."""
 _READ = (
     "a dataset is JSON Lines (UTF-8, one object a line), Parquet (.parquet), a directory of such "
     "files, or what datasets.save_to_disk wrote"
@@ -63,26 +63,28 @@ _FOREIGN = {
 
 @dataclass(frozen=True, slots=True)
 class DatasetRow:
-    """A row and its place in a file."""
+    """A row of a dataset, and the place of the row in its file."""
 
     source: str
-    """File and line, or file and row for a table, such as "train.jsonl:12"; both count from 1."""
+    """The file and the line of the row, or for a table its number, such as "train.jsonl:12"; both
+    count from 1."""
     columns: dict[str, Any]
-    """The values by column, as plain JSON."""
+    """The values of the row by column, in JSON's types."""
 
 
 Rows = Iterator[DatasetRow | DataError]
-"""Rows in their order, with an error that names file and row in place of each malformed row."""
+"""Rows in order; in place of a malformed row there is an error that names file and row."""
 
 
 def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
-    """Yield the rows of a dataset, or an error for a malformed row.
+    """Yield the rows of a dataset; for a malformed row yield an error.
 
-    Columns of bytes and durations are left out of tables with a warning: a lease cannot carry them.
+    Columns of bytes and durations in tables are left out with a warning, because a lease cannot
+    carry such values.
 
     Args:
         path: the dataset, in one of the forms above.
-        leave_out: further columns to leave out.
+        leave_out: names of further columns to leave out.
 
     Raises:
         DataError: if the dataset cannot be read.
@@ -108,10 +110,12 @@ def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
 
 
 def is_local(path: str) -> bool:
-    """Return whether a dataset can be read without a download; if not, verify its split.
+    """Return whether a dataset can be read without a download.
+
+    If it cannot, ask the hub whether it has the split.
 
     Raises:
-        DataError: if it is not local, and the hub is unreachable or has no such split.
+        DataError: if the dataset is not local, and the hub cannot be reached or has no such split.
     """
     if not path.startswith(HUB_PREFIX):
         return True
@@ -126,7 +130,7 @@ def dataset_files(path: str) -> list[Path]:
     """Return the files of a dataset, in the order in which they are read.
 
     Raises:
-        DataError: if a directory has no such files, or the download fails.
+        DataError: if a directory has no files of a dataset, or a download fails.
     """
     if path.startswith(HUB_PREFIX):
         return _download(path)
@@ -170,7 +174,7 @@ def dataset_files(path: str) -> list[Path]:
 
 
 def _split_of(file: Path) -> str:
-    """Return the split that a file's name begins with (test-00000-of-00001), or empty."""
+    """Return the split with which a file's name begins (test-00000-of-00001); "" without one."""
     word = re.split(r"[-_.]", file.name.lower())[0]
     return {"val": "validation", "valid": "validation"}.get(word, word) if word in _SPLITS else ""
 
@@ -199,7 +203,7 @@ def _read_jsonl(path: Path) -> Rows:
 
 
 def _foreign_kind(path: Path, content: bytes) -> str:
-    """Return the format of a file that is no JSON Lines, and the remedy; else empty."""
+    """Return the format of a file that is not JSON Lines, with the remedy; otherwise ""."""
     head = content[:65536].removeprefix(_BOM).lstrip()
     for start, kind in _FOREIGN.items():
         if content.startswith(start):
@@ -282,7 +286,7 @@ def _warn_of_columns(path: str, columns: Mapping[str, str]) -> None:
 
 
 def _what_cannot_travel(pyarrow: Any, kind: Any) -> str:
-    """Return the values in an Arrow type that no lease carries: "bytes", "durations" or empty."""
+    """Return which values of an Arrow type a lease cannot carry: "bytes", "durations" or ""."""
     types = pyarrow.types
     if types.is_struct(kind):
         inner = (_what_cannot_travel(pyarrow, field.type) for field in kind)
@@ -319,9 +323,10 @@ def _batch_rows(path: Path, batches: Any, names: Sequence[str]) -> Rows:
 
 
 def _to_json(value: Any, column: str, source: str) -> Any:
-    """Return a value as plain JSON, which a lease can carry.
+    """Return a value in JSON's types, in which a lease can carry it.
 
-    Null fields of objects are dropped: a typed table gives every object the fields of all objects.
+    Fields of objects that are null are dropped: in a typed table every object has the fields of all
+    objects in the column.
     """
     match value:
         case float():
@@ -374,7 +379,7 @@ def _open(path: Path) -> Any:
 
 
 def _download(path: str, **options: Any) -> list[Path]:
-    """Return the files of one split on the hub; download them unless they are cached."""
+    """Return the files of a split on the hub; files that are not cached are downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

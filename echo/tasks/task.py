@@ -1,4 +1,4 @@
-"""Task: a source of prompts, and the reward of an answer.
+"""The class Task: a source of prompts, with the reward of an answer.
 
 A task is the one small class that a user writes. The learner calls `example` and sends the
 `Example` inside a lease. A worker calls `reward` with that example and needs no dataset. So an
@@ -13,9 +13,9 @@ completion.
         def reward(self, example: Example, completion: str) -> float:
             return float(completion.strip() == example.answer)
 
-The learner sends its worker the task's settings, which may name code: the task's class, a reward
-function, an environment. The code itself is never sent. The worker has its own copy, and imports it
-only if its hash equals the hash of the learner's copy (`code_of`, `check_code`).
+The learner sends its workers the task's settings, which may name code: the task's class, a reward
+function, an environment. The code itself is never sent. A worker has its own copy of the code, and
+imports this copy only if its hash equals the hash of the learner's copy (`code_of`, `check_code`).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from echo.tasks.neighbours import INSTALLED, neighbours_of, relative_level
 SPLITS = ("train", "heldout")
 
 HELDOUT_ONE_IN = 10
-"""A task that splits by hash holds out one in this many texts."""
+"""Of the prompts of a task that splits by hash, one in this number is held out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A prompt with the data that `reward` needs; every field is JSON."""
+    """A prompt, with the data that `reward` needs; every field has JSON's types."""
 
     index: int
     """The number of the example in its split, from 0."""
@@ -64,15 +64,15 @@ class Example:
     Text becomes one user message if the tokenizer has a chat template. If the last message is the
     assistant's, the policy continues it."""
     answer: Any = None
-    """The reference, in the form that the task's `reward` expects."""
+    """The reference answer, in the form that the task's `reward` expects."""
     info: dict[str, Any] = field(default_factory=dict)
     """Further data for `reward`."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """The other columns of its row, if it comes from a dataset."""
+    """The other columns of the example's row, if it comes from a dataset."""
     task: str = ""
-    """The name of its task in a mixture."""
+    """The name of the example's task in a mixture; otherwise empty."""
     source: str = ""
-    """The place of its row, for messages: "train.jsonl:12", or empty."""
+    """The place of the example's row, for messages: "train.jsonl:12"; empty without a row."""
 
     def __post_init__(self) -> None:
         if self.index < 0 or self.split not in SPLITS:
@@ -86,65 +86,67 @@ class Example:
 
 
 class RetryCall(Exception):  # noqa: N818 -- a request of the task's, not an error of ours
-    """Raise this from a task's code if the same call may succeed a moment later.
+    """An error that a task's code raises if the same call may succeed a moment later.
 
-    An example is a judge model that is still starting. The call is repeated twice; ConnectionError
-    and TimeoutError have the same effect.
+    For example, a judge model may still be starting. The call is repeated up to two times.
+    ConnectionError and TimeoutError have the same effect.
     """
 
 
 Reward: TypeAlias = float | Awaitable[float | None] | None
-"""The reward of one answer, or None for no opinion; also as an awaitable."""
+"""The reward of one answer; None if the task cannot score the answer. It may be an awaitable."""
 Rewards: TypeAlias = Sequence[float | None] | Awaitable[Sequence[float | None]]
-"""The rewards of the answers of a group; also as an awaitable."""
+"""The rewards of all answers of a group. They may be an awaitable."""
 
 
 class Task(abc.ABC):
-    """A source of prompts, and the reward of their answers.
+    """A source of prompts, with the reward of an answer to a prompt.
 
-    A subclass takes its settings as keyword arguments, from [task.options]. The constructor must
-    not read datasets: a worker builds the same task without them.
+    The constructor of a subclass gets the settings in [task.options] as keyword arguments. It must
+    not read datasets: a worker builds the same task and has no datasets.
     """
 
     is_bounded = False
-    """Whether `example` and `reward` return soon for any input. Then they run in threads of the
-    node; other tasks run in processes that can be killed."""
+    """Whether `example` and `reward` return soon for any input. If so, they run in threads of the
+    node; the code of other tasks runs in processes that can be killed."""
     has_turns = False
     """Whether an episode may have several turns (environment.py)."""
 
     def prepare(self) -> None:  # noqa: B027, most have nothing to prepare
-        """Do slow preparations; called once in each process, before its first call."""
+        """Do preparations that take long; called once in each process, before all other calls."""
 
     @abc.abstractmethod
     def example(self, index: int, *, split: str) -> Example:
         """Return example `index` of a split; the same index always gives the same example.
 
         Args:
-            index: at least 0, without an upper bound; a finite dataset wraps around.
-            split: "train" or "heldout"; the two must not share a prompt.
+            index: a number from 0 up, without a limit; a finite dataset starts again after its last
+                row.
+            split: "train" or "heldout"; no prompt may be in both splits.
         """
 
     @abc.abstractmethod
     def reward(self, example: Example, completion: str) -> Reward:
         """Return the reward of a completion: a finite number.
 
-        None means no opinion: the answer is left out of its group. May be `async`.
+        If it is None, the task cannot score the answer, which is left out of its group. The method
+        may be `async`.
         """
 
     def compares_answers(self, example: Example) -> bool:
-        """Return whether `rewards` judges all answers to this example in one call."""
+        """Return whether `rewards` scores all answers to this example in one call."""
         return type(self).rewards is not Task.rewards
 
     def rewards(self, example: Example, completions: list[str]) -> Rewards:
-        """Return the reward of each answer of a group, each as in `reward`.
+        """Return the reward of each answer of a group, in order, as `reward` would.
 
-        A task overrides this to compare the answers to a prompt with each other. A single answer
-        still goes to `reward`. May be `async`.
+        A task overrides this method to compare the answers to a prompt with each other. For a
+        single answer `reward` is called. The method may be `async`.
         """
         raise NotImplementedError(f"{type(self).__name__} rewards each answer on its own")
 
     def right_completion(self, example: Example) -> str | None:
-        """Return a completion that should earn the reward, or None if none is known.
+        """Return a completion that should earn the reward; None if none is known.
 
         By default this is the example's answer, if the answer is text or a number.
         """
@@ -159,59 +161,62 @@ class Task(abc.ABC):
         return []
 
     def examine(self, fault_of: Callable[[Example], str]) -> None:  # noqa: B027, most have no rows
-        """Check each row before a run; `fault_of` returns what is wrong with it, or empty.
+        """Check each row before a run with `fault_of`.
+
+        `fault_of` returns what is wrong with an example, or "".
 
         Raises:
-            DataError: naming the first bad row, unless the task leaves bad rows out.
+            DataError: if a row is bad, unless the task leaves bad rows out; the text names the
+                first bad row.
         """
 
     def dataset_files(self) -> list[Path]:
-        """Return the files of the dataset; their hash identifies it."""
+        """Return the files of the task's dataset; their hash identifies the dataset."""
         return []
 
     def data_problems(self) -> list[str]:
-        """Return the faults of the datasets that can be found without a download."""
+        """Return the faults of the task's datasets that can be found without a download."""
         return []
 
     def parts(self) -> list[Task]:
-        """Return the tasks of a mixture; empty for any other task."""
+        """Return the tasks of which a mixture consists; no tasks for any other task."""
         return []
 
     def source_files(self) -> list[Path]:
-        """Return the files with code that `reward` calls, except those of the task's class."""
+        """Return the files with code that `reward` calls; the file of the class is not included."""
         return []
 
 
 class GeneratedTask(Task):
-    """A task that draws random prompts and demonstrations of their answers.
+    """A task with random prompts, and with demonstrations of how to answer them.
 
     The hash of a prompt decides its split, so a prompt that is drawn twice is in the same split
     both times. Demonstrations are for the supervised warm-up and have training prompts only.
     """
 
     max_completion_tokens: int
-    """Characters of the longest demonstration, plus one for the stop token."""
+    """Number of characters of the longest demonstration, plus one for the stop token."""
 
     @abc.abstractmethod
     def reward(self, example: Example, completion: str) -> float:
-        """Return the reward of a completion, not awaitable and never None."""
+        """Return the reward of a completion: a number, not an awaitable or None."""
 
     @abc.abstractmethod
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        """Draw a prompt of either split and a demonstration of how to answer it."""
+        """Return a random prompt, of either split, and a demonstration of how to answer it."""
 
     @abc.abstractmethod
     def answer(self, prompt: str) -> Any:
-        """Return the reference for the answers to a prompt, which `reward` reads."""
+        """Return the reference for answers to a prompt; `reward` finds it in the example."""
 
     def example(self, index: int, *, split: str) -> Example:
-        """Draw example `index` of a split from a generator seeded with both."""
+        """Return example `index` of a split, drawn at random; index and split are the seed."""
         # A string seed is hashed with SHA-512: the same on every machine and Python.
         prompt, _ = self._draw_from(random.Random(f"{type(self).__name__}:{split}:{index}"), split)
         return Example(index=index, split=split, prompt=prompt, answer=self.answer(prompt))
 
     def demonstration(self, rng: random.Random) -> tuple[str, str]:
-        """Draw a training prompt and a completion to imitate; it need not be right."""
+        """Return a random training prompt, and a completion to imitate, which may be wrong."""
         return self._draw_from(rng, "train")
 
     def _draw_from(self, rng: random.Random, split: str) -> tuple[str, str]:
@@ -238,19 +243,19 @@ BUILT_IN_TASKS = {
     "verifiers": "echo.tasks.verifiers:VerifiersTask",
     "word_problems": "echo.tasks.word_problems:WordProblemTask",
 }
-"""Module and class of each built-in task, by its name in task.kind."""
+"""The module and the class of each built-in task, by the task's name in task.kind."""
 
 
 def load_task(kind: str, options: Mapping[str, Any]) -> Task:
-    """Build a task from its settings.
+    """Build and return the task that the settings name.
 
     Args:
         kind: a name from BUILT_IN_TASKS, or "package.module:Class". The current directory is
             searched too, so a user's file needs no installation.
-        options: keyword arguments of its constructor, from [task.options].
+        options: keyword arguments of the task's constructor, from [task.options].
 
     Raises:
-        ConfigError: if there is no such task, or it does not take these options.
+        ConfigError: if there is no such task, or its constructor does not take these options.
     """
     if kind not in BUILT_IN_TASKS and ":" not in kind:
         raise ConfigError(
@@ -267,12 +272,12 @@ def load_task(kind: str, options: Mapping[str, Any]) -> Task:
 
 
 def task_digests(task: Task) -> dict[str, str]:
-    """Return hashes of the code and the data of a task, for a comparison between nodes.
+    """Return hashes of a task's code and data, which nodes compare.
 
     Returns:
-        "task_source": of the files that define the task's class and its base classes. Whole files,
-            since helper functions beside a class matter too.
-        "dataset": of the dataset's files; empty if there are none, or if this node lacks one of
+        "task_source": the hash of the files that define the task's class and its base classes.
+            Whole files are hashed, since helper functions beside a class matter, too. "dataset":
+            the hash of the dataset's files; empty if there are none, or if this node lacks one of
             them.
     """
     source = blake3()
@@ -287,11 +292,12 @@ def task_digests(task: Task) -> dict[str, str]:
 
 
 def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the local modules that a task's settings name, and their neighbours.
+    """Return the user's own modules that a task's settings name, with their neighbours.
 
     Returns:
-        For each module the hash of its code, its path, and the hashes of its neighbours by relative
-        path: the files that its imports name, and the files that importing it has loaded.
+        For each module: the hash of its code, its path, and the hashes of its neighbours, by
+        relative path. Neighbours are the files that its imports name, and the files beside it that
+        importing it has loaded.
     """
     found = {name: find_code(name) for name in _named_modules(kind, options)}
     return {
@@ -306,7 +312,7 @@ def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def code_digest(kind: str, options: Mapping[str, Any]) -> str:
-    """Return one hash of all local code that a task's settings name; empty if there is none."""
+    """Return one hash of all the user's code that a task's settings name; "" without such code."""
     found = [
         [name, code["hash"], code["neighbours"]] for name, code in code_of(kind, options).items()
     ]
@@ -320,16 +326,17 @@ def check_code(
     *,
     inherited_dir: Path,
 ) -> None:
-    """Compare the code that the learner's settings name with this node's copy; import nothing.
+    """Check that this node's copy of the task's code is the learner's; import no code.
 
     Args:
-        kind: task.kind.
-        options: task.options.
-        learners: the result of `code_of` on the learner.
-        inherited_dir: the directory of files that came over the network; no code in it is accepted.
+        kind: the value of task.kind.
+        options: the value of task.options.
+        learners: what `code_of` returned on the learner.
+        inherited_dir: the directory with files that the learner has sent; no code in it is
+            accepted.
 
     Raises:
-        ConfigError: if code is missing here, or differs from the learner's.
+        ConfigError: if code is missing on this node, or differs from the learner's.
     """
     for name in _named_modules(kind, options):
         files, theirs = find_code(name), learners.get(name)
@@ -365,10 +372,10 @@ def check_code(
 
 
 def check_unchanged(code: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse code that has changed since `code_of`.
+    """Check that the task's code is the same as when `code_of` was called.
 
     Raises:
-        ConfigError: naming the file that changed.
+        ConfigError: if a file has changed; the text names it.
     """
     if (changed := next(_changed_files(code), None)) is not None:
         raise ConfigError(
@@ -414,7 +421,7 @@ _MODULE = re.compile(r"(?P<module>[^\W\d]\w*(?:\.\w+)*):(?P<name>[^\W\d]\w*)")
 
 
 def _named_modules(kind: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the modules that a task's settings may name, without repetition."""
+    """Return the names of the modules that a task's settings may name, each once."""
     return list(dict.fromkeys(_find_modules({"kind": kind, "options": options})))
 
 
@@ -438,7 +445,10 @@ def _find_modules(value: object) -> Iterator[str]:
 
 
 def _hash_files(files: list[Path]) -> str:
-    """Return a hash of the files that importing one module runs, with Unix line ends."""
+    """Return one hash of the files that importing a module runs.
+
+    Line ends are hashed as on Unix.
+    """
     digest = blake3()
     for path in files:
         content = path.read_bytes().replace(b"\r\n", b"\n")
@@ -448,7 +458,10 @@ def _hash_files(files: list[Path]) -> str:
 
 
 def _hash_neighbours(name: str, path: Path, others: Iterable[Path]) -> dict[str, str]:
-    """Return hashes of the existing files by path, relative to the named file."""
+    """Return the hashes of the neighbours of a file, and of `others` that exist.
+
+    The key of each hash is the path relative to the directory of the named file.
+    """
     files = {*_neighbours(name, path).values(), *(each.resolve() for each in others)}
     return {
         Path(os.path.relpath(file, path.parent)).as_posix(): _hash_files([file])
@@ -464,7 +477,7 @@ def _neighbours(name: str, path: Path) -> dict[str, Path]:
 
 
 def _place_of(name: str, path: str) -> Path:
-    """Return this worker's path of a module that is at `path` on the learner's machine."""
+    """Return the path on this worker of a module that is at `path` on the learner's machine."""
     if name.endswith(".py"):
         return local_path(name).absolute()
     last = Path(path).name
@@ -519,7 +532,7 @@ def _check_options(kind: str, task_class: type[Task], options: Mapping[str, Any]
 
 
 def _source_of(task_class: type) -> str:
-    """Return the text of the file that defines a class, with Unix line ends."""
+    """Return the text of the file that defines a class, with line ends as on Unix."""
     try:
         path = inspect.getsourcefile(task_class)
     except TypeError:
@@ -535,14 +548,16 @@ def _source_of(task_class: type) -> str:
 
 
 def import_module(where: str, name: str) -> ModuleType:
-    """Import a module by its file, or by its dotted name, also from the current directory.
+    """Import a module, named by its file or its dotted name, and return it.
+
+    A dotted name is also searched in the current directory.
 
     Args:
-        where: the beginning of messages, such as "task.kind = 'my_task:Reverse'".
+        where: the beginning of error messages, such as "task.kind = 'my_task:Reverse'".
         name: "package.module", or a path that ends in ".py".
 
     Raises:
-        ConfigError: if there is no such module, or importing it fails.
+        ConfigError: if there is no such module, or if it cannot be imported.
     """
     directory = str(Path.cwd())
     _search_in(Path(directory))
@@ -617,7 +632,7 @@ def load_function(where: str, spec: str) -> Callable[..., Any]:
     """Import and return the function that "package.module:name" or "path/to/file.py:name" names.
 
     Raises:
-        ConfigError: if there is no such function, or the import fails.
+        ConfigError: if there is no such function, or if its module cannot be imported.
     """
     named = _MODULE_FILE.fullmatch(spec) or _MODULE.fullmatch(spec)
     if named is None or named["module"].endswith(".ipynb"):
@@ -645,7 +660,7 @@ def load_function(where: str, spec: str) -> Callable[..., Any]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean 'NAME'?)" with the closest known name, or empty."""
+    """Return " (did you mean 'NAME'?)" with the most similar known name; "" without one."""
     near = nearest(name, known)
     return f" (did you mean {near!r}?)" if near else ""
 
@@ -662,17 +677,17 @@ def _is_pythons_own(path: Path) -> bool:
 
 
 _CLAIMS: dict[str, dict[str, Path]] = {}
-"""The neighbours of each imported file, by the module name under which it imports them."""
+"""The neighbours of each imported file, by the name under which the file imports each of them."""
 
 _OWN: dict[str, Path] = {}
-"""Top-level names under which users' files are imported, and the directory of each."""
+"""Top-level module names that belong to users' files, with the directory of each."""
 
 
 class _OwnFirst:
-    """An import finder that finds users' files before other modules of the same name.
+    """An import finder that finds users' files before other modules with the same name.
 
-    Only names in `_OWN` are found here. The users' directories are last on sys.path; if they were
-    first, every file in them could hide a module of a package, such as a `random.py` that no reward
+    It finds only names in `_OWN`. The users' directories are last on sys.path. If they were first,
+    every file in them could hide a module of another package, even a `random.py` that no reward
     imports.
     """
 
@@ -680,22 +695,22 @@ class _OwnFirst:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module that is a user's file; None for any other module."""
+        """Return the import spec of a module that is a user's file; None for any other module."""
         if path is not None or name not in _OWN:
             return None
         return PathFinder.find_spec(name, [str(_OWN[name])], target)
 
 
 _LOADED: dict[str, set[Path]] = {}
-"""For each imported file, the files in its own directory that importing it has loaded."""
+"""For each imported file, the files in the same directory that importing it has loaded."""
 
 
 def _claim(name: str, path: Path) -> None:
-    """Record the neighbours of a file that is about to be imported.
+    """Record the neighbours of a file that will be imported next, so that imports find them.
 
     Raises:
-        ConfigError: if the name of a neighbour belongs to another file: a process has one module of
-            each name.
+        ConfigError: if the module name of a neighbour already belongs to another file: a process
+            has only one module of each name.
     """
     if name.partition(".")[0] == "echo":
         return
@@ -732,7 +747,7 @@ def _refuse_pythons_names(path: Path, neighbours: Mapping[str, Path]) -> None:
 
 
 def _find_first(files: Mapping[str, Path]) -> None:
-    """Let `_OwnFirst` find these files."""
+    """Let `_OwnFirst` find these files by their module names."""
     for name, file in files.items():
         num_packages = name.count(".") + (file.name == "__init__.py")
         if not INSTALLED & {*file.parts}:
@@ -755,7 +770,10 @@ def _note_loaded(path: Path, names: Iterable[str]) -> None:
 
 
 def _import_file(file: str) -> ModuleType:
-    """Import a file as `python FILE` does, or within its package if it has relative imports."""
+    """Import a file as `python FILE` would, and return the module.
+
+    A file with relative imports is imported as a part of its package.
+    """
     path = local_path(file).resolve()
     _search_in(path.parent)
     level = relative_level(path) if path.is_file() else 0
@@ -782,7 +800,7 @@ def _import_file(file: str) -> ModuleType:
 
 
 def _is_free(name: str, path: Path) -> bool:
-    """Return whether importing a name finds this file, in spawned processes too."""
+    """Return whether importing a module name finds this file, also in spawned processes."""
     if not name.isidentifier() or name in sys.stdlib_module_names:
         return False
     known = getattr(sys.modules.get(name), "__spec__", None) or _find_spec(name, sys.path)
@@ -811,12 +829,12 @@ _ADDED: set[str] = set()
 
 
 def search_path() -> list[str]:
-    """Return sys.path without the users' directories."""
+    """Return sys.path without the users' directories that this module has added."""
     return [os.fspath(place) for place in sys.path if place not in _ADDED]
 
 
 def _search_in(directory: Path) -> None:
-    """Add a directory to the end of sys.path, for this and later imports of the user's code."""
+    """Add a directory to the end of sys.path, so that imports of the user's code find it."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
         _ADDED.add(str(directory))

@@ -1,17 +1,18 @@
-"""Tokenization with the files of a model directory.
+"""Tokenization, with the files of a model's directory.
 
-Learner and worker must tokenize alike. The tokenizer's files, the chat template with its arguments,
-and the ids that end a completion are hashed, and the hashes compared when a worker joins.
+Learner and worker must tokenize alike. So the tokenizer's files, the chat template with its
+arguments, and the ids that end a completion are hashed. The hashes are compared when a worker
+joins.
 
 **Control tokens.** Only the chat template may write control tokens. In a row, an environment's
-reply or an agent's message, `<|im_end|>` is text; otherwise such a text could forge a system turn.
-Before the template is rendered, a `MARK` is inserted after the first character of each control
-token in a message. The rendered text is split at the marks, and the pieces are encoded one by one.
-Messages of the assistant are not marked, since models write control tokens themselves. Without a
-chat template, text is encoded unchanged with its control tokens.
+reply or an agent's message, `<|im_end|>` is encoded as text; otherwise a message could forge a
+system turn. Before the template is rendered, a `MARK` is inserted after the first character of each
+control token in a message. The rendered text is split at the marks, and the pieces are encoded
+separately. Messages of the assistant get no marks, since models write control tokens themselves.
+Without a chat template, text is encoded unchanged, and its control tokens as such.
 
 **Beginnings.** If the last message is the assistant's, the template opens the assistant's turn, the
-message's content follows, and the policy continues it: nothing closes the turn.
+content of the message follows, and the policy continues this content: nothing closes the turn.
 """
 
 from __future__ import annotations
@@ -57,14 +58,15 @@ _NEEDED_FILES = "the directory needs tokenizer.json and tokenizer_config.json be
 def load_tokenizer(
     directory: str | Path, *, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model directory; never runs code from it.
+    """Load the tokenizer of a model's directory, without running code from the directory.
 
     Args:
         directory: the model's directory.
-        chat_template: replaces the tokenizer's own template; "" removes it.
+        chat_template: a template in place of the tokenizer's own; "" for no template; None for the
+            tokenizer's own.
 
     Raises:
-        DataError: if the directory has no tokenizer that loads.
+        DataError: if the directory has no tokenizer that can be loaded.
     """
     # Imported here, since a relay imports this package and does not install transformers.
     from transformers import AutoTokenizer
@@ -116,17 +118,17 @@ def render_messages(
     opens_turn: bool = True,
     template: str | None = None,
 ) -> str:
-    """Return messages as text, rendered by the chat template.
+    """Return the text that the chat template renders from messages.
 
     Args:
         tokenizer: the tokenizer with the chat template.
-        messages: passed to the template unchanged.
+        messages: the messages, which the template gets unchanged.
         chat_template_kwargs: further variables of the template.
         opens_turn: whether the text ends with the opening of the assistant's turn.
-        template: a template to use in place of the tokenizer's.
+        template: a template to use in place of the tokenizer's own.
 
     Raises:
-        DataError: if there is no chat template, or if it fails.
+        DataError: if there is no chat template, or if the template fails.
     """
     from jinja2 import TemplateError
 
@@ -152,11 +154,16 @@ def render_messages(
 
 
 TURN = "echo-turn-7f3a91"
-"""A placeholder for the assistant's text, to find the text that the template writes around it."""
+"""A placeholder for the assistant's text, which shows where the template's text around it begins.
+"""
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Iterable[int]) -> int:
-    """Return the number of characters of a turn's closing that the sampled stop token covers."""
+    """Return how many characters of the text that closes a turn belong to its stop token.
+
+    The policy has sampled this token, so only the characters after it must be added. 0 if `closing`
+    has no stop token.
+    """
     known = [token for token in stop_ids if token >= 0]
     stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in known]
     ends = [closing.index(stop) + len(stop) for stop in stops if stop and stop in closing]
@@ -167,21 +174,25 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Ite
 
 
 MARK = "\ufdd0"
-"""Inserted into control tokens of messages; Unicode never assigns this character."""
+"""A character that is inserted into control tokens in messages; Unicode never assigns it."""
 
 _WRITTEN_AS_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
-"""The form of control tokens, since some tokenizers do not flag theirs as `special`."""
+"""Matches text in the form of a control token, since some tokenizers do not flag theirs as
+`special`."""
 
 _TEMPLATED = re.compile(
     r"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
     r"(?:<\|(?:im_start|start_header_id|system|user|assistant|start)\|>|<start_of_turn>|\[INST\]"
     r"|<\uff5cUser\uff5c>)"
 )
-"""The beginnings of prompts that common chat templates have rendered."""
+"""Matches the beginnings of prompts that common chat templates have rendered."""
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of tokens that structure a conversation, by text; `<think>` does not."""
+    """Return the tokens that structure a conversation, as text -> id.
+
+    Tokens such as `<think>` are not among them.
+    """
     return {
         token.content: token_id
         for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
@@ -191,7 +202,7 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def unmarked(text: str) -> str:
-    """Return rendered text without its marks, as a user reads it."""
+    """Return rendered text without the marks in it, for a user to read."""
     return text.replace(MARK, "")
 
 
@@ -199,10 +210,10 @@ def unmarked(text: str) -> str:
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[int]:
-    """Return the token ids that end a completion, sorted.
+    """Return the ids of the tokens that end a completion, sorted.
 
-    These are the tokenizer's end-of-sequence token, the ids in generation_config.json, where chat
-    models declare their end of turn, and the control token with which the chat template ends a
+    These are the tokenizer's end-of-sequence token, the ids in generation_config.json, in which
+    chat models declare their end of turn, and the control token with which the chat template ends a
     turn. Ids outside the model's vocabulary are left out.
     """
     found = _declared_stop_ids(tokenizer, directory)
@@ -213,7 +224,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[
 
 
 def describe_stops(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[str]:
-    """Return notes for the user about the tokens that end a completion, one line each."""
+    """Return one line for the user on each oddity of the tokens that end a completion."""
     declared = _declared_stop_ids(tokenizer, directory)
     ending = _template_stop(tokenizer, declared)
     lines, limit = [], _vocab_size(directory)
@@ -266,9 +277,10 @@ def _listed_stop_ids(path: Path) -> set[int]:
 
 
 def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) -> int | None:
-    """Return the control token that the chat template writes after the assistant's text.
+    """Return the id of the control token with which the chat template ends a turn.
 
-    None if a declared stop token follows the text: it ends the turn, whatever comes before it.
+    None if there is none, or if a declared stop token follows the assistant's text and so ends the
+    turn.
     """
     closing, known = _closing(tokenizer) or "", control_tokens(tokenizer)
     if _end_of_turn(tokenizer, closing, declared):
@@ -278,9 +290,10 @@ def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) 
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the text that the chat template writes after the assistant's text, stripped.
+    """Return the text that the chat template writes after the assistant's text.
 
-    None if there is no template, or if it leaves out the assistant's text.
+    White space around the text is removed. None if there is no template, or if the template leaves
+    out the assistant's text.
     """
     if tokenizer.chat_template is None:
         return None
@@ -312,9 +325,9 @@ def decode(
 ) -> str:
     """Return the text of a completion before its first stop token.
 
-    Other special tokens before it are kept: removing a sampled <pad> from its middle could make a
-    wrong answer right. For the same reason an id in the padding of the model's vocabulary, which
-    the tokenizer lacks, becomes the replacement character.
+    Other special tokens in the completion are kept: without a sampled <pad> in the middle a wrong
+    answer could look right. For the same reason an id that the tokenizer does not have, in the
+    padding of the model's vocabulary, becomes the replacement character.
     """
     stops, num_known = frozenset(stop_ids), len(tokenizer)
     runs: list[list[int]] = [[]]
@@ -331,15 +344,15 @@ def decode(
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Converts text to tokens and back for one model."""
+    """Converts text to tokens and tokens to text, for one model."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: list[int]
-    """The token ids that end a completion."""
+    """The ids of the tokens that end a completion."""
     chat_template_kwargs: Mapping[str, Any]
     """Arguments of the chat template."""
     vocab_size: int = 1 << 31
-    """The model has embeddings for the ids below this number."""
+    """Size of the model's vocabulary: the model has embeddings for the ids below this number."""
     now: datetime.datetime | None = None
     """The time that the chat template reads, so that a prompt does not change between two
     renderings; None for the present time."""
@@ -353,12 +366,13 @@ class TextCodec:
         """Return the token ids of a prompt.
 
         With a chat template, text becomes one user message, and the rendered messages end with the
-        opening of the assistant's turn. Without one, text is encoded unchanged, after the special
-        tokens with which the tokenizer begins a text.
+        opening of the assistant's turn. Without a chat template, text is encoded unchanged, after
+        the special tokens with which the tokenizer begins a text.
 
         Raises:
-            DataError: for messages without a template, a template that fails, text that is already
-                rendered, an empty result, or tokens outside the model's vocabulary.
+            DataError: if there are messages but no template, if the template fails, if the text is
+                already rendered, if the result is empty, or if a token is outside the model's
+                vocabulary.
         """
         if self.tokenizer.chat_template is None and isinstance(prompt, str):
             ids = self.encode_raw(prompt)
@@ -372,12 +386,13 @@ class TextCodec:
         return ids
 
     def encode_raw(self, text: str) -> list[int]:
-        """Return the token ids of unchanged text; its control tokens are encoded as such.
+        """Return the token ids of a text that is not rendered by the chat template.
 
-        Tokens that the tokenizer appends to a text are left out, since the policy continues it.
+        Control tokens in the text are encoded as such. Tokens that the tokenizer appends to a text
+        are left out, since the policy continues the text.
 
         Raises:
-            DataError: if the text ends with a stop token, or for tokens outside the model's
+            DataError: if the text ends with a stop token, or a token is outside the model's
                 vocabulary.
         """
         whole = self.known(self.tokenizer(text)["input_ids"])
@@ -390,10 +405,12 @@ class TextCodec:
         return own if has_bos and ids == [own[0], *own] else ids  # the text has <bos> already
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of rendered text; marked control tokens are encoded as text.
+        """Return the token ids of text that `render` has rendered.
+
+        Control tokens with a `MARK` are encoded as text, without the mark.
 
         Raises:
-            DataError: for tokens outside the model's vocabulary.
+            DataError: if a token is outside the model's vocabulary.
         """
         # The template has written the special tokens; the tokenizer would add a second <bos>.
         pieces = filter(None, text.split(MARK))
@@ -403,10 +420,12 @@ class TextCodec:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return messages as text, up to the place where the policy continues, with `MARK`s in it.
+        """Return messages as text, up to the place where the policy continues.
+
+        Control tokens in the contents of messages have a `MARK`.
 
         Raises:
-            DataError: if there is no template, if the template fails, or if an object is no
+            DataError: if there is no template, if the template fails, or if an object is not a
                 message.
         """
         if fault := fault_of_messages(messages):
@@ -423,13 +442,14 @@ class TextCodec:
     def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of an environment's reply to a turn of the policy.
 
-        They follow the sampled tokens of that turn, which are never encoded again and end with a
-        stop token. With a chat template these are the tokens from the end of one assistant's turn
-        to the opening of the next. Without one they are the unchanged contents of the messages.
+        They are appended to the sampled tokens of the turn, which are never encoded again and end
+        with a stop token. With a chat template they are the tokens from the end of the assistant's
+        turn to the opening of the next one. Without a chat template they are the tokens of the
+        unchanged contents of the messages.
 
         Raises:
-            DataError: if the template fails, leaves out or changes the policy's text, or for tokens
-                outside the model's vocabulary.
+            DataError: if the template fails, if it leaves out or changes the policy's text, or if a
+                token is outside the model's vocabulary.
         """
         if fault := fault_of_messages(messages):
             raise DataError(fault)
@@ -455,14 +475,14 @@ class TextCodec:
         return self.encode_rendered(self._with_beginning(text, messages[-1]) if is_begun else text)
 
     def control_token_in(self, text: str) -> str:
-        """Return the first control token in a text, or empty."""
+        """Return the first control token in a text; "" if the text has none."""
         found = self._control.search(text) if self._control else None
         return found[0] if found else ""
 
     def shows_tools(
         self, tools: Sequence[Mapping[str, Any]], prompt: str | Sequence[Mapping[str, Any]]
     ) -> bool:
-        """Return whether the rendered prompt differs with and without these tools."""
+        """Return whether the rendered prompt depends on these tools."""
         if self.tokenizer.chat_template is None:
             return False
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -473,7 +493,7 @@ class TextCodec:
         prompt: str | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Iterator[str]:
-        """Yield descriptions of unexpected effects of the chat template on a prompt."""
+        """Yield one line for the user on each unexpected effect of the template on a prompt."""
         if self.tokenizer.chat_template is None:
             return
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -510,10 +530,10 @@ class TextCodec:
                 )
 
     def unused_arguments(self) -> list[str]:
-        """Return the names in chat_template_kwargs that the chat template does not contain.
+        """Return the names in chat_template_kwargs that do not occur in the chat template.
 
         Raises:
-            DataError: for a name that Echo itself passes to the template.
+            DataError: if a name is one that Echo itself passes to the template.
         """
         for name in ("messages", "add_generation_prompt", "continue_final_message"):
             if name in self.chat_template_kwargs:
@@ -529,7 +549,7 @@ class TextCodec:
         ]
 
     def reads_clock(self) -> bool:
-        """Return whether the chat template reads the present time."""
+        """Return whether the text that the chat template renders depends on the present time."""
         return "strftime_now" in str(self.tokenizer.chat_template)
 
     def _render(
@@ -552,14 +572,14 @@ class TextCodec:
         )
 
     def _as_given(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a message in the form that the template gets."""
+        """Return a message in the form in which the template gets it."""
         found = message if message["role"] == "assistant" else self._mark(message)
         if self._wants_parts:
             return {**found, "content": [{"type": "text", "text": found["content"]}]}
         return found
 
     def _mark(self, value: Any) -> Any:
-        """Return a value with a `MARK` in each control token of its texts."""
+        """Return a value with a `MARK` in each control token of the texts in it."""
         match value:
             case str() if self._control:
                 return self._control.sub(lambda found: found[0][0] + MARK + found[0][1:], value)
@@ -570,7 +590,10 @@ class TextCodec:
         return value
 
     def _with_beginning(self, opened: str, message: Mapping[str, Any]) -> str:
-        """Append the beginning of the assistant's text to text that opens its turn.
+        """Return rendered text with the beginning of the assistant's answer appended.
+
+        `opened` ends with the opening of the assistant's turn, and `message` has the beginning,
+        which the policy continues.
 
         Raises:
             DataError: if the message has tool calls or reasoning.
@@ -587,11 +610,11 @@ class TextCodec:
         return opened + begun
 
     def check_text(self, text: str) -> None:
-        """Check a text prompt without encoding it.
+        """Check a prompt that is text, without encoding it.
 
         Raises:
-            DataError: if the text is already rendered and would be rendered again, or if there is
-                no template and it ends with a stop token.
+            DataError: if a chat template has rendered the text already, and another would render it
+                again; or if there is no template and the text ends with a stop token.
         """
         if self.tokenizer.chat_template is None:
             self._refuse_ended(text)
@@ -599,7 +622,11 @@ class TextCodec:
             self._refuse_templated(text)
 
     def _refuse_templated(self, text: str) -> None:
-        """Raise DataError for text that a chat template has already rendered."""
+        """Refuse text that a chat template has already rendered.
+
+        Raises:
+            DataError: if the text begins like a rendered prompt.
+        """
         head = text.lstrip()[:256]
         own = self._control.match(head) if self._control else None
         found = own or _TEMPLATED.match(head)
@@ -611,7 +638,11 @@ class TextCodec:
             )
 
     def _refuse_ended(self, text: str) -> None:
-        """Raise DataError for text that ends with a stop token."""
+        """Refuse text that ends with a stop token.
+
+        Raises:
+            DataError: if the text ends with a stop token.
+        """
         for token in self.stop_ids:
             stop = str(self.tokenizer.decode([token]))
             if stop.strip() and text.rstrip().endswith(stop):
@@ -627,7 +658,7 @@ class TextCodec:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template writes only contents that are lists of parts, and no text."""
+        """Whether the template renders only contents that are lists of parts, and drops text."""
 
         def writes(content: object) -> bool:
             turn = {"role": "user", "content": content}
@@ -639,7 +670,11 @@ class TextCodec:
         return not writes(TURN) and writes([{"type": "text", "text": TURN}])
 
     def known(self, ids: Iterable[int]) -> list[int]:
-        """Return token ids as integers; refuse an id outside the model's vocabulary."""
+        """Return token ids as integers, after a check that the model has them.
+
+        Raises:
+            DataError: if an id is outside the model's vocabulary.
+        """
         found = [int(token) for token in ids]
         if (highest := max(found, default=0)) >= self.vocab_size:
             raise DataError(
@@ -649,7 +684,10 @@ class TextCodec:
         return found
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the text of a completion before its first stop token; see `decode`."""
+        """Return the text of a completion before its first stop token.
+
+        See the function `decode` of this module.
+        """
         return decode(self.tokenizer, token_ids, self.stop_ids)
 
 
@@ -659,13 +697,13 @@ def tokenizer_digests(
     *,
     chat_template: str | None = None,
 ) -> dict[str, str]:
-    """Return hashes of all that determines tokenization, for a comparison between nodes.
+    """Return hashes of everything that determines tokenization, which nodes compare.
 
-    JSON files are hashed by content, not by layout, and without the chat template that some of them
-    contain. The template is hashed separately, with its arguments.
+    JSON files are hashed by content, not by layout. The chat template that some of them contain is
+    left out and hashed separately, together with its arguments.
 
     Returns:
-        "tokenizer", "chat_template" and "stop_ids", each a BLAKE3 hash in hexadecimal.
+        "tokenizer", "chat_template" and "stop_ids", each as a BLAKE3 hash in hexadecimal digits.
     """
     root = _existing(directory)
     files = blake3()
@@ -685,7 +723,9 @@ def tokenizer_digests(
 
 
 def asset_files(directory: str | Path) -> dict[str, Path]:
-    """Return the files that a worker without a model directory needs, by name; no weights, no code.
+    """Return the files that a worker without a model directory needs, by name.
+
+    No file has weights or code.
 
     Raises:
         DataError: if the directory has no config.json.
@@ -704,17 +744,17 @@ def asset_files(directory: str | Path) -> dict[str, Path]:
 
 
 _CODE_KEYS = frozenset({"auto_map", "trust_remote_code"})
-"""Keys with which a model's JSON files request that its own code runs."""
+"""Keys in a model's JSON files that ask for the model's own code to be run."""
 
 
 def without_code(name: str, data: bytes) -> bytes:
-    """Return a file that came over the network without the keys that name code to run.
+    """Return the content of a file from the network without the keys that name code to run.
 
     Every model is loaded with `trust_remote_code=False`, so the keys have no effect. They are
-    removed so that a later mistake in loading cannot give them one.
+    removed nevertheless, so that a later mistake in loading cannot run such code.
 
     Raises:
-        DataError: if a file that must be JSON is not.
+        DataError: if the file must be JSON by its name, and is not.
     """
     if name not in (*CONFIG_FILES, "tokenizer_config.json"):
         return data
@@ -727,7 +767,7 @@ def without_code(name: str, data: bytes) -> bytes:
 
 
 def drop_code(value: Any) -> Any:
-    """Return parsed JSON without the keys in `_CODE_KEYS`, at any depth."""
+    """Return a parsed JSON value without the keys in `_CODE_KEYS`, at any depth."""
     if isinstance(value, dict):
         return {key: drop_code(item) for key, item in value.items() if key not in _CODE_KEYS}
     return [drop_code(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers` as tasks.
+"""Environments of the package `verifiers`, used as tasks.
 
     [task]
     kind = "verifiers"
@@ -10,9 +10,9 @@ own loop, stop conditions, tools and rubric. Only its model is replaced: `_Polic
 of verifiers whose answers come from the workers' engines. Each episode is a coroutine of the
 environment, which waits in `_Policy` for each turn of the policy.
 
-The environment may only append messages to a conversation. It must not rewrite earlier ones, since
-their tokens are trained on. Rubrics that compare the rollouts of a group are refused, since each
-episode is judged on its own.
+The environment may only append messages to a conversation. It must not change earlier messages,
+since their tokens are trained on. Rubrics that compare the rollouts of a group are refused, since
+the reward of each episode is computed separately.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from echo.tasks.messages import Message
 from echo.tasks.task import Example
 
 TESTED = "verifiers 0.2.1"
-"""The release with this interface; 0.3 moved it, and 0.4 has a different one."""
+"""The release of verifiers that has this interface; 0.3 moved the interface, and 0.4 changed it."""
 
 MODEL = "policy"
 
 
 class VerifiersTask(Environment):
-    """A task that plays an environment of verifiers.
+    """A task whose episodes run in an environment of verifiers.
 
     Args:
-        env: the environment's id, or its module.
-        args: keyword arguments of its `load_environment`.
+        env: the environment's id, or the name of its module.
+        args: keyword arguments of the environment's `load_environment`.
     """
 
     def __init__(self, *, env: str = "", args: Mapping[str, Any] | None = None) -> None:
@@ -57,11 +57,14 @@ class VerifiersTask(Environment):
         self._args = dict(args or {})
 
     def prepare(self) -> None:
-        """Load the environment, which may be slow."""
+        """Load the environment, which may take long."""
         assert self._environment is not None
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return a row of the environment's dataset, for "heldout" of its evaluation dataset."""
+        """Return a row of the environment's dataset as an example.
+
+        For the split "heldout" the row is one of its evaluation dataset.
+        """
         rows = self._rows[split]
         if not rows:
             raise DataError(f"the environment {self._name} has no {split} rows")
@@ -80,7 +83,7 @@ class VerifiersTask(Environment):
         return len(self._rows[split])
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the schemas of the row's own tools, or of the environment's if it has none."""
+        """Return the schemas of the row's own tools; without them, those of the environment."""
         info = example.info["row"].get("info")
         info = json.loads(info) if isinstance(info, str) and info else info
         own = info.get("tool_defs") if isinstance(info, dict) else None
@@ -88,7 +91,7 @@ class VerifiersTask(Environment):
         return [_schema(tool) for tool in tools or []]
 
     def begin(self, example: Example) -> _Session:
-        """Start the environment's coroutine and wait until it asks for the first turn."""
+        """Start the environment's coroutine and wait until it asks for the policy's first turn."""
         session = _Session(self._environment, example)
         first = session.next_request()
         if first is None or _plain(first) != _as_messages(example.prompt):
@@ -100,15 +103,18 @@ class VerifiersTask(Environment):
         return session
 
     def reply(self, state: _Session, text: str) -> list[Message] | None:
-        """Pass a turn to the environment; return the messages that it appends."""
+        """Pass a turn of the policy to the environment; return the messages that it appends.
+
+        None if the environment has ended the episode.
+        """
         return state.reply(text)
 
     def outcome(self, state: _Session) -> float:
-        """Return the reward that the environment's rubric has computed."""
+        """Return the reward of the episode that the environment's rubric has computed."""
         return state.outcome()
 
     def end(self, state: _Session) -> None:
-        """Cancel the environment's coroutine."""
+        """Cancel the environment's coroutine for the episode."""
         state.end()
 
     @functools.cached_property
@@ -141,7 +147,7 @@ class VerifiersTask(Environment):
 
 
 class _Session:
-    """An episode: the environment's coroutine, and the queue of its requests for turns."""
+    """An episode: the environment's coroutine, and its requests for turns of the policy."""
 
     def __init__(self, environment: Any, example: Example) -> None:
         self._environment = environment
@@ -153,7 +159,10 @@ class _Session:
         self._task = asyncio.run_coroutine_threadsafe(self._run(row), _loop())
 
     def next_request(self) -> list[Any] | None:
-        """Wait until the environment asks for a turn; return the prompt, None if it has ended."""
+        """Wait until the environment asks for a turn of the policy, and return the prompt.
+
+        None if the environment has ended the episode.
+        """
         request = self._requests.get()
         if isinstance(request, BaseException):
             raise request
@@ -201,7 +210,7 @@ class _Session:
         _loop().call_soon_threadsafe(turn.set_result, text)
 
     async def sample(self, prompt: list[Any]) -> str | None:
-        """Request a turn of the policy and return its text; None if no space is left for it."""
+        """Ask the policy for a turn, and return the text of the turn; None if there is no space."""
         self._turn = asyncio.get_running_loop().create_future()
         self._requests.put(prompt)
         return await self._turn
@@ -218,7 +227,7 @@ class _Session:
 
 
 def _policy(session: _Session) -> Any:
-    """Return a client of verifiers whose completions are the policy's turns."""
+    """Return a client for verifiers that answers each request with a turn of the policy."""
     vf = _import_verifiers()
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
@@ -287,7 +296,10 @@ def _import_verifiers() -> Any:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all environments in this process, which runs in its own thread."""
+    """Return the event loop on which all environments of this process run.
+
+    The loop runs in a thread of its own.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="echo-verifiers", daemon=True).start()
     return loop
@@ -309,7 +321,7 @@ def _as_messages(prompt: str | list[dict[str, Any]]) -> list[Message]:
 
 
 def _plain(messages: Any) -> list[Message]:
-    """Return messages of verifiers as plain objects, without keys that are None."""
+    """Return messages of verifiers as dicts, without keys whose value is None."""
     dumped = [m if isinstance(m, dict) else m.model_dump() for m in messages]
     return [
         {name: value for name, value in message.items() if value is not None}

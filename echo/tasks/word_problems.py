@@ -6,7 +6,8 @@
 
 A problem asks for one of the four operations on small whole numbers, in one of 32 stories with
 random names and things. The reward is 1 if the last number of the completion is the answer, else 0.
-The text before that number is not judged. A completion that was cut off is judged in the same way.
+The text before that number does not affect the reward. A completion that was cut off is rewarded in
+the same way.
 
 A small pretrained model knows the operations, but it may choose the wrong one, miscalculate, or
 continue after the answer. It learns to calculate and to stop. Prompts are split by the hash of
@@ -87,15 +88,16 @@ STORIES: dict[str, tuple[str, ...]] = {
         "have?",
     ),
 }
-"""The stories by operation. The two numbers are `a` and `b`, in the order of the calculation."""
+"""The stories by operation; `a` and `b` are the two numbers, in the order of the calculation."""
 
 INSTRUCTION = "Answer in one short sentence."
-"""The end of every prompt. It keeps answers short, which a CPU generates faster."""
+"""The last sentence of every prompt, which keeps answers short, so that a CPU generates them fast.
+"""
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 MAX_NUMBER_CHARS = 20
-"""A longer number is wrong without parsing."""
+"""Largest number of characters of a number that is parsed; a longer number is wrong."""
 
 
 class WordProblemTask(Task):
@@ -104,7 +106,7 @@ class WordProblemTask(Task):
     is_bounded = True
 
     def example(self, index: int, *, split: str) -> Example:
-        """Draw problem `index` of a split from a generator seeded with both."""
+        """Return problem `index` of a split, drawn at random; index and split are the seed."""
         rng = random.Random(f"{type(self).__name__}:{split}:{index}")
         while True:
             prompt, answer = draw_problem(rng)
@@ -117,7 +119,7 @@ class WordProblemTask(Task):
 
 
 def draw_problem(rng: random.Random) -> tuple[str, int]:
-    """Draw a problem of any operation, and its answer."""
+    """Return a random problem, of any operation, and its answer."""
     operation = rng.choice("+-*/")
     a, b, answer = draw_numbers(operation, rng)
     name, other = rng.sample(NAMES, 2)
@@ -129,7 +131,7 @@ def draw_problem(rng: random.Random) -> tuple[str, int]:
 
 
 def draw_numbers(operation: str, rng: random.Random) -> tuple[int, int, int]:
-    """Draw two numbers and return them with the result, a whole number above 1."""
+    """Return two random numbers, and the result of the operation, a whole number above 1."""
     if operation == "+":
         a, b = rng.randint(2, 20), rng.randint(2, 20)
         return a, b, a + b
@@ -141,7 +143,10 @@ def draw_numbers(operation: str, rng: random.Random) -> tuple[int, int, int]:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text, with or without commas between thousands."""
+    """Return the last number in a text; None without one.
+
+    The number may have commas between its thousands.
+    """
     found = _NUMBER.findall(text)
     if not found or len(found[-1]) > MAX_NUMBER_CHARS:
         return None
