@@ -1,8 +1,9 @@
-"""Weights pulled chunk by chunk from a parent, forwarded to children on arrival.
+"""The weights plane: each node fetches weights from a parent and forwards them to children.
 
-Every node fetches weights from one parent and serves any number of children; the learner has no
-parent and gets its versions from `publish`. A node keeps a **store** of items (`store.py`): images,
-and encoded versions (deltas and keyframes).
+Every node fetches weights, chunk by chunk, from one parent, and serves any number of children. The
+learner has no parent; `publish` gives it its versions. A node has a **store** of items
+(`store/store.py`). An item is one version in one form: the whole image, or an encoded version (a
+delta or a keyframe).
 
     child                         parent
       Subscribe(newest held)  ->            once per link, and when an Announce may be lost
@@ -19,25 +20,28 @@ Rules
   forwarded as soon as it has arrived and its hash has matched.
 * A node never stores or forwards a chunk that does not match the hash that the learner signed.
 * A chunk is held, forwarded and credited when it has been written, in a thread if a write may take
-  long (`receiver.py`). So a slow disk lowers only the rate at which its node receives.
-* A child fetches the first step of the path to the newest version that costs the fewest bytes: the
-  image in full, a keyframe, or deltas from a version that it holds whole.
-* A newer version preempts the one that is being fetched if less than half of the present one has
-  arrived, and if the direct path to the newer one costs no more than the path by way of the present
-  one. A fetch is not preempted twice in a row; otherwise a link slower than the pace of publication
-  would never complete a version.
-* Lost messages are requested again. A parent that is silent for too long (`link.py`) is left for
-  the spare parent. Without a spare the child repeats its request, and leaves the parent at the
-  second silence. A parent is also left for chunks with wrong hashes, and for an item that it
-  announced and does not deliver (`watchdog.py`). Then `parents.py` chooses another one
-  (`ParentFailed`), and the next Fetch names the missing chunks only.
-* An item without space is abandoned, and tried again with a backoff (`receiver.py`).
-* A child abandons an item for which the parent sends Gone. A child that leaves a parent forgets its
-  offers.
+  long (`receiver.py`). So a slow disk lowers only the rate at which the node with this disk
+  receives.
+* A child takes the path to the newest version that costs the fewest bytes, and fetches the first
+  item on this path: the whole image, a keyframe, or a delta from a version that the child holds
+  completely.
+* A newer version preempts the version that is being fetched if less than half of the latter has
+  arrived, and if the direct path to the newer version costs no more bytes than the path through the
+  present one. A fetch is not preempted twice in a row; otherwise a link slower than the pace of
+  publication would never complete a version.
+* Lost messages are requested again. A child leaves a parent that is silent for too long
+  (`link.py`), and turns to the spare parent. Without a spare parent the child repeats its request,
+  and leaves the parent at the second silence. It also leaves a parent that sends chunks with wrong
+  hashes, or that announced an item and does not deliver it (`watchdog.py`). Then (`ParentFailed`)
+  `parents.py` chooses another parent, and the next Fetch names only the missing chunks.
+* If there is no space for an item, the node abandons the item, and tries it again with a backoff
+  (`receiver.py`).
+* A child abandons an item for which the parent sends Gone. A child that leaves a parent forgets
+  what the parent has offered.
 
 `Broadcast` owns the two halves, `receiver.py` (the child's) and `sender.py` (the parent's). They
-share the store and do not call each other: `changes.py` has the values that the receiver returns
-for the sender.
+share the store and do not call each other: the receiver returns values for the sender, which
+`store/changes.py` defines.
 """
 
 from __future__ import annotations
@@ -84,15 +88,17 @@ from echo.wire.messages import (
 )
 
 GIVE_UP_STALLS = 4
-"""Silences (of stall_s) for which a parent may lack a version that the learner has."""
+"""Number of silences (of stall_s each) for which a parent may lack a version that the learner has.
+"""
 
 
 class Broadcast:
-    """One node's part in the distribution of weights, parent and child at once.
+    """One node's part in the weights plane, as a child and as a parent.
 
-    A role passes messages (`receive`), time (`expire`), results of work (`worked`), the learner's
-    newest version (`expect`) and the parent (`set_parent`); a learner passes versions (`publish`,
-    `publish_segment`). Each of these returns actions. `trust` is given the learner's key.
+    A role passes in messages (`receive`), time (`expire`), results of work (`worked`), the
+    learner's newest version (`expect`) and the parent (`set_parent`). A learner's role also passes
+    in the versions that it makes (`publish`, `publish_segment`). Each of these methods returns
+    actions. The role gives the learner's key to `trust`.
     """
 
     def __init__(
@@ -107,11 +113,13 @@ class Broadcast:
         """Start with an empty store, no parent and no children.
 
         Args:
-            node_id: name of this node.
-            window_bytes: credit that a child keeps outstanding while its link's rate is unknown.
-            stall_s: seconds of silence that a parent is allowed while its link's rate is unknown.
-            keep_versions: complete versions to keep for children and for a fall back, at least 1.
-            version_store: the memory of images; None for memory without a bound.
+            node_id: the name of this node.
+            window_bytes: number of bytes that this node requests ahead while the rate of the link
+                to its parent is unknown.
+            stall_s: seconds for which a parent may be silent while the rate of the link is unknown.
+            keep_versions: number of complete versions to keep, for children and to fall back to; at
+                least 1.
+            version_store: provides the memory of images; None for memory without a limit.
         """
         if window_bytes < 1 or keep_versions < 1 or stall_s <= 0:
             raise ValueError("window_bytes, keep_versions and stall_s must be positive")
@@ -126,15 +134,16 @@ class Broadcast:
             window_bytes=window_bytes,
             stall_s=stall_s,
         )
-        """The child's half."""
+        """The child's half of this node."""
         self.trust = self.receiver.trust
-        """Accepts manifests and tables with the learner's signature, once its key is set."""
+        """Accepts manifests and tables that the learner has signed, once the learner's key is set.
+        """
         self.store = self._store.images
-        """Images by version, complete or partial."""
+        """The images that this node has, by version, complete or partial."""
         self.encoded_versions = self._store.encoded_versions
-        """Coded forms of versions, complete or partial."""
+        """The deltas and keyframes that this node has, by item, complete or partial."""
         self.children = self._sender.children
-        """Children of this node, by link."""
+        """The children of this node, by link."""
         self.uplink = self._sender.rate
         """Rate of this node's uplink to all its children together."""
 
@@ -142,7 +151,7 @@ class Broadcast:
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
-        """Newest complete version."""
+        """The newest version that this node holds completely; None without one."""
         return self._store.newest_complete
 
     @property
@@ -152,17 +161,20 @@ class Broadcast:
 
     @property
     def bytes_sent(self) -> int:
-        """Weight bytes sent to children."""
+        """Number of weight bytes sent to children since the start."""
         return self._sender.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        """Weight bytes received."""
+        """Number of weight bytes received since the start."""
         return self.receiver.bytes_received
 
     @property
     def payload(self) -> Chunked | None:
-        """The newest known version in its smallest form; None if no version is known."""
+        """The newest version that this node has, complete or partial, in its smallest form.
+
+        None if the node has no version.
+        """
         newest = self._store.newest_known
         forms: list[Chunked] = [
             *(
@@ -176,11 +188,15 @@ class Broadcast:
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` should be called next; None if it need not be called."""
+        """The time at which `expire` should be called next; None if it need not be called."""
         return earliest(self.receiver.deadline, self._sender.deadline)
 
     def progress(self) -> tuple[PolicyVersion | None, int, int]:
-        """Return (version that is being fetched, its held chunks, its known chunks)."""
+        """Return the version that is being fetched, and how much of it has arrived.
+
+        The second value is the number of held chunks, the third the number of known chunks. (None,
+        0, 0) if no version is being fetched.
+        """
         item_id = self.receiver.item
         item = None if item_id is None else self._store.get(item_id)
         if item_id is None or item is None:
@@ -189,7 +205,7 @@ class Broadcast:
 
     @property
     def patch_mode(self) -> PatchMode:
-        """When a delta is written over its base."""
+        """When a delta is written over the image of its base."""
         return self._store.in_place.mode
 
     @patch_mode.setter
@@ -197,9 +213,11 @@ class Broadcast:
         self._store.in_place.mode = mode
 
     def patch_of(self, version: PolicyVersion) -> ApplyPatch | None:
-        """Return the work that writes a version over its base; None if no such patch is ready.
+        """Return the work that writes a delta over its base, to turn the base into `version`.
 
-        The caller does the work, and reports its result with `worked`.
+        None if no delta to this version is ready.
+
+        The caller does the work, and passes the result to `worked`.
         """
         ready = self._store.in_place.ready
         if ready is None or ready.version != version:
@@ -207,14 +225,15 @@ class Broadcast:
         return self._store.in_place.begin(ready)
 
     def offer(self, image: bytearray, image_hash: bytes) -> None:
-        """Offer bytes of this machine, such as those of the model's own directory.
+        """Offer an image that this machine has, such as the model's own weights.
 
-        If the signed hash of the first version announced is that of these bytes, the version is not
-        fetched. Otherwise the bytes are dropped and the version is fetched.
+        If the first version that a parent announces has the same hash, the node uses this image and
+        does not fetch the version. Otherwise it drops the image and fetches the version.
 
         Args:
-            image: in the layout of a version's image; the caller does not change it afterwards.
-            image_hash: its hash (`hash_image`), computed on this machine.
+            image: the bytes, in the layout of a version's image; the caller must not change them
+                afterwards.
+            image_hash: the hash of the image (`hash_image`), computed on this machine.
         """
         self.trust.local_image = (image, image_hash)
 
@@ -227,11 +246,11 @@ class Broadcast:
         *,
         now: float,
     ) -> list[Action]:
-        """Hold an image that was found on this machine, complete or partial.
+        """Take over a complete or partial image that an earlier process left on this machine.
 
-        `frame` is the signed manifest, and `has_chunk` marks the correct chunks. The manifest is
-        verified again: newer versions may have arrived while the chunks were hashed, and `trust`
-        may have forgotten the manifest.
+        `frame` is the signed manifest, `storage` has the bytes, and `has_chunk` marks the correct
+        chunks. The manifest is verified again: newer versions may have arrived while the chunks
+        were hashed, and `trust` may have forgotten the manifest.
         """
         manifest = self.trust.manifest(version, frame)
         signed, _ = self.trust.manifests[version]
@@ -251,7 +270,7 @@ class Broadcast:
         *,
         now: float,
     ) -> list[Action]:
-        """Add a complete version made here, and announce it."""
+        """Add a complete version that this node, the learner, has made, and announce it."""
         if len(image) != manifest.num_bytes:
             raise LocalProtocolError(
                 f"{manifest.version}: image of {len(image)} bytes, manifest says otherwise"
@@ -269,14 +288,14 @@ class Broadcast:
         expected_bytes: int,
         now: float,
     ) -> list[Action]:
-        """Add the next segment of an encoded version made here, and forward it to children.
+        """Add the next segment of an encoded version that the learner makes, and forward it.
 
         Args:
-            table: of the segment.
+            table: the table of the segment.
             frame: the table, signed and encoded.
-            payload: its coded blocks, one after the other; the caller does not change it
-                afterwards.
-            expected_bytes: estimated size of the whole encoded version.
+            payload: the coded blocks of the segment, one after the other; the caller must not
+                change them afterwards.
+            expected_bytes: estimated size of the whole encoded version, in bytes.
             now: the present.
         """
         item = (table.version, form_of(table.base))
@@ -290,7 +309,7 @@ class Broadcast:
     def set_parent(
         self, peer: str | None, *, rtt_s: float | None = None, now: float
     ) -> list[Action]:
-        """Fetch weights from `peer` from now on, or from no node; held chunks are kept."""
+        """Fetch weights from `peer` from now on; None stops fetching. Held chunks are kept."""
         found = self._pass_on(self.receiver.set_parent(peer, rtt_s=rtt_s, now=now), now)
         return [each for each in found if isinstance(each, Action)]
 
@@ -300,10 +319,11 @@ class Broadcast:
         return self.evict(now=now)
 
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
-        """Ask the parent about the learner's newest version, unless it is known here.
+        """Ask the parent for the learner's newest version, unless it is known already.
 
-        Its Announce may be on its way, or may have been lost on a link. A parent that announces no
-        newer version for GIVE_UP_STALLS silences has no space for it or is cut off, and is left.
+        The Announce of this version may be under way, or may have been lost. If the parent does not
+        announce a newer version for GIVE_UP_STALLS * stall_s, it has no space for the version or is
+        cut off, so the node leaves it.
         """
         held = self.newest_complete
         heard_of = (self._store.newest_known, self.receiver.offers.newest)
@@ -330,7 +350,8 @@ class Broadcast:
         """Handle one message of the weights plane.
 
         Raises:
-            RemoteProtocolError: if the peer broke a rule; the state is unchanged.
+            RemoteProtocolError: if the peer broke a rule of the protocol; the state is then
+                unchanged.
         """
         match message:
             case Subscribe() | Fetch() | Credit():
@@ -342,7 +363,11 @@ class Broadcast:
         raise RemoteProtocolError(f"{type(message).__name__} does not belong to the weights plane")
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Accept the result of work in a thread; `fault` is empty if the work succeeded."""
+        """Handle the result of work done in a thread; `fault` is empty if the work succeeded.
+
+        Raises:
+            LocalProtocolError: if the work is not one of the weights plane.
+        """
         match work:
             case WriteChunk():
                 found = self.receiver.written(work, fault, now=now)
@@ -358,11 +383,14 @@ class Broadcast:
         return self._pass_on(found, now)
 
     def tend(self, *, now: float) -> list[Action]:
-        """Serve the children: the part of `expire` that a node without a parent needs."""
+        """Serve the children.
+
+        This is the part of `expire` that a node without a parent needs.
+        """
         return self._sender.expire(now)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Repeat requests without an answer; report a silent parent."""
+        """Repeat requests that got no answer, leave a silent parent, and serve the children."""
         actions = [*self.tend(now=now), *self._pass_on(self.receiver.expire(now=now), now)]
         # The items that silent children have pinned may be dropped after a while.
         if now >= self._evicted_at + self._stall_s:
@@ -374,7 +402,7 @@ class Broadcast:
     def _pass_on(
         self, found: Iterable[Action | ParentFailed], now: float
     ) -> list[Action | ParentFailed]:
-        """Return the receiver's actions, with the sender's actions in place of store changes."""
+        """Return the receiver's actions; the sender's actions replace each store change."""
         actions: list[Action | ParentFailed] = []
         for each in found:
             if not isinstance(each, StoreChange):
@@ -394,7 +422,7 @@ class Broadcast:
         return actions
 
     def evict(self, *, now: float) -> list[Action]:
-        """Drop the items that neither this node nor a child needs."""
+        """Drop the items that neither this node nor a child of it needs."""
         self._evicted_at = now
         self._sender.forget_silent(now)
         self.trust.retire(self.newest_complete, self.receiver.offers.items())

@@ -1,30 +1,33 @@
-"""Chunk cipher: AES-256-GCM, a key for each form of each version, a nonce for each chunk.
+"""The cipher of chunks: AES-256-GCM, with a key for each form of each version.
 
-    learner          chunk -> encrypted once -> hashed -> hash signed, with the hash of the key
-    any node         hash matches? -> kept and forwarded as it arrived, without the key
-    with the key     -> decrypted: an image when it is written, a coded block when it is decoded
+    learner          chunk -> encrypted once -> hashed -> hash signed, with the hash of the key any
+    node         hash matches? -> kept and forwarded as it arrived, without the key with the key
+    -> decrypted: an image when it is written, a coded block when it is decoded
 
-So weights need no encryption by their links: their bytes travel over sockets without CURVE
-(`net/zmq.py`), which costs far less. All other messages, tables and keys included, use CURVE.
+So the links need not encrypt weights: the bytes of weights travel over sockets without CURVE
+(`net/zmq.py`), which takes far less CPU. All other messages, tables and keys included, use CURVE.
 
-**Keys.** The learner draws a key for each form of each version, in memory, and keeps no list. A key
-travels beside the signature of the manifest or table that commits to it (`SignedManifest.key`). So
-it arrives inside CURVE before the first chunk that needs it, and a wrong key is refused before any
-chunk is decrypted. Versions of a resumed learner have another lineage, with other names and keys.
+**Keys.** The learner draws a key for each form of each version, in memory, and keeps no list of
+keys. A key travels beside the signature of the manifest or table that commits to it
+(`SignedManifest.key`). So the key arrives inside CURVE before the first chunk that needs it, and a
+wrong key is refused before any chunk is decrypted. Versions of a resumed learner have another
+lineage, with other names and keys.
 
-**Nonces** are the indices of chunks. A form of a version has one content, and its key encrypts
-nothing else, so no nonce is used for two texts.
+**Nonces** are the indices of chunks. A form of a version has a single content, and its key encrypts
+nothing else, so no nonce is used for two different texts.
 
-**No tag.** The learner signs the hash of the encrypted chunk. That is stronger than a tag, whose
-key every receiver has. So encryption does not lengthen a chunk.
+**No tag.** The learner signs the hash of the encrypted chunk. A signed hash is stronger than GCM's
+tag, because every receiver has the key of the tag. Without a tag encryption does not lengthen a
+chunk.
 
-**At rest.** A node keeps an image decrypted: an engine reads it, deltas are written over it, and on
-a disk the same pages lie in a file that only its owner can read. A second, encrypted image would
-cost as much memory as the model. A requested chunk is encrypted again, to the same bytes that the
-learner has signed (same key, nonce and text). Encrypted chunks that have just arrived or been made
-are kept for a while, for siblings (`SentChunks`). Where memory may change, the hash is compared
-before a chunk is sent: a changed text must not be encrypted with the nonce of the signed one.
-Encoded versions are kept in memory encrypted, with their tables and so their keys.
+**At rest.** A node keeps an image decrypted: an engine reads the image, deltas are written over it,
+and on a disk the same pages are in a file that only the file's owner can read. A second, encrypted
+image would cost as much memory as the model. A requested chunk is encrypted again, to the same
+bytes that the learner has signed (same key, nonce and text). Encrypted chunks that have just
+arrived or been made are kept for a while, for further children (`SentChunks`). If the memory of an
+image may change, the hash is compared before a chunk is sent: a changed text must not be encrypted
+with the nonce of the signed text. Encoded versions are kept in memory encrypted, with their tables
+and so their keys.
 
 With `security.curve = false` nothing is encrypted, and hashes are of the plain chunks.
 """
@@ -48,32 +51,32 @@ _COMMITMENT = "echo-rl 2026-11 key of one form of a version"
 _BLOCK_BYTES = 16
 _NONCE_BYTES = 12
 _FIRST_COUNTER = 2
-"""GCM's counter in the first block of a text; 1 is used for the tag."""
+"""GCM's counter for the first block of a text; the counter 1 is used for the tag."""
 
 
 def hash_key(key: bytes) -> bytes:
-    """Return the hash of a key, which the learner signs instead of the key; empty without a key."""
+    """Return the hash of a key, which the learner signs in place of the key; b"" without a key."""
     return blake3(key, derive_key_context=_COMMITMENT).digest() if key else b""
 
 
 def check_key(key: bytes, key_hash: bytes) -> None:
-    """Refuse a key whose hash is not the one that the learner has signed.
+    """Check that a key has the hash that the learner has signed.
 
     Raises:
-        RemoteProtocolError: if the key is wrong, missing, or given where none is expected.
+        RemoteProtocolError: if the key is wrong, is missing, or is given although none is expected.
     """
     if len(key) not in (0, KEY_BYTES) or hash_key(key) != key_hash:
         raise RemoteProtocolError("a key of a version that is not the one which the learner drew")
 
 
 def crypt(key: bytes, index: int, data: Frame, out: memoryview) -> None:
-    """Encrypt or decrypt chunk `index`; without a tag both are the same operation.
+    """Encrypt or decrypt a chunk; without a tag both are the same operation.
 
     Args:
-        key: of the chunk's form and version, KEY_BYTES long.
-        index: of the chunk.
+        key: the key of the chunk's form and version, KEY_BYTES long.
+        index: the index of the chunk.
         data: the whole chunk.
-        out: memory of the result, of the same length; may be the memory of `data`.
+        out: memory for the result, of the same length; it may be the memory of `data`.
     """
     nonce = index.to_bytes(_NONCE_BYTES, "big")
     _context(key, modes.GCM(nonce)).update_into(data, out)
@@ -85,17 +88,20 @@ def _context(key: bytes, mode: modes.GCM | modes.CTR) -> CipherContext:
 
 @dataclass(frozen=True, slots=True)
 class Encrypted:
-    """Where a run of encrypted bytes lies in the chunks of a form, with the key of these chunks."""
+    """Where a run of encrypted bytes begins in the chunks of a form, and the key of the chunks."""
 
     key: bytes
     chunk: int
     """Index of the chunk in which the run begins."""
     start: int
-    """Offset of its first byte in that chunk."""
+    """Offset of the first byte of the run in that chunk."""
     chunk_bytes: int
 
     def decrypt(self, data: memoryview) -> memoryview:
-        """Return the run `data` decrypted; it may begin and end anywhere in a chunk."""
+        """Return the bytes of the run `data`, decrypted.
+
+        The run may begin and end anywhere in a chunk, and may span several chunks.
+        """
         out = np.empty(len(data), np.uint8).data
         done, chunk, start = 0, self.chunk, self.start
         while done < len(data):
@@ -111,24 +117,27 @@ class Encrypted:
 
 
 SENT_BYTES = 8 << 20
-"""Bytes of encrypted image chunks that are kept; siblings are a few chunks apart
-(`weights/sender.py`)."""
+"""Number of bytes of encrypted image chunks that are kept; children that fetch the same item are a
+few chunks apart (`weights/sender.py`)."""
 
 
 class SentChunks:
-    """Encrypted chunks of images that have recently arrived or been made."""
+    """The newest encrypted chunks of images, up to SENT_BYTES."""
 
     def __init__(self) -> None:
-        """Start without chunks."""
+        """Start with no chunks."""
         self._frames: OrderedDict[tuple[bytes, int], Frame] = OrderedDict()
         self._num_bytes = 0
 
     def get(self, key: bytes, index: int) -> Frame | None:
-        """Return a chunk as it travels, or None if it is not kept; the key identifies the form."""
+        """Return an encrypted chunk, or None if it is not kept.
+
+        `key` is the key of the chunk's form and so identifies the form.
+        """
         return self._frames.get((key, index))
 
     def add(self, key: bytes, index: int, frame: Frame) -> None:
-        """Keep a verified chunk, and drop the oldest beyond the bound."""
+        """Keep an encrypted chunk that was verified; drop the oldest chunks above SENT_BYTES."""
         if (key, index) in self._frames:
             return
         self._frames[key, index] = frame

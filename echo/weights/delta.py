@@ -1,4 +1,4 @@
-"""Block codec: a piece of an image, alone or as a delta.
+"""Coding of blocks: a block is a run of an image's bytes, coded alone or as a delta.
 
 Each block is coded on its own, so blocks can be coded, sent and decoded in any order and by several
 threads. The first byte of a coded block is its codec, the second the size of a word in bytes:
@@ -12,19 +12,21 @@ threads. The first byte of a coded block is its codec, the second the size of a 
 | PLANES     | the words as byte planes, no base                | keyframes, another model |
 | RAW        | the bytes (and no second byte)                   | noise                    |
 
-A byte plane gathers one byte of every word: the exponents of floats lie close together and pack
-well, mantissas do not and stay as they are. Bytes that do not fill a word follow at the end.
+A byte plane consists of the bytes at one position in every word. The exponents of floats have
+similar values and pack well; mantissas do not, and are stored unchanged. Bytes after the last whole
+word follow at the end.
 
 All arithmetic is on bit patterns as integers, little-endian like the image, so every value is
 restored bit for bit. Coding is deterministic for a given version of zstd: all nodes that code the
-same block get the same bytes.
+same block produce the same bytes.
 
-The encoder does not try all codecs. It counts the changed words first. Up to a fifth of the words,
-CHANGES is within 5 % of the shortest codec for steps of any size. Above that, samples from all over
-the block decide.
+The encoder does not try all codecs. It counts the changed words first. If at most a fifth of the
+words have changed, CHANGES is within 5 % of the shortest codec, whatever the size of the changes.
+If more have changed, samples from the whole block decide.
 
 The decoder compares every length with the size of the block before it allocates memory. It
-allocates a few times the block for an honest block, and at most about twenty times for any block.
+allocates a few times the size of the block for an honest block, and at most about twenty times its
+size for any block.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def pack_streams(*streams: Bytes) -> list[bytes]:
-    """Return each array, which must be contiguous, as a stream: its length, then its bytes."""
+    """Return each contiguous array as a stream: its length, then its bytes, packed if shorter."""
     # A new compressor costs only 10 us, so each call makes one and threads share none.
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     parts = []
@@ -86,13 +88,13 @@ def pack_streams(*streams: Bytes) -> list[bytes]:
 
 
 def planes_of(words: Words) -> list[Bytes]:
-    """Return one array per byte of a word, the least significant first."""
+    """Return the byte planes of words, the plane of the least significant bytes first."""
     planes = words.view(np.uint8).reshape(-1, words.itemsize)
     return [np.ascontiguousarray(planes[:, plane]) for plane in range(words.itemsize)]
 
 
 def pack_planes(words: Words) -> list[bytes]:
-    """Return words as one stream per byte of a word."""
+    """Return words as one stream for each byte plane."""
     return pack_streams(*planes_of(words))
 
 
@@ -106,10 +108,13 @@ def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
 
 
 class BlockReader:
-    """Reads the fields of a coded block, and refuses fields that do not fit it."""
+    """Reads the fields of a coded block.
+
+    A field that does not fit the block raises RemoteProtocolError.
+    """
 
     def __init__(self, coded: memoryview) -> None:
-        """Read `coded` from its beginning."""
+        """Start to read at the beginning of `coded`."""
         self._rest = coded
         self._decompressor = zstandard.ZstdDecompressor()
 
@@ -121,11 +126,11 @@ class BlockReader:
         return taken
 
     def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
-        """Return the next fields."""
+        """Return the next fields, which have this layout."""
         return layout.unpack(self.take(layout.size))
 
     def stream(self, size: int) -> Bytes:
-        """Return the next stream, which must have `size` bytes once it is unpacked."""
+        """Return the content of the next stream, which must be `size` bytes."""
         [length] = self.unpack(_LENGTH)
         if length > size:
             raise RemoteProtocolError("a coded block with a stream that is longer than promised")
@@ -135,20 +140,24 @@ class BlockReader:
         return np.frombuffer(stored, np.uint8)
 
     def planes(self, count: int, word_bytes: int) -> Words:
-        """Return `count` words from byte planes."""
+        """Return `count` words of `word_bytes`, read from their byte planes."""
         words = np.empty((count, word_bytes), np.uint8)
         for plane in range(word_bytes):
             words[:, plane] = self.stream(count)
         return words.reshape(-1).view(f"<u{word_bytes}")
 
     def finish(self) -> None:
-        """Check that all bytes were read."""
+        """Check that all bytes of the block were read."""
         if self._rest:
             raise RemoteProtocolError("a coded block with bytes left over")
 
 
 def _unpacked(frame: memoryview, size: int, decompressor: zstandard.ZstdDecompressor) -> bytes:
-    """Return the contents of a zstd frame, which must be `size` bytes."""
+    """Return the content of a zstd frame, which must be `size` bytes.
+
+    Raises:
+        RemoteProtocolError: if the frame is malformed or has another size.
+    """
     try:
         # The encoder makes no skippable frames and uses no dictionaries.
         if bytes(frame[:4]) != _MAGIC:
@@ -194,10 +203,13 @@ _ESCAPE = 15
 
 
 def has_more_changes(old: Words, new: Words, limit: int) -> bool:
-    """Return whether more than `limit` words differ; True is exact, False may be an estimate.
+    """Return whether more than `limit` words differ.
 
-    If samples suggest that at most half of `limit` words differ, the words are not counted: a count
-    is a pass over both blocks, and the search for sparse changes follows anyway.
+    The result True is exact; False may be an estimate.
+
+    If samples suggest that at most half of `limit` words differ, the differing words are not
+    counted: counting takes a pass over both blocks, and the search for sparse changes follows
+    anyway.
     """
     every = _SAMPLE_STRIDE
     if every * np.count_nonzero(old[::every] != new[::every]) <= limit // 2:
@@ -211,7 +223,7 @@ def has_more_changes(old: Words, new: Words, limit: int) -> bool:
 
 
 def has_changed_little(old: memoryview, new: memoryview) -> bool:
-    """Return whether few words differ between two images, judged by samples.
+    """Return whether few words differ between two images, estimated from samples.
 
     Args:
         old: one image.
@@ -225,13 +237,13 @@ def has_changed_little(old: memoryview, new: memoryview) -> bool:
 
 
 def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
-    """Return the indices of changed words, in order, with their differences and old values.
+    """Return the indices of changed words, in order, their differences and their old values.
 
     Differences are modulo the word's size. If few words differ, most of the time is spent on the
-    search. The comparison yields a byte per word. Eight of these bytes are read as one number, and
-    only nonzero numbers are searched, which is twice as fast as a search for nonzero bytes. The
-    search works on pieces that fit into the caches, which saves a sixth: the old and new words are
-    then read from the caches.
+    search. The comparison yields a byte for each word. Eight of these bytes are read as one number,
+    and only the nonzero numbers are examined, which is twice as fast as a search for nonzero bytes.
+    The search works on pieces that fit into the caches, which saves a sixth: the old and new words
+    are then read from the caches.
     """
     size = max(8, min(_PIECE_BYTES // new.itemsize, -(-new.size // 8) * 8))
     differs = np.zeros(size, np.bool_)
@@ -253,7 +265,10 @@ def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
 
 
 def gather(values: npt.NDArray[Any], where: Indices) -> npt.NDArray[Any]:
-    """Return the values at valid indices; clipping is the cheapest check."""
+    """Return the values at these indices, which must be valid.
+
+    numpy's cheapest check of indices is to clip them.
+    """
     return np.take(values, where, mode="clip")
 
 
@@ -266,7 +281,7 @@ def zigzag(difference: Words) -> Words:
 
 
 def unzigzag(number: Words) -> Words:
-    """Return the difference of a number: the inverse of zigzag()."""
+    """Return the differences that these numbers stand for: the inverse of zigzag()."""
     sign: Words = number & 1
     np.negative(sign, out=sign)
     difference: Words = number >> 1
@@ -275,11 +290,12 @@ def unzigzag(number: Words) -> Words:
 
 
 def pack_changes(where: Indices, difference: Words) -> list[bytes]:
-    """Code changes.
+    """Return the coded form of changes to words.
 
     Args:
         where: indices of the changed words, increasing.
-        difference: their differences, modulo the size of a word; none is zero.
+        difference: new minus old value of each changed word, modulo the size of a word; none is
+            zero.
     """
     gaps = _pack_gaps(where)
     number = zigzag(difference) - 1
@@ -297,15 +313,15 @@ def pack_changes(where: Indices, difference: Words) -> list[bytes]:
 
 
 def read_changes(reader: BlockReader, num_words: int, word_bytes: int) -> tuple[Indices, Words]:
-    """Return the arguments that `pack_changes` was given.
+    """Return the indices and differences that `pack_changes` has coded.
 
     Args:
-        reader: positioned before the changes.
-        num_words: words of the block.
-        word_bytes: size of a word.
+        reader: a reader whose next field is the first of the changes.
+        num_words: number of words of the block.
+        word_bytes: size of a word, in bytes.
 
     Raises:
-        RemoteProtocolError: if the changes do not fit such a block.
+        RemoteProtocolError: if the changes do not fit a block of this size.
     """
     count, num_gaps, num_escapes = reader.unpack(_COUNTS)
     if count > num_words or num_gaps > count + num_words // _SKIP or num_escapes > count:
@@ -324,7 +340,7 @@ def read_changes(reader: BlockReader, num_words: int, word_bytes: int) -> tuple[
 
 
 def _pack_gaps(where: Indices) -> Bytes:
-    """Return the gap before each change, one byte each, with escapes for large gaps."""
+    """Return the gap before each change as one byte, with escapes for large gaps."""
     gaps = where.copy()
     np.subtract(where[1:], where[:-1], out=gaps[1:])
     gaps[1:] -= 1
@@ -337,7 +353,7 @@ def _pack_gaps(where: Indices) -> Bytes:
 
 
 def _unpack_gaps(packed: Bytes) -> Indices:
-    """Return the indices of the changes."""
+    """Return the indices of the changes whose gaps `_pack_gaps` has packed."""
     is_change = packed != _SKIP
     steps = packed + is_change  # 254 + 1 still is a byte
     steps[:1] -= 1  # the first change has only its gap before it
@@ -346,7 +362,7 @@ def _unpack_gaps(packed: Bytes) -> Indices:
 
 
 def _step_table(word_bytes: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return a table: for each byte the two differences that it codes, packed into one number."""
+    """Return a table with the two differences that each byte codes, packed into one number."""
     byte = np.arange(256, dtype=f"<u{word_bytes}")
     nibbles = np.stack([byte & 15, byte >> 4], axis=1)
     steps = np.where(nibbles == _ESCAPE, 0, unzigzag(nibbles + 1)).astype(byte.dtype)
@@ -360,12 +376,14 @@ _STEPS = {word_bytes: _step_table(word_bytes) for word_bytes in (1, 2, 4)}
 WordBytes: TypeAlias = Literal[1, 2, 4]
 
 BLOCK_BYTES = 4 << 20
-"""Image bytes per block: small enough for the caches, large enough that its headers vanish."""
+"""Number of image bytes of a block: few enough for the caches, and so many that the headers hardly
+count."""
 
 UNCHANGED, RAW, CHANGES, DIFFERENCE, XOR, PLANES = range(6)
 
 SPARSE_SHARE = 0.2
-"""Share of changed words up to which CHANGES is not compared with other codecs."""
+"""Largest share of changed words for which CHANGES is used without a comparison with other codecs.
+"""
 NUM_SAMPLES = 16
 SAMPLE_WORDS = 1024
 
@@ -373,29 +391,33 @@ _Coder: TypeAlias = Callable[[Words, Words], list[bytes]]
 
 
 def block_bytes_of(chunk_bytes: int) -> int:
-    """Return the image bytes per block of a version with chunks of this size: whole chunks."""
+    """Return the size of a block, in bytes, for chunks of this size.
+
+    A block consists of whole chunks.
+    """
     return max(1, BLOCK_BYTES // chunk_bytes) * chunk_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CodedBlock:
-    """A block as a delta, with the hash of the bytes that it replaces."""
+    """A block coded as a delta, with the hash of the bytes that it replaces."""
 
     coded: bytes
     old_hash: bytes
-    """BLAKE3-256 of the replaced bytes: changed words and the tail, or the whole block."""
+    """BLAKE3-256 hash of the replaced bytes: those of the changed words and of the tail, or those
+    of the whole block."""
 
 
 def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBytes) -> bytes:
     """Return the coded form of a block.
 
     Args:
-        base: the same block of the version that the receiver holds; None codes it alone.
-        new: the block, of any length.
-        word_bytes: size of its floats, 1 for other or unknown contents.
+        base: the same block in the version that the receiver holds; None to code the block alone.
+        new: the bytes of the block, of any length.
+        word_bytes: size of the floats in the block, in bytes; 1 for other or unknown contents.
 
     Raises:
-        LocalProtocolError: if base and block differ in length.
+        LocalProtocolError: if the base and the block differ in length.
     """
     if base is not None:
         return encode_delta(base, new, word_bytes=word_bytes).coded
@@ -406,12 +428,12 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
 def code_block(
     base: memoryview | None, new: memoryview, block: tuple[int, int, WordBytes]
 ) -> CodedBlock:
-    """Return the coded form of one block of an image.
+    """Return the coded form of one block of an image, with the hash of what it replaces.
 
     Args:
-        base: the image of the version that the receiver holds; None codes it alone.
-        new: the image.
-        block: its start and stop in both images, and the size of its words.
+        base: the image of the version that the receiver holds; None to code the block alone.
+        new: the image to code.
+        block: start and stop of the block in both images, and the size of its words.
     """
     start, stop, word_bytes = block
     if base is None:
@@ -420,7 +442,10 @@ def code_block(
 
 
 def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) -> CodedBlock:
-    """Return a block as a delta, for a receiver that checks its base; see `encode_block`."""
+    """Return a block coded as a delta, with the hash by which a receiver checks its base.
+
+    For the arguments see `encode_block`.
+    """
     if len(base) != len(new):
         raise LocalProtocolError(f"a base of {len(base)} bytes for a block of {len(new)}")
     words, tail = _split(new, word_bytes)
@@ -439,7 +464,7 @@ def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) ->
 
 
 def _old_hash(codec: int, base: memoryview, old: Words, old_tail: memoryview, new: Words) -> bytes:
-    """Return the hash of the bytes that a block replaces, for any codec."""
+    """Return the hash of the bytes that a block coded with this codec replaces."""
     if codec == CHANGES:
         _, _, replaced = find_changes(old, new)
         return hash_old(replaced, old_tail)
@@ -447,21 +472,21 @@ def _old_hash(codec: int, base: memoryview, old: Words, old_tail: memoryview, ne
 
 
 def hash_old(words: Words, tail: memoryview | bytes = b"") -> bytes:
-    """Return the hash of replaced words in their order, and of the tail behind them."""
+    """Return the hash of the replaced words, in order, and of the tail after them."""
     return blake3(words.view(np.uint8).data).update(tail).digest()
 
 
 def most_sparse(num_words: int) -> int:
-    """Return the largest number of changed words in a sparse block."""
+    """Return the largest number of changed words for which a block counts as sparse."""
     return int(SPARSE_SHARE * num_words)
 
 
 def encode_changes(where: Indices, difference: Words, tail: memoryview | bytes = b"") -> bytes:
-    """Return the coded form of a block with known, sparse changes.
+    """Return the coded form of a block whose changes are known and sparse.
 
     Args:
         where: indices of the changed words, increasing.
-        difference: their differences, modulo the size of a word.
+        difference: new minus old value of each changed word, modulo the size of a word.
         tail: the block's bytes after the last whole word.
     """
     return _assembled(CHANGES, pack_changes(where, difference), difference.itemsize, tail)
@@ -469,28 +494,28 @@ def encode_changes(where: Indices, difference: Words, tail: memoryview | bytes =
 
 @dataclass(frozen=True, slots=True)
 class BlockPatch:
-    """The changes that a delta makes to a block, with the old words to take them back."""
+    """The changes that a delta makes to a block, with the old words to undo them."""
 
     where: Indices | None
     """Indices of the changed words, increasing; None if the whole block is replaced."""
     old: Words
     new: Words
     old_tail: bytes
-    """Bytes after the last whole word."""
+    """The old bytes after the last whole word."""
     new_tail: bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its arrays."""
+        """Number of bytes of the arrays of this patch."""
         positions = 0 if self.where is None else self.where.nbytes
         return positions + self.old.nbytes + self.new.nbytes
 
     def write(self, block: memoryview) -> None:
-        """Write the new words to the block; a second call changes nothing."""
+        """Write the new words into the block; a second call changes nothing."""
         _write(block, self.where, self.new, self.new_tail)
 
     def take_back(self, block: memoryview) -> None:
-        """Write the old words to the block, whether or not the new ones had been written."""
+        """Write the old words into the block, whether or not the new words were written."""
         _write(block, self.where, self.old, self.old_tail)
 
 
@@ -507,11 +532,11 @@ _NOTHING = np.empty(0, np.int64)
 
 
 def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPatch:
-    """Return the changes that a coded block makes to its base; the base itself is not written.
+    """Return the changes that a coded block makes to its base, which is not written.
 
     Args:
-        coded: a result of `encode_delta`, or any bytes from the network.
-        base: the block of the base.
+        coded: the coded block, as `encode_delta` makes it; it may be any bytes from the network.
+        base: the same block in the base.
         old_hash: the hash that the replaced bytes must have.
 
     Raises:
@@ -544,15 +569,16 @@ def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPat
 
 
 def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) -> None:
-    """Write the decoded block to `out`, every byte of it.
+    """Decode a block, and write all its bytes to `out`.
 
     Args:
-        coded: a result of encode_block(), or any bytes from the network.
-        base: the same block of the base; None without a base.
-        out: memory of the block's length, not overlapping the base.
+        coded: the coded block, as `encode_block` makes it; it may be any bytes from the network.
+        base: the same block in the base; None without a base.
+        out: memory of the block's length, which must not overlap the base.
 
     Raises:
-        RemoteProtocolError: if it is malformed; then `out` is undefined.
+        RemoteProtocolError: if the coded block is malformed; the content of `out` is then
+            undefined.
     """
     reader = BlockReader(coded)
     [codec] = reader.take(1)
@@ -572,7 +598,7 @@ def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) ->
 
 
 def _decode_difference(codec: int, reader: BlockReader, base: memoryview, out: memoryview) -> None:
-    """Write the base with the coded differences applied to `out`."""
+    """Apply the coded differences to the base, and write the result to `out`."""
     if codec == UNCHANGED:
         fill(out, base)
         return
@@ -599,13 +625,13 @@ _CODERS: dict[int, _Coder] = {
 
 
 def _shortest(old: Words, new: Words) -> int:
-    """Return the codec with the shortest code for samples of the block."""
+    """Return the codec that codes samples of the block in the fewest bytes."""
     old, new = _samples(old), _samples(new)
     return min(_CODERS, key=lambda codec: sum(map(len, _CODERS[codec](old, new))))
 
 
 def _samples(words: Words) -> Words:
-    """Return pieces from all over a block, or all of it where it is small."""
+    """Return pieces from the whole length of a block; of a small block return all words."""
     if words.size <= NUM_SAMPLES * SAMPLE_WORDS:
         return words
     starts = np.linspace(0, words.size - SAMPLE_WORDS, NUM_SAMPLES, dtype=np.int64)
@@ -613,12 +639,12 @@ def _samples(words: Words) -> Words:
 
 
 def _assembled(codec: int, parts: list[bytes], word_bytes: int, tail: memoryview | bytes) -> bytes:
-    """Return a coded block, given its parts."""
+    """Return a coded block: codec, word size, coded parts and tail."""
     return b"".join([bytes([codec, word_bytes]), *parts, tail])
 
 
 def _no_longer(coded: bytes, new: memoryview) -> bytes:
-    """Return a coded block, or the raw block if that is not longer."""
+    """Return a coded block; or the block coded RAW, if the coded block is longer than `new`."""
     return coded if len(coded) <= len(new) else b"".join([bytes([RAW]), new])
 
 
@@ -630,7 +656,7 @@ def _split(block: memoryview, word_bytes: int) -> tuple[Words, memoryview]:
 
 
 def _word_bytes(reader: BlockReader) -> int:
-    """Return the size of a word, from the second byte."""
+    """Return the size of a word in bytes, read from the second byte of a coded block."""
     [word_bytes] = reader.take(1)
     if word_bytes not in (1, 2, 4):
         raise RemoteProtocolError(f"a coded block with words of {word_bytes} bytes")
@@ -643,16 +669,16 @@ _FLOAT_BYTES: dict[str, WordBytes] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def word_bytes_of(tensors: Sequence[TensorSpec], start: int, stop: int) -> WordBytes:
-    """Return the size of the floats that most bytes of [start, stop) belong to.
+    """Return the size of the floats that take most of the bytes in [start, stop).
 
-    A block may span tensors of several dtypes. It is coded with one size of word, which affects
-    only its coded length, not its contents. Tensors of other dtypes count as bytes; of equal shares
-    the larger word wins.
+    A block may span tensors of several dtypes. It is coded with a single size of word, which
+    affects only the coded length, not the decoded content. Tensors of dtypes that are no floats
+    count as words of 1 byte. If two sizes have equal shares, the larger size is returned.
 
     Args:
         tensors: places of the tensors in the image, in order of offset.
         start: first byte of the block in the image.
-        stop: the byte after its last byte.
+        stop: the byte after the last byte of the block.
     """
     shares: Counter[WordBytes] = Counter()
     first = bisect.bisect_right(tensors, start, key=lambda tensor: tensor.offset) - 1

@@ -22,21 +22,21 @@ nothing):
                       --silence--> requested_again     --silence_with_spare--> alone
                       --complete--> idle
 
-**Rate.** Bytes over *busy* time: the time in which requested bytes were under way. A link is busy
-between the arrivals of two chunks of one burst. It is not busy before the first chunk, and while
-the other side has nothing to send (`pause`). So the first chunk after a pause only starts the
-clock, and a burst of one chunk is no measurement.
+**Rate.** A rate is bytes per *busy* time, in which requested bytes were under way. A link is busy
+between the arrivals of two chunks of the same burst. It is not busy before the first chunk, and not
+while the other side has nothing to send (`pause`). So the first chunk after a pause only starts a
+measurement and is not counted, and a burst of a single chunk measures nothing.
 
 * A receiver measures each link, and sizes its window by the rate. It adds chunks as they arrive,
   and pauses when all requested chunks have arrived or the parent sends Waiting.
-* A sender measures its **uplink**, all children together. It adds bytes as they are acknowledged,
-  and pauses when no child fetches. Children that have been sent all held chunks, or a child alone,
-  may be the limit themselves. A sample that consists mostly of such time shows only a lower bound
-  of the uplink. A sample in which the uplink was the limit may still be low, because TCP lost time.
-  So the estimate falls only after LOWER_SAMPLES low samples in a row, and then to the highest of
-  them. Otherwise the plan would oscillate.
-* A receiver's **downlink** does not follow from the rate at which it receives, because its parents
-  are usually slower. `topology/sites.py` decides when the downlink is a limit.
+* A sender measures its **uplink** to all children together. It adds bytes as they are acknowledged,
+  and pauses when no child fetches. If children have been sent all held chunks, or if there is only
+  one child, the children may be slower than the uplink. A sample that consists mostly of such time
+  shows only a lower bound of the uplink's rate. A sample in which the uplink was the limit may
+  still be low, because TCP lost time. So the estimate falls only after LOWER_SAMPLES low samples in
+  a row, and then to the highest of these samples. Otherwise the plan would oscillate.
+* The rate of a receiver's **downlink** cannot be inferred from the rate at which it receives,
+  because its parents are usually slower. `topology/sites.py` decides when the downlink is a limit.
 
 **Credit and backpressure.** The window bounds the bytes that are under way or wait to be written:
 1.5 x rate x round trip + 2 chunks for each connection (a long link has several,
@@ -44,17 +44,19 @@ clock, and a burst of one chunk is no measurement.
 each round trip until the link is full, and shrinks with the rate.
 
 **Timeout.** The parent is silent when the node awaits a message and neither a chunk nor a Waiting
-has arrived for `patience_s`. That is the longest of four round trips, the time of four chunks at
-the measured rate, and three times the longest gap between two recent chunks (many children that
-share an uplink each have such gaps). With a spare the parent is left at its first silence. Without
-one it is asked once more, and left at the second. The bounds of `patience_s`:
+has arrived for `patience_s`. `patience_s` is the longest of these times: four round trips, four
+chunks at the measured rate, and three times the longest gap between two recent chunks (if many
+children share an uplink, each of them sees such gaps). If there is a spare parent, the node leaves
+its parent at the first silence. Without a spare parent the node repeats its request once, and
+leaves the parent at the second silence. The limits of `patience_s`:
 
 * At least MIN_PATIENCE_S with a spare parent.
-* At least the configured time without a spare, and for the first chunk, which all children request
-  at the same time.
+* At least the configured time without a spare parent, and for the first chunk, which all children
+  request at the same time.
 * The configured time while the rate of the link is unknown, doubled for each parent that was left
   for its silence. Otherwise a slow link would never deliver a chunk.
-* A parent that waits announces when its next Waiting follows, and has PROMISE_GRACE_S more.
+* A parent that waits itself announces when its next Waiting follows, and may send it up to
+  PROMISE_GRACE_S later.
 * No limit while a chunk of the link is being written: if the disk is slower than the link, the
   parent has no credit and cannot send.
 
@@ -76,45 +78,45 @@ from echo.wire.messages import Probe, ProbeAck
 # --- rate and window ------------------------------------------------------------------------------
 
 SAMPLE_S = 0.1
-"""Least busy time of a sample."""
+"""Least busy time of a sample of a rate, seconds."""
 
 SAMPLE_CHUNKS = 4
 """Least number of chunks of a sample: with fewer, rounding dominates the rate."""
 
 UPLINK_SAMPLE_S = (2.0, 5.0)
-"""Least busy time of a sample of an uplink: with many acknowledgements (UPLINK_SAMPLE_ACKS or
-more), and with few."""
+"""Least busy time, in seconds, of a sample of an uplink's rate: with UPLINK_SAMPLE_ACKS
+acknowledgements or more, and with fewer."""
 
 UPLINK_SAMPLE_ACKS = 128
-"""Number of acknowledgements in a sample from which they count as many. Each child acknowledges
-several chunks at once, at a time of its own, so over fewer acknowledgements chance dominates the
+"""Number of acknowledgements with which a sample of an uplink may be short. Each child acknowledges
+several chunks at once, at a time of its own, so with fewer acknowledgements chance dominates the
 rate, and the highest sample is far too high."""
 
 IDLE_SHARE = 0.25
-"""A sample counts as limited by the uplink if the share of children that the uplink did not limit
-(`UplinkEstimate.wait`), averaged over the sample's time, was at most this."""
+"""Largest average share of children that the uplink does not limit (`UplinkEstimate.wait`), over
+the time of a sample, with which the sample counts as limited by the uplink."""
 
 LOWER_SAMPLES = 4
-"""Lower samples in a row, each with the uplink as its limit, after which the estimate falls."""
+"""Number of lower samples in a row, all limited by the uplink, after which the estimate falls."""
 
 RISE_S = 4.0
-"""Busy time in which the weight of a lower estimate of an uplink falls to 1/e."""
+"""Busy time, in seconds, in which the weight of an estimate that is too low falls to 1/e."""
 
 LOOP_S = 0.001
-"""Time that a busy node takes to answer, in addition to the round trip of the network."""
+"""Seconds that a busy node takes to answer, in addition to the round trip of the network."""
 
 RATE_WINDOW_S = 1.0
-"""Busy time in which the weight of an old sample falls to 1/e."""
+"""Busy time, in seconds, in which the weight of an old sample falls to 1/e."""
 
 MOST_BYTES_PER_S = 1e12
-"""Bound of an estimate: clocks are too coarse to measure more."""
+"""Largest rate that is estimated, bytes per second: clocks are too coarse to measure more."""
 
 
 class RateEstimate:
-    """Bytes per second over busy time, averaged with exponential weights; of constant size."""
+    """An estimate of a link's rate: bytes per busy second, older samples weighing less."""
 
     def __init__(self) -> None:
-        """Start without an estimate."""
+        """Start with no samples and no estimate."""
         self._rate: float | None = None
         self._last_at: float | None = None
         self._began_at = 0.0
@@ -124,21 +126,24 @@ class RateEstimate:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The estimate; None before the first sample is complete."""
+        """The estimated rate in bytes per second; None before the first sample is complete."""
         return self._rate
 
     @property
     def is_paused(self) -> bool:
-        """Whether the clock of busy time is stopped; the next chunk only starts it."""
+        """Whether the link has paused, so that the next chunk starts a new measurement.
+
+        The bytes of that chunk are not counted.
+        """
         return self._last_at is None
 
     def add(self, num_bytes: float, *, now: float, since: float = math.inf) -> None:
-        """Add bytes that have arrived; after a pause the first ones only start the clock.
+        """Add bytes that have arrived; after a pause they start a measurement, uncounted.
 
         Args:
-            num_bytes: number of bytes.
-            now: arrival of the last byte.
-            since: arrival of the first byte, if not all arrived at once.
+            num_bytes: number of bytes that have arrived.
+            now: time at which the last byte arrived.
+            since: time at which the first byte arrived, if not all arrived at the same time.
         """
         if self._last_at is None:
             self._last_at = self._began_at = now
@@ -156,46 +161,50 @@ class RateEstimate:
             self._busy_s, self._num_bytes, self._num_chunks = 0.0, 0.0, 0
 
     def pause(self) -> None:
-        """Stop the clock: no bytes are under way until the next chunk."""
+        """Note that no bytes are under way until the next chunk; this time is not busy time."""
         self._last_at = None
 
     def _least_s(self, num_chunks: int) -> float:
-        """Return the least busy time of a sample of `num_chunks`."""
+        """Return the least busy time of a sample of `num_chunks`, in seconds."""
         return SAMPLE_S
 
     def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
-        """Return the new estimate after a sample."""
+        """Return the estimate after a sample of `busy_s` seconds, in bytes per second."""
         return sample if rate is None else _towards(sample, rate, busy_s / RATE_WINDOW_S)
 
 
 class UplinkEstimate(RateEstimate):
-    """Rate at which a node can send to all its children together, by their acknowledgements."""
+    """An estimate of the rate at which a node can send to all its children together.
+
+    It is measured by the children's acknowledgements.
+    """
 
     def __init__(self) -> None:
-        """Start without an estimate."""
+        """Start with no samples and no estimate."""
         super().__init__()
         self._share = self._shared_at = self._waited_s = 0.0
         self._lower: list[float] = []
         self.is_measured = False
-        """Whether the uplink was the limit of a sample; otherwise the estimate is a lower bound."""
+        """Whether the uplink was the limit in at least one sample; if not, the estimate is a lower
+        bound."""
 
     def wait(self, share: float, *, now: float) -> None:
-        """Note which share of the children, 0 to 1, the uplink does not limit from now on."""
+        """Note the share of children, from 0 to 1, that the uplink does not limit from now on."""
         if not self.is_paused:
             since = max(self._shared_at, self._began_at)
             self._waited_s += self._share * max(0.0, now - since)
         self._share, self._shared_at = share, now
 
     def show(self, bytes_per_s: float) -> None:
-        """Raise the estimate to a rate that is known from another source, such as a probe."""
+        """Raise the estimate to a rate that another measurement, such as a probe, has shown."""
         self._rate = bytes_per_s if self._rate is None else max(self._rate, bytes_per_s)
 
     def _least_s(self, num_chunks: int) -> float:
-        """Return the least busy time of a sample of acknowledgements."""
+        """Return the least busy time of a sample of `num_chunks` acknowledgements, in seconds."""
         return UPLINK_SAMPLE_S[num_chunks < UPLINK_SAMPLE_ACKS]
 
     def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
-        """Return the new estimate after a sample."""
+        """Return the estimate after a sample of `busy_s` seconds, in bytes per second."""
         idle_share, self._waited_s = self._waited_s / busy_s, 0.0
         was_limit = idle_share <= IDLE_SHARE
         self.is_measured |= was_limit
@@ -214,22 +223,26 @@ class UplinkEstimate(RateEstimate):
 
 
 def _towards(sample: float, rate: float, age: float) -> float:
-    """Return an average of both rates; `age` 1 lowers the weight of `rate` to 1/e."""
+    """Return a weighted average of a sample and an older rate.
+
+    The weight of `rate` is exp(-age).
+    """
     return rate + (1 - math.exp(-age)) * (sample - rate)
 
 
 def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, first: int) -> int:
-    """Return the bytes that a receiver should have requested at any time.
+    """Return how many bytes a receiver should have requested at any time.
 
-    One bandwidth-delay product keeps the link full. Half of one more lets the estimate grow if the
-    window itself is the limit. Two chunks are at the ends of each connection, and a long link has
-    several. A larger window would fill the queue of a slow uplink and delay later messages.
+    One bandwidth-delay product keeps the link full. Half a product more lets the estimated rate
+    grow if the window itself is the limit. Two more chunks for each connection are at its ends; a
+    long link has several connections. A larger window would fill the queue of a slow uplink and
+    delay later messages.
 
     Args:
-        rate: bytes per second of this link; None if not known yet.
-        rtt_s: its round trip; None if not known yet.
-        chunk_bytes: unit of transfer.
-        first: window while rate or round trip is unknown.
+        rate: bytes per second of this link; None if not measured yet.
+        rtt_s: round-trip time of this link; None if not measured yet.
+        chunk_bytes: size of a chunk, in bytes.
+        first: the window while the rate or the round-trip time is unknown.
     """
     least = 2 * chunk_bytes * (1 if rtt_s is None else num_connections(rtt_s))
     if rate is None or rtt_s is None:
@@ -241,7 +254,7 @@ def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, f
 
 
 class LinkState(StrEnum):
-    """The messages that a node awaits of its parent."""
+    """Which messages a node awaits from its parent."""
 
     ALONE = "alone"
     """The node has no parent."""
@@ -250,44 +263,45 @@ class LinkState(StrEnum):
     SUBSCRIBED = "subscribed"
     """The node awaits the answer to Subscribe."""
     SUBSCRIBED_AGAIN = "subscribed_again"
-    """The same, after a silence."""
+    """The node awaits the answer to Subscribe, after it has repeated the message because of a
+    silence."""
     REQUESTED = "requested"
     """The node awaits chunks, and none has arrived since the request."""
     REQUESTED_AGAIN = "requested_again"
-    """The same, after a silence."""
+    """The node awaits chunks, after it has repeated the request because of a silence."""
     FETCHING = "fetching"
     """The node awaits further chunks."""
     WAITING = "waiting"
-    """The node awaits chunks for which the parent itself waits."""
+    """The node awaits chunks which the parent itself awaits."""
 
 
 class LinkEvent(StrEnum):
-    """The events of a link."""
+    """What can happen on the link to a parent."""
 
     CONNECT = "connect"
-    """A parent has answered."""
+    """The node has a new parent, which has answered."""
     DISCONNECT = "disconnect"
-    """The parent is lost or left."""
+    """The parent is lost, or the node leaves it."""
     SUBSCRIBE = "subscribe"
-    """Subscribe is sent."""
+    """The node has sent Subscribe."""
     FETCH = "fetch"
-    """Fetch is sent."""
+    """The node has sent Fetch."""
     HEARD = "heard"
-    """The parent has sent any message."""
+    """The parent has sent a message of any kind."""
     LIVES = "lives"
-    """The parent has sent a chunk or table of the item."""
+    """The parent has sent a chunk or table of the requested item."""
     WAITS = "waits"
-    """The parent has sent Waiting for the item."""
+    """The parent has sent Waiting for the requested item."""
     COMPLETE = "complete"
-    """No further chunks are awaited."""
+    """The node awaits no further chunks."""
     SILENCE = "silence"
     """The parent was silent for `patience_s`, and there is no spare parent."""
     SILENCE_WITH_SPARE = "silence_with_spare"
-    """The same, with a spare parent."""
+    """The parent was silent for `patience_s`, and there is a spare parent."""
 
 
 def _row(state: LinkState, moves: dict[LinkEvent, LinkState]) -> dict[LinkEvent, LinkState]:
-    """Return the next state of each event; events that `moves` does not name keep the state."""
+    """Return the next state for each event; events not in `moves` leave the state unchanged."""
     return {event: moves.get(event, state) for event in LinkEvent}
 
 
@@ -332,7 +346,7 @@ def _table() -> dict[LinkState, dict[LinkEvent, LinkState]]:
 
 
 TABLE = _table()
-"""State -> event -> state; total."""
+"""State -> event -> next state; every pair of state and event has an entry."""
 
 _AWAITS_ANSWER = frozenset({LinkState.SUBSCRIBED, LinkState.SUBSCRIBED_AGAIN})
 _AWAITS_CHUNKS = frozenset(
@@ -345,57 +359,62 @@ _ASKED_AGAIN = frozenset({LinkState.SUBSCRIBED_AGAIN, LinkState.REQUESTED_AGAIN}
 MIN_PATIENCE_S = 0.5
 MAX_PATIENCE_S = 60.0
 PROMISE_GRACE_S = 0.5
-"""Time by which a waiting parent may be late with the message that it announced."""
+"""Seconds by which a parent that waits itself may send its next message later than announced."""
 MAX_PROMISE_S = 2.0
-"""Longest time to its next message that a waiting parent may announce; longer ones are cut."""
+"""Longest time to its next message, in seconds, that a parent that waits itself may announce; a
+longer time counts as this one."""
 GAP_MEMORY = 0.98
-"""The longest gap is multiplied by this at each chunk that arrives sooner."""
+"""Factor by which the longest gap is multiplied at each chunk that arrives sooner."""
 MAX_WINDOW_BYTES = 64 << 20
-"""Most bytes that a parent may have to hold for one child."""
+"""Largest number of bytes that a parent may have to queue for one child."""
 MAX_WRITING_WINDOWS = 4
-"""Most unwritten bytes of a link, as a multiple of MAX_WINDOW_BYTES: after a repeated request, the
-chunks of the first request may still arrive."""
+"""Largest number of a link's bytes that wait to be written, as a multiple of MAX_WINDOW_BYTES:
+after a repeated request, the chunks of the first request may still arrive."""
 MAX_DOUBLINGS = 4
-"""Most doublings of the patience while no rate was measured: up to 16 times the configured time."""
+"""Largest number of times that the patience is doubled while no rate was measured: up to 16 times
+the configured time."""
 MAX_BAD_CHUNKS = 3
-"""Chunks with a wrong hash after which a parent is left; a single one can be a memory error."""
+"""Number of chunks with a wrong hash after which a parent is left; a single one can be a memory
+error."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParentFailed:
-    """The parent does not deliver; the role must choose another."""
+    """The parent does not deliver, so the role must choose another parent."""
 
     peer: str
     reason: str
     is_corrupt: bool = False
-    """Whether it sent chunks that are not what the learner signed."""
+    """Whether the parent sent chunks that do not match the hashes that the learner signed."""
 
 
 @dataclass(slots=True, eq=False)
 class ParentLink:
-    """The child's half of the connection to its parent."""
+    """The child's end of the link to its parent: the state, the credit and the patience."""
 
     first_window_bytes: int
     stall_s: float
-    """Patience while the rate of the link is unknown."""
+    """Seconds for which the parent may be silent while the rate of the link is unknown."""
     state: LinkState = LinkState.ALONE
     peer: str | None = None
     has_spare: bool = False
-    """Whether there is a spare parent, so that this one is left at its first silence."""
+    """Whether the node has a spare parent, and so leaves this one at its first silence."""
     rtt_s: float | None = None
     rate: RateEstimate = field(default_factory=RateEstimate)
     window: int = 0
     unspent_bytes: int = 0
-    """Bytes written since credit was last given."""
+    """Number of bytes written since this node last gave credit."""
     writing_bytes: int = 0
-    """Bytes that are being written; no credit was given for them yet."""
+    """Number of bytes that are being written, for which no credit was given yet."""
     progress_at: float = 0.0
     longest_gap_s: float = 0.0
-    """Longest gap between two recent chunks."""
+    """Longest gap between two recent chunks, seconds."""
     promised_s: float = 0.0
-    """Time to the next Waiting that a waiting parent announced."""
+    """Seconds to the next Waiting, as the parent announced in the last one; 0 if it does not wait
+    itself."""
     num_failures: int = 0
-    """Parents that were left for their silence before a rate was measured."""
+    """Number of parents that this node left because they were silent, since it last measured a
+    rate."""
     num_bad_chunks: int = 0
 
     def _move(self, event: LinkEvent) -> None:
@@ -403,16 +422,16 @@ class ParentLink:
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether an answer to Subscribe is awaited."""
+        """Whether the node awaits the answer to its Subscribe."""
         return self.state in _AWAITS_ANSWER
 
     @property
     def awaits_chunks(self) -> bool:
-        """Whether chunks are awaited."""
+        """Whether the node awaits chunks of an item."""
         return self.state in _AWAITS_CHUNKS
 
     def connect(self, peer: str | None, *, rtt_s: float | None) -> None:
-        """Change to another parent, or to none."""
+        """Change to another parent, which has answered; or to none, if `peer` is None."""
         self._move(LinkEvent.DISCONNECT)
         if peer is not None:
             self._move(LinkEvent.CONNECT)
@@ -425,19 +444,19 @@ class ParentLink:
         self.longest_gap_s = self.promised_s = 0.0
 
     def subscribe(self, *, now: float) -> None:
-        """Note that Subscribe is sent."""
+        """Note that this node has sent Subscribe."""
         if self.state is LinkState.IDLE:
             self.progress_at = now
         self._move(LinkEvent.SUBSCRIBE)
 
     def heard(self) -> None:
-        """Note a message of the parent."""
+        """Note that the parent has sent a message of any kind."""
         self._move(LinkEvent.HEARD)
 
     def fetch(self, *, now: float) -> int:
-        """Note that Fetch is sent; return its credit.
+        """Note that this node sends Fetch, and return the credit in bytes for it.
 
-        The bytes of any item that are still being written are subtracted from the window.
+        The credit is the window, less the bytes of any item that are still being written.
         """
         self._move(LinkEvent.FETCH)
         self.window = self.window or self.first_window_bytes
@@ -447,16 +466,19 @@ class ParentLink:
         return max(0, self.window - self.writing_bytes)
 
     def has_space(self, num_bytes: int) -> bool:
-        """Return whether `num_bytes` more may wait to be written; credit allows far fewer."""
+        """Return whether `num_bytes` more may wait to be written.
+
+        A parent that keeps to its credit stays far below this limit.
+        """
         return self.writing_bytes + num_bytes <= MAX_WRITING_WINDOWS * MAX_WINDOW_BYTES
 
     @property
     def can_bring(self) -> bool:
-        """Whether chunks are awaited and the parent has credit for them."""
+        """Whether the node awaits chunks and the parent has credit to send some."""
         return self.awaits_chunks and self.window > self.unspent_bytes + self.writing_bytes
 
     def received(self, num_bytes: int, *, now: float) -> None:
-        """Note that a chunk has arrived, to be verified and written."""
+        """Note that a chunk has arrived, which will be verified and written."""
         gap_s = 0.0 if self.rate.is_paused else now - self.progress_at
         self.longest_gap_s = max(gap_s, GAP_MEMORY * self.longest_gap_s)
         self.lives(now=now)
@@ -466,12 +488,18 @@ class ParentLink:
             self.num_failures = 0
 
     def settle(self, num_bytes: int, *, now: float) -> None:
-        """Note that a chunk was written or discarded; a silence of the parent begins now."""
+        """Note that a chunk was written or discarded.
+
+        The time for which the parent is silent is counted from now.
+        """
         self.writing_bytes -= num_bytes
         self.progress_at = now
 
     def took(self, num_bytes: int, *, chunk_bytes: int) -> tuple[int, int]:
-        """Note that a chunk is held; return (bytes to acknowledge, credit), usually (0, 0)."""
+        """Note that a chunk is held; return the bytes to acknowledge and the credit to give.
+
+        Both are 0 until a quarter of the window has been written.
+        """
         self.unspent_bytes += num_bytes
         if self.unspent_bytes < self.window // 4:
             return 0, 0
@@ -482,24 +510,24 @@ class ParentLink:
         return taken, credit
 
     def lives(self, *, now: float) -> None:
-        """Note that the parent has sent a part of the item."""
+        """Note that the parent has sent a part of the requested item."""
         self._move(LinkEvent.LIVES)
         self.progress_at, self.promised_s = now, 0.0
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note that the parent itself waits, and sends its next Waiting within `again_s`."""
+        """Note that the parent waits itself, and will send its next Waiting within `again_s`."""
         self._move(LinkEvent.WAITS)
         self.progress_at = now
         self.promised_s = min(again_s, MAX_PROMISE_S)  # a longer time is not accepted
         self.rate.pause()
 
     def complete(self) -> None:
-        """Note that no further part of the item is awaited."""
+        """Note that the node awaits no further part of the item."""
         self._move(LinkEvent.COMPLETE)
         self.rate.pause()
 
     def silence(self, *, now: float) -> bool:
-        """Note that the parent was silent for too long; return whether to leave it."""
+        """Note that the parent was silent for too long; return whether to leave the parent."""
         event = LinkEvent.SILENCE_WITH_SPARE if self.has_spare else LinkEvent.SILENCE
         is_left = TABLE[self.state][event] is LinkState.ALONE
         if is_left:
@@ -510,7 +538,7 @@ class ParentLink:
         return is_left
 
     def patience_s(self, chunk_bytes: int) -> float:
-        """Return how long a silence may last."""
+        """Return for how many seconds the parent may be silent."""
         usual = self._usual_patience_s(chunk_bytes)
         promised = self.promised_s + PROMISE_GRACE_S if self.promised_s else 0.0
         return usual if usual > promised else promised
@@ -529,21 +557,27 @@ class ParentLink:
         return longest if longest < most else most
 
     def silence_s(self, chunk_bytes: int, *, now: float) -> float:
-        """Return how long the parent has been silent."""
+        """Return for how many seconds the parent has been silent.
+
+        The first silence is included if the node has repeated its request.
+        """
         was_asked_again = self.state in _ASKED_AGAIN
         return now - self.progress_at + self.patience_s(chunk_bytes) * was_asked_again
 
     def deadline(self, chunk_bytes: int) -> float | None:
-        """Return when the parent counts as silent; None while no message from it is awaited."""
+        """Return when the parent will have been silent for too long.
+
+        None while the node awaits no message, and while a chunk is being written.
+        """
         if self.writing_bytes or not (self.awaits_chunks or self.awaits_answer):
             return None
         return self.progress_at + self.patience_s(chunk_bytes)
 
     def validate(self) -> None:
-        """Check the invariants of the state, which hold after every event.
+        """Check the invariants of this state, which must hold after every event.
 
         Raises:
-            LocalProtocolError: if one does not hold.
+            LocalProtocolError: if an invariant does not hold.
         """
         is_sound = (
             (self.peer is None) == (self.state is LinkState.ALONE)
@@ -583,27 +617,30 @@ PAYLOAD_SHARE = 1 / 8
 """Largest size of a probe, as a share of the version that is sent next."""
 MAX_PROBES = 3
 UNANSWERED_S = 3.0
-"""Seconds after which a probe without an answer is ignored, and another peer may be probed."""
+"""Seconds after which an answer to a probe is not awaited further, and another peer may be probed.
+"""
 
 
 class UplinkProbe:
-    """A node's own probes."""
+    """Measures the uplink of this node by probes that it sends."""
 
     def __init__(self, uplink: UplinkEstimate, *, node_id: str) -> None:
-        """Start without a probe; results raise `uplink`."""
+        """Start with no probe sent; results raise the estimate `uplink`."""
         self._uplink = uplink
         self._node_id = node_id
         self._num_probes = 0
         self._awaited: tuple[str, int, float] | None = None
-        """(peer that acknowledges it, bytes, time of sending) of the probe under way."""
+        """(peer that must acknowledge the probe, bytes of the probe, time of sending); None if no
+        probe is under way."""
         self._most_bytes = 0
 
     def begin(self, peer: str, *, payload_bytes: int, now: float) -> list[Action]:
-        """Send a probe to `peer`, if one is needed.
+        """Send a probe to `peer`, unless the uplink is known or a probe is under way.
 
         Args:
-            peer: the node that acknowledges it.
-            payload_bytes: of a version; if it is small, a probe costs more than a bad plan.
+            peer: the link to the node that acknowledges the probe.
+            payload_bytes: size of a version; if it is small, no probe is sent, because it would
+                cost more than a bad plan.
             now: the present.
         """
         self._most_bytes = min(MAX_PROBE_BYTES, int(PAYLOAD_SHARE * payload_bytes))
@@ -621,7 +658,10 @@ class UplinkProbe:
         return [Send(peer, encode(Probe(), [bytes(num_bytes)], source=self._node_id))]
 
     def acknowledged(self, peer: str, *, now: float) -> list[Action]:
-        """Learn from the acknowledgement of a probe; one that is not awaited is ignored."""
+        """Raise the estimate by a probe's acknowledgement; send a larger probe if that was fast.
+
+        An acknowledgement that is not awaited is ignored.
+        """
         if self._awaited is None or self._awaited[0] != peer:
             return []
         _, num_bytes, sent_at = self._awaited
@@ -634,7 +674,7 @@ class UplinkProbe:
 
 
 def acknowledge(peer: str, *, source: str) -> list[Action]:
-    """Answer another node's probe."""
+    """Return the action that acknowledges another node's probe."""
     return [Send(peer, encode(ProbeAck(), source=source))]
 
 
@@ -643,14 +683,14 @@ def acknowledge(peer: str, *, source: str) -> list[Action]:
 
 @dataclass(slots=True)
 class Connection:
-    """One connection that a node has dialled, to its control peer or to a parent."""
+    """A connection that a node has dialled, to its control peer or to a parent."""
 
     address: str
     peer: str = ""
     node_id: str = ""
-    """Node that answered; empty until Greeted."""
+    """The id of the node that answered; empty until Greeted arrives."""
     dialled_at: float = 0.0
     greeted_at: float = 0.0
-    """Time at which Greet was sent."""
+    """Time at which this node sent Greet."""
     rtt_s: float | None = None
-    """From Greet to Greeted; None until then."""
+    """Seconds from Greet to Greeted; None until Greeted arrives."""
