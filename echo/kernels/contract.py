@@ -58,8 +58,35 @@ class PolicyRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class IdSets:
+    """Further ids that are scored, any number for each row; M ids of all rows together."""
+
+    rows: Tensor
+    """[M] int64 in 0..N-1, ascending: the row of each id."""
+    ids: Tensor
+    """[M] int64 in 0..V-1, distinct within a row."""
+
+    def sum(self, values: Tensor, num_rows: int) -> Tensor:
+        """Return the [num_rows] sums of [M] values by row, added in a fixed order on any device."""
+        ends = torch.arange(num_rows + 1, device=self.rows.device)
+        offsets = torch.searchsorted(self.rows, ends)
+        return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
+
+    def add_at(self, matrix: Tensor, values: Tensor, *, start: int) -> None:
+        """Add [M] values at each row and id of a chunk of columns, the first of which is `start`.
+
+        Values of ids outside of the chunk are left out.
+        """
+        columns = self.ids - start
+        is_inside = (columns >= 0) & (columns < matrix.shape[1])
+        at = self.rows, columns.clamp(0, matrix.shape[1] - 1)
+        # Places are distinct, but for sums of zeros: the result does not depend on the order.
+        matrix.index_put_(at, values.where(is_inside, 0.0).to(matrix.dtype), accumulate=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Statistics of each row that the forward pass computes; [N] each."""
+    """Statistics of each row that the forward pass computes; [N] each but for the sets'."""
 
     logprobs: Tensor
     """Log-probability of the row's id, nats."""
@@ -71,6 +98,8 @@ class Scores:
     """Sum over the vocabulary of exp(logit over temperature - peak)."""
     terms: PolicyTerms | None
     """Terms of the policy loss; None unless policy rows were given."""
+    set_logprobs: Tensor | None = None
+    """[M] log-probabilities of the sets' ids, nats; None unless sets were given."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +125,17 @@ class LiveRows:
     """[n] gradient of the entropies; None if they have no gradient."""
     entropies: Tensor | None
     """[n] from `Scores`; None only if `grad_entropy` is None."""
+    sets: IdSets | None = None
+    """Sets of these rows; None if they have no gradient."""
+    grad_sets: Tensor | None = None
+    """[m] gradient of the log-probabilities of the sets' ids; None only if `sets` is None."""
+
+    @property
+    def grad_all(self) -> Tensor:
+        """[n] sum of the gradients of all log-probabilities of each row."""
+        if self.sets is None or self.grad_sets is None:
+            return self.grad
+        return self.grad + self.sets.sum(self.grad_sets, len(self.grad))
 
 
 class Kernels(Protocol):
@@ -110,9 +150,13 @@ class Kernels(Protocol):
         *,
         with_entropy: bool,
         policy: PolicyRows | None,
+        sets: IdSets | None = None,
         vocab_chunk: int,
     ) -> Scores:
-        """Score `ids` [N] under hidden [N, D], weight [V, D] and inverse temperatures [N]."""
+        """Score `ids` [N] and the ids of the sets.
+
+        They are scored under hidden [N, D], weight [V, D] and inverse temperatures [N].
+        """
         ...
 
     def backward(

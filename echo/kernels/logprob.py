@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from echo.kernels import torch_kernels
 from echo.kernels.contract import (
     BackendName,
+    IdSets,
     Kernels,
     LiveRows,
     PolicyRows,
@@ -158,9 +159,56 @@ def linear_logprob(
     options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
     scale = _row_scale(hidden, inv_temperature)
     outputs: _Outputs = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, ids.long(), scale, None, options
+        hidden, weight, ids.long(), scale, None, None, options
     )
     return outputs[:2]
+
+
+def linear_set_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    sets: IdSets,
+    inv_temperature: float | Tensor = 1.0,
+    *,
+    entropy: EntropyMode = "none",
+    vocab_chunk: int = 8192,
+    backend: BackendName = "auto",
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return what `linear_logprob` returns, and the log-probabilities of further ids of each row.
+
+    All are from one pass over the head, and from one pass backward. Memory grows by [M] numbers.
+
+    Args:
+        hidden: as for `linear_logprob`.
+        weight: as for `linear_logprob`.
+        ids: as for `linear_logprob`.
+        sets: M further ids in 0..V-1 of any rows; on a CPU, ids outside raise.
+        inv_temperature: as for `linear_logprob`.
+        entropy: as for `linear_logprob`.
+        vocab_chunk: as for `linear_logprob`.
+        backend: as for `linear_logprob`.
+
+    Returns:
+        [N] log-probabilities, [N] entropies or None, and the [M] log-probabilities of the sets,
+        with gradient.
+
+    Raises:
+        ValueError: as `linear_logprob`, or if rows and ids of the sets differ in number.
+    """
+    options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
+    scale = _row_scale(hidden, inv_temperature)
+    if sets.rows.shape != sets.ids.shape or sets.ids.ndim != 1:
+        raise ValueError(
+            f"sets have rows {list(sets.rows.shape)} and ids {list(sets.ids.shape)}: one row an id"
+        )
+    _check_ids(sets.ids, len(weight))
+    outputs: _Outputs = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, ids.long(), scale, None, sets, options
+    )
+    further = outputs[4]
+    assert further is not None
+    return outputs[0], outputs[1], further
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,8 +266,8 @@ def linear_policy_loss(
             )
     sampler_logprobs = sampler_logprobs.detach().to(scale.dtype).contiguous()
     policy = PolicyRows(sampler_logprobs, advantages.detach().to(scale.dtype).contiguous(), clip)
-    logprobs, entropies, losses, ratios = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, ids.long(), scale, policy, options
+    logprobs, entropies, losses, ratios, _ = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, ids.long(), scale, policy, None, options
     )
     return TokenLosses(losses, logprobs, ratios, entropies)
 
@@ -231,7 +279,7 @@ class _Options:
     vocab_chunk: int
 
 
-_Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+_Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -245,6 +293,7 @@ class _LinearLogprob(torch.autograd.Function):
         ids: Tensor,
         scale: Tensor,
         policy: PolicyRows | None,
+        sets: IdSets | None,
         options: _Options,
     ) -> _Outputs:
         scores = options.kernels.forward(
@@ -254,6 +303,7 @@ class _LinearLogprob(torch.autograd.Function):
             scale,
             with_entropy=options.entropy != "none",
             policy=policy,
+            sets=sets,
             vocab_chunk=options.vocab_chunk,
         )
         terms, entropies = scores.terms, scores.entropies
@@ -268,14 +318,16 @@ class _LinearLogprob(torch.autograd.Function):
             scores.total,
             entropies,
             None if terms is None else terms.coefficients,
+            None if sets is None else sets.rows,
+            None if sets is None else sets.ids,
         )
         constants = [] if terms is None else [terms.ratios]
         if entropies is not None and options.entropy == "value":
             constants.append(entropies)
         ctx.mark_non_differentiable(*constants)
         if terms is None:
-            return scores.logprobs, entropies, None, None
-        return scores.logprobs, entropies, terms.losses, terms.ratios
+            return scores.logprobs, entropies, None, None, scores.set_logprobs
+        return scores.logprobs, entropies, terms.losses, terms.ratios, scores.set_logprobs
 
     @staticmethod
     @once_differentiable
@@ -285,12 +337,18 @@ class _LinearLogprob(torch.autograd.Function):
         grad_entropy: Tensor | None,
         grad_losses: Tensor | None,
         _grad_ratios: None,
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden, weight, ids, scale, peak, total, entropies, coefficients = ctx.saved_tensors
+        grad_sets: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+        hidden, weight, ids, scale, peak, total, entropies, coefficients = ctx.saved_tensors[:8]
+        sets = None if grad_sets is None else IdSets(*ctx.saved_tensors[8:])
         grad = torch.zeros_like(scale) if grad_logprobs is None else grad_logprobs
         if grad_losses is not None:
             grad = grad + grad_losses * coefficients
-        rows = _live_rows(grad, grad_entropy)
+        rows = _live_rows(grad, grad_entropy, sets, grad_sets)
+        if sets is not None and grad_sets is not None and rows is not None:
+            is_live = torch.isin(sets.rows, rows)
+            places = torch.searchsorted(rows, sets.rows[is_live])
+            sets, grad_sets = IdSets(places, sets.ids[is_live]), grad_sets[is_live]
 
         def live(values: Tensor) -> Tensor:
             return values if rows is None else values[rows]
@@ -306,6 +364,8 @@ class _LinearLogprob(torch.autograd.Function):
                 grad=live(grad),
                 grad_entropy=None if grad_entropy is None else live(grad_entropy),
                 entropies=None if grad_entropy is None else live(entropies),
+                sets=sets,
+                grad_sets=grad_sets,
             ),
             weight,
             needs_states=needs_hidden,
@@ -317,10 +377,12 @@ class _LinearLogprob(torch.autograd.Function):
             grad_hidden = grad_states.to(hidden.dtype)
             if rows is not None:
                 grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_hidden)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _live_rows(grad: Tensor, grad_entropy: Tensor | None) -> Tensor | None:
+def _live_rows(
+    grad: Tensor, grad_entropy: Tensor | None, sets: IdSets | None, grad_sets: Tensor | None
+) -> Tensor | None:
     """Return the indices of the rows that have a gradient; None to compute all rows.
 
     The result is also None where the host would have to wait for a device to find these rows: a row
@@ -331,6 +393,8 @@ def _live_rows(grad: Tensor, grad_entropy: Tensor | None) -> Tensor | None:
     is_live = grad != 0
     if grad_entropy is not None:
         is_live |= grad_entropy != 0
+    if sets is not None and grad_sets is not None:
+        is_live[sets.rows[grad_sets != 0]] = True
     rows = is_live.nonzero().squeeze(1)
     return None if len(rows) == len(is_live) else rows
 
@@ -376,12 +440,16 @@ def _check_shapes(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
         )
     if ids.shape != hidden.shape[:1]:
         raise ValueError(f"ids has shape {list(ids.shape)}, expected [{len(hidden)}]")
+    _check_ids(ids, len(weight))
+
+
+def _check_ids(ids: Tensor, vocab_size: int) -> None:
     if not ids.numel():
         return
     if host_waits(ids):
-        is_inside = ((ids >= 0) & (ids < len(weight))).all()
+        is_inside = ((ids >= 0) & (ids < vocab_size)).all()
         torch._assert_async(is_inside, "an id is outside the LM head's rows")  # noqa: SLF001
         return
     low, high = torch.stack(ids.aminmax()).tolist()
-    if low < 0 or high >= len(weight):
-        raise ValueError(f"ids span {low}..{high}, but the LM head has {len(weight)} rows")
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"ids span {low}..{high}, but the LM head has {vocab_size} rows")

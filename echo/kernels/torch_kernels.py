@@ -12,7 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echo.kernels.contract import MAX_LOG_RATIO, LiveRows, PolicyRows, PolicyTerms, Scores
+from echo.kernels.contract import (
+    MAX_LOG_RATIO,
+    IdSets,
+    LiveRows,
+    PolicyRows,
+    PolicyTerms,
+    Scores,
+)
 
 
 def forward(
@@ -23,6 +30,7 @@ def forward(
     *,
     with_entropy: bool,
     policy: PolicyRows | None,
+    sets: IdSets | None = None,
     vocab_chunk: int,
 ) -> Scores:
     """Score the ids with N * vocab_chunk logits at a time; statistics have the dtype of `scale`."""
@@ -32,10 +40,13 @@ def forward(
     total = torch.zeros_like(scale)
     weighted = torch.zeros_like(scale)
     target = torch.zeros_like(scale)
+    further = None if sets is None else scale.new_zeros(len(sets.ids))
     states = hidden.to(dtype)
     for start in range(0, weight.shape[0], vocab_chunk):
         logits = _scaled_logits(states, weight[start : start + vocab_chunk], scale)
         target += _pick(logits, ids - start)
+        if sets is not None and further is not None:
+            further += _pick_of_rows(logits, sets.rows, sets.ids - start)
         new_peak = torch.maximum(peak, logits.amax(1))
         # All values are relative to the peak, so a shift common to all logits cancels exactly.
         drop = peak - new_peak
@@ -52,22 +63,26 @@ def forward(
     logprobs = (target - peak) - log_total
     entropies = log_total - weighted / total if with_entropy else None
     terms = None if policy is None else policy_terms(logprobs, policy)
-    return Scores(logprobs, entropies, peak, total, terms)
+    if sets is not None and further is not None:
+        further = (further - peak[sets.rows]) - log_total[sets.rows]
+    return Scores(logprobs, entropies, peak, total, terms, further)
 
 
 def backward(
     rows: LiveRows, weight: Tensor, *, needs_states: bool, needs_weight: bool, vocab_chunk: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return both gradients; each row of the weight's gradient is written once, by one product."""
-    scale = rows.scale
+    scale, grad_all = rows.scale, rows.grad_all
     states = rows.states.to(scale.dtype)
     grad_states = torch.zeros_like(states) if needs_states else None
     grad_weight = torch.empty_like(weight) if needs_weight else None
     for start in range(0, weight.shape[0], vocab_chunk):
         chunk = weight[start : start + vocab_chunk]
         logits = _scaled_logits(states, chunk, scale).sub_(rows.peak[:, None])
-        grad_logits = _logit_gradient(logits, rows)
+        grad_logits = _logit_gradient(logits, rows, grad_all)
         _add_at(grad_logits, rows.ids - start, rows.grad)
+        if rows.sets is not None and rows.grad_sets is not None:
+            rows.sets.add_at(grad_logits, rows.grad_sets, start=start)
         grad_logits *= scale[:, None]
         if grad_states is not None:
             grad_states.addmm_(grad_logits, chunk.to(scale.dtype))
@@ -101,14 +116,19 @@ def _scaled_logits(states: Tensor, chunk: Tensor, scale: Tensor) -> Tensor:
     return (states @ chunk.to(states.dtype).T).mul_(scale[:, None])
 
 
-def _logit_gradient(logits: Tensor, rows: LiveRows) -> Tensor:
-    """Overwrite logits relative to their peak with their gradient, without the target's own term.
+def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
+    """Overwrite logits relative to their peak with their gradient, without the ids' own terms.
 
     d logp_y / d z_j = 1[j = y] - p_j  and  d entropy / d z_j = -p_j (log p_j + entropy), where
     p_j = exp(z_j) / total. Constants of a row are folded into its factors: fewer passes, and exact
     where logits are large, because no logarithm is added to their peak.
+
+    Args:
+        logits: [N, columns] of a chunk.
+        rows: the rows.
+        grad: their `grad_all`, which the caller computes once for all chunks.
     """
-    grad, total = rows.grad, rows.total
+    total = rows.total
     if rows.grad_entropy is None or rows.entropies is None:
         return logits.exp_().mul_(-(grad / total)[:, None])
     exponentials = logits.exp()
@@ -123,6 +143,12 @@ def _pick(logits: Tensor, columns: Tensor) -> Tensor:
     is_inside = (columns >= 0) & (columns < logits.shape[1])
     picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
     return torch.where(is_inside, picked, 0.0)
+
+
+def _pick_of_rows(logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return [M] logits, each at its row and column; 0 where the column is in another chunk."""
+    is_inside = (columns >= 0) & (columns < logits.shape[1])
+    return logits[rows, columns.clamp(0, logits.shape[1] - 1)].where(is_inside, 0.0)
 
 
 def _add_at(matrix: Tensor, columns: Tensor, values: Tensor) -> None:

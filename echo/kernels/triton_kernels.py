@@ -3,7 +3,8 @@
 Forward: one program scores a tile of rows against one part (split) of the vocabulary, in the
 accumulator of the product: running maximum, sum of exponentials, weighted sum for the entropy, and
 the target's own logit. A second kernel combines the splits, which gives the log-probability of a
-token, and computes its ratio, clip and policy coefficient from it. Backward: for each chunk of the
+token, and computes its ratio, clip and policy coefficient from it. Further ids of a row are few, so
+a third kernel multiplies their rows of the head alone. Backward: for each chunk of the
 vocabulary, one kernel computes the gradient of the logits in the dtype of the states, and cuBLAS
 turns it into the two gradients. There are no atomics, and every sum has a fixed order, so the same
 input gives the same bits.
@@ -30,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from echo.kernels.contract import (
     MAX_LOG_RATIO,
+    IdSets,
     LiveRows,
     PolicyRows,
     PolicyTerms,
@@ -116,6 +118,8 @@ IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether TRITON_INTERPRET=1 was set at import, for tests with tensors on the CPU."""
 
 _ROWS_PER_PROGRAM = 32
+_IDS_PER_PROGRAM, _ID_DEPTH = 32, 128
+"""Tile of the kernel that scores further ids: ids, and model width of one step."""
 _LN2 = tl.constexpr(0.6931471805599453)
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Finite, so that 0 * (masked - peak) stays 0; -inf would make it NaN.
@@ -303,6 +307,32 @@ def grad_logits_kernel(
     grad_desc.store([row, column], grad.to(grad_desc.dtype))
 
 
+@triton.jit
+def set_logits_kernel(
+    states_ptr, weight_ptr, rows_ptr, ids_ptr, logit_ptr,
+    num_ids, row_stride, column_stride, weight_stride,
+    WIDTH: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Store the logit of each further id: its row of the head times the state of its row."""
+    at = tl.program_id(0) * IDS + tl.arange(0, IDS)
+    is_id = at < num_ids
+    rows = tl.load(rows_ptr + at, mask=is_id, other=0).to(tl.int64)
+    ids = tl.load(ids_ptr + at, mask=is_id, other=0).to(tl.int64)
+    logits = tl.zeros((IDS,), dtype=tl.float32)
+    for first in range(0, WIDTH, DEPTH):
+        k = first + tl.arange(0, DEPTH)
+        is_loaded = is_id[:, None] & (k < WIDTH)[None, :]
+        states = tl.load(
+            states_ptr + rows[:, None] * row_stride + k[None, :] * column_stride,
+            mask=is_loaded, other=0.0,
+        )  # fmt: skip
+        weight = tl.load(
+            weight_ptr + ids[:, None] * weight_stride + k[None, :], mask=is_loaded, other=0.0
+        )
+        logits += tl.sum(states.to(tl.float32) * weight.to(tl.float32), axis=1)
+    tl.store(logit_ptr + at, logits, mask=is_id)
+
+
 # --- launchers ------------------------------------------------------------------------------------
 
 _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
@@ -330,6 +360,7 @@ def forward(
     *,
     with_entropy: bool,
     policy: PolicyRows | None,
+    sets: IdSets | None = None,
     vocab_chunk: int,
 ) -> Scores:
     """Score the ids, with memory of 12 bytes per row and split."""
@@ -361,7 +392,23 @@ def forward(
             **_policy_options(policy),
         )  # fmt: skip
     terms = PolicyTerms(losses, coefficients, ratios) if policy else None
-    return Scores(logprobs, entropies if with_entropy else None, peak, total, terms)
+    further = None
+    if sets is not None:
+        logits = _set_logits(hidden, weight, sets) * (scale * _LOG2E.value)[sets.rows]
+        further = ((logits - peak[sets.rows]) - total.log2()[sets.rows]) * _LN2.value
+    return Scores(logprobs, entropies if with_entropy else None, peak, total, terms, further)
+
+
+def _set_logits(hidden: Tensor, weight: Tensor, sets: IdSets) -> Tensor:
+    """Return the [M] float32 logits of the sets' ids, without the temperature."""
+    logits = torch.empty(len(sets.ids), dtype=torch.float32, device=hidden.device)
+    if len(logits):
+        set_logits_kernel[triton.cdiv(len(logits), _IDS_PER_PROGRAM),](
+            hidden, weight, sets.rows, sets.ids, logits,
+            len(logits), hidden.stride(0), hidden.stride(1), weight.stride(0),
+            WIDTH=hidden.shape[1], IDS=_IDS_PER_PROGRAM, DEPTH=_ID_DEPTH,
+        )  # fmt: skip
+    return logits
 
 
 @_on_its_device
@@ -381,6 +428,9 @@ def backward(
         return grad_states, None if grad_weight is None else grad_weight.zero_()
     vocab_chunk = min(vocab_chunk, len(weight))
     factors = _row_factors(rows)
+    grad_sets = None
+    if rows.sets is not None and rows.grad_sets is not None:
+        grad_sets = rows.grad_sets * rows.scale[rows.sets.rows]
     with_entropy = rows.grad_entropy is not None
     config = _config("grad_logits", states)
     # Rows of the buffer begin at multiples of 16 bytes, as a descriptor requires.
@@ -397,6 +447,8 @@ def backward(
             (rows.ids - start).to(torch.int32), *factors, num_rows, len(chunk),
             **_tile_options(config, states, with_entropy=with_entropy),
         )  # fmt: skip
+        if rows.sets is not None and grad_sets is not None:
+            rows.sets.add_at(grad_logits, grad_sets, start=start)
         if grad_states is not None:
             _multiply(grad_logits, chunk, grad_states, keep=1.0)
         if grad_weight is not None and product is not None:
@@ -413,13 +465,13 @@ def _row_factors(rows: LiveRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     hit * 1[column = id] - e * (base + slope * x) is the sum of the gradients of both outputs
     (torch_kernels.py).
     """
-    hit = rows.grad * rows.scale
+    hit, whole = rows.grad * rows.scale, rows.grad_all * rows.scale
     rate = rows.scale * _LOG2E.value
     if rows.grad_entropy is None or rows.entropies is None:
-        base = hit / rows.total
+        base = whole / rows.total
         return rate, rows.peak, base, base, hit
     grad_entropy = rows.grad_entropy * rows.scale
-    base = (hit + grad_entropy * (rows.entropies - rows.total.log())) / rows.total
+    base = (whole + grad_entropy * (rows.entropies - rows.total.log())) / rows.total
     return rate, rows.peak, base, grad_entropy * _LN2.value / rows.total, hit
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echo.kernels.logprob import linear_logprob
+from echo.kernels.contract import IdSets
+from echo.kernels.logprob import linear_logprob, linear_set_logprobs
 from tests.kernels.reference import linear_logprob_reference
 
 
@@ -119,6 +121,118 @@ def test_bfloat16_inputs_lose_nothing_but_the_rounding_of_gradients() -> None:
     assert actual.grad_hidden.dtype == actual.grad_weight.dtype == torch.bfloat16
     assert relative_error(actual.grad_hidden, expected.grad_hidden) < 2.5e-3
     assert relative_error(actual.grad_weight, expected.grad_weight) < 2.5e-3
+
+
+# --- further ids of each row ----------------------------------------------------------------------
+
+
+def random_sets(case: Case, *, seed: int = 0) -> IdSets:
+    """Sets of 0 to 8 ids, with the row's own id or without it."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab = len(case.weight)
+    sizes = torch.randint(0, min(9, vocab), (len(case.ids),), generator=generator)
+    ids = [torch.randperm(vocab, generator=generator)[:size] for size in sizes]
+    for row in range(0, len(ids), 2):
+        if len(ids[row]) and not (ids[row] == case.ids[row]).any():
+            ids[row][0] = case.ids[row]
+    rows = torch.arange(len(ids)).repeat_interleave(sizes)
+    return IdSets(rows, torch.cat([each.sort().values for each in ids]))
+
+
+def set_reference(case: Case, sets: IdSets) -> Callable[..., Any]:
+    """All log-probabilities, by materialising all logits."""
+
+    def compute(hidden: Tensor, weight: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        scale = case.inv_temperature.double()[:, None]
+        logprobs = ((hidden @ weight.T) * scale).log_softmax(1)
+        own = logprobs.gather(1, case.ids[:, None]).squeeze(1)
+        return own, -(logprobs.exp() * logprobs).sum(1), logprobs[sets.rows, sets.ids]
+
+    return compute
+
+
+class SetResults(NamedTuple):
+    logprobs: Tensor
+    entropies: Tensor
+    set_logprobs: Tensor
+    grad_hidden: Tensor
+    grad_weight: Tensor
+
+
+def evaluate_sets(
+    function: Any, case: Case, sets: IdSets, *, own: float = 1.0, **options: Any
+) -> SetResults:
+    """Values and the gradients of a random combination of all outputs; rows 1 and 2 have none."""
+    hidden = case.hidden.clone().requires_grad_()
+    weight = case.weight.clone().requires_grad_()
+    found = function(hidden, weight, case.ids, sets, case.inv_temperature, **options)
+    logprobs, entropies, further = found
+    generator = torch.Generator().manual_seed(99)
+    of_row = torch.randn(2, len(case.ids), generator=generator).to(logprobs)
+    of_id = torch.randn(len(further), generator=generator).to(logprobs)
+    of_row[:, 1:3] = 0
+    of_id[(sets.rows == 1) | (sets.rows == 2)] = 0
+    loss = (own * of_row[0] * logprobs).sum() + (of_id * further).sum()
+    (loss + 0.3 * (of_row[1] * entropies).sum()).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return SetResults(
+        logprobs.detach(), entropies.detach(), further.detach(), hidden.grad, weight.grad
+    )
+
+
+def check_sets(case: Case, *, value_error: float, gradient_error: float, **options: Any) -> None:
+    sets = random_sets(case)
+    doubles = Case(case.hidden.double(), case.weight.double(), case.ids, case.inv_temperature)
+    for own in (0.0, 1.0):
+        expected = evaluate_sets(set_reference(case, sets), doubles, sets, own=own)
+        actual = evaluate_sets(linear_set_logprobs, case, sets, own=own, entropy="grad", **options)
+        for name in ("logprobs", "entropies", "set_logprobs"):
+            assert max_error(getattr(actual, name), getattr(expected, name)) < value_error
+        for name in ("grad_hidden", "grad_weight"):
+            assert relative_error(getattr(actual, name), getattr(expected, name)) < gradient_error
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("vocab_chunk", [7, 211, 8192])
+def test_further_ids_agree_with_float64(name: str, vocab_chunk: int) -> None:
+    case, value_error, gradient_error = CASES[name]
+    check_sets(
+        case, value_error=value_error, gradient_error=gradient_error, vocab_chunk=vocab_chunk
+    )
+
+
+def test_the_gradient_of_a_whole_vocabularys_set_is_that_of_its_softmax() -> None:
+    """With the sets of all ids, sum_v p_v grad log p_v is 0, whatever the head."""
+    case = make_case(rows=5, vocab=17)
+    rows = torch.arange(5).repeat_interleave(17)
+    sets = IdSets(rows, torch.arange(17).repeat(5))
+    hidden, weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
+    _, _, further = linear_set_logprobs(hidden, weight, case.ids, sets, vocab_chunk=6)
+    (further.detach().exp() * further).sum().backward()
+    assert further.exp().view(5, 17).sum(1).tolist() == pytest.approx([1.0] * 5)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert float(hidden.grad.abs().max()) < 1e-14
+    assert float(weight.grad.abs().max()) < 1e-14
+
+
+def test_no_further_id_at_all_changes_nothing() -> None:
+    case = make_case()
+    none = IdSets(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    plain, _ = linear_logprob(*case)
+    logprobs, _, further = linear_set_logprobs(
+        case.hidden, case.weight, case.ids, none, case.inv_temperature
+    )
+    assert torch.equal(logprobs, plain)
+    assert further.shape == (0,)
+
+
+def test_a_further_id_outside_of_the_head_is_refused() -> None:
+    case = make_case()
+    sets = IdSets(torch.tensor([3]), torch.tensor([211]))
+    with pytest.raises(ValueError, match=r"ids span 211\.\.211, but the LM head has 211 rows"):
+        linear_set_logprobs(case.hidden, case.weight, case.ids, sets)
 
 
 def test_numbers_worked_out_by_hand() -> None:
@@ -264,6 +378,16 @@ def test_the_full_logit_matrix_never_exists() -> None:
             entropy="grad",
             vocab_chunk=vocab_chunk,
         )
+    case = make_case(rows, width, vocab)
+    with LargestTensor() as with_sets:
+        evaluate_sets(
+            linear_set_logprobs,
+            case,
+            random_sets(case),
+            entropy="grad",
+            vocab_chunk=vocab_chunk,
+        )
+    assert with_sets.num_elements == rows * vocab_chunk
     with LargestTensor() as obvious:
         evaluate(linear_logprob_reference, make_case(rows, width, vocab))
     assert obvious.num_elements == rows * vocab

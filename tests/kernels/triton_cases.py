@@ -25,6 +25,7 @@ from echo.kernels.triton_kernels import LaunchConfig
 from tests.kernels import test_adamw_8bit as adamw
 from tests.kernels.test_linear_logprob import (
     Case,
+    check_sets,
     evaluate,
     make_case,
     max_error,
@@ -111,6 +112,23 @@ def test_16_bit_inputs_lose_nothing_but_the_rounding_of_gradients(
     dtype: torch.dtype, gradient_error: float, gain: float
 ) -> None:
     check(make_case(gain=gain, dtype=dtype), value_error=1e-5, gradient_error=gradient_error)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="its reference is computed where the tensors are")
+@pytest.mark.parametrize(
+    ("dtype", "value_error", "gradient_error"),
+    [(torch.float32, 3e-6, 1e-6), (torch.bfloat16, 1e-5, 1.2e-2)],
+)
+def test_further_ids_agree_with_float64(
+    dtype: torch.dtype, value_error: float, gradient_error: float
+) -> None:
+    check_sets(
+        make_case(dtype=dtype),
+        value_error=value_error,
+        gradient_error=gradient_error,
+        vocab_chunk=64,
+        backend="triton",
+    )
 
 
 @pytest.mark.parametrize("max_splits", [more(1), 3, more(16)])
