@@ -58,7 +58,7 @@ class PolicyRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class IdSets:
+class FurtherIds:
     """Further ids that are scored, any number for each row; M ids of all rows together."""
 
     rows: Tensor
@@ -125,7 +125,7 @@ class LiveRows:
     """[n] gradient of the entropies; None if they have no gradient."""
     entropies: Tensor | None
     """[n] from `Scores`; None only if `grad_entropy` is None."""
-    sets: IdSets | None = None
+    sets: FurtherIds | None = None
     """Sets of these rows; None if they have no gradient."""
     grad_sets: Tensor | None = None
     """[m] gradient of the log-probabilities of the sets' ids; None only if `sets` is None."""
@@ -150,7 +150,7 @@ class Kernels(Protocol):
         *,
         with_entropy: bool,
         policy: PolicyRows | None,
-        sets: IdSets | None = None,
+        sets: FurtherIds | None = None,
         vocab_chunk: int,
     ) -> Scores:
         """Score `ids` [N] and the ids of the sets.

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from echo.kernels import torch_kernels
 from echo.kernels.contract import (
     BackendName,
-    IdSets,
+    FurtherIds,
     Kernels,
     LiveRows,
     PolicyRows,
@@ -164,11 +164,11 @@ def linear_logprob(
     return outputs[:2]
 
 
-def linear_set_logprobs(
+def linear_further_logprobs(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    sets: IdSets,
+    sets: FurtherIds,
     inv_temperature: float | Tensor = 1.0,
     *,
     entropy: EntropyMode = "none",
@@ -293,7 +293,7 @@ class _LinearLogprob(torch.autograd.Function):
         ids: Tensor,
         scale: Tensor,
         policy: PolicyRows | None,
-        sets: IdSets | None,
+        sets: FurtherIds | None,
         options: _Options,
     ) -> _Outputs:
         scores = options.kernels.forward(
@@ -340,7 +340,7 @@ class _LinearLogprob(torch.autograd.Function):
         grad_sets: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden, weight, ids, scale, peak, total, entropies, coefficients = ctx.saved_tensors[:8]
-        sets = None if grad_sets is None else IdSets(*ctx.saved_tensors[8:])
+        sets = None if grad_sets is None else FurtherIds(*ctx.saved_tensors[8:])
         grad = torch.zeros_like(scale) if grad_logprobs is None else grad_logprobs
         if grad_losses is not None:
             grad = grad + grad_losses * coefficients
@@ -348,7 +348,7 @@ class _LinearLogprob(torch.autograd.Function):
         if sets is not None and grad_sets is not None and rows is not None:
             is_live = torch.isin(sets.rows, rows)
             places = torch.searchsorted(rows, sets.rows[is_live])
-            sets, grad_sets = IdSets(places, sets.ids[is_live]), grad_sets[is_live]
+            sets, grad_sets = FurtherIds(places, sets.ids[is_live]), grad_sets[is_live]
 
         def live(values: Tensor) -> Tensor:
             return values if rows is None else values[rows]
@@ -381,7 +381,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 
 def _live_rows(
-    grad: Tensor, grad_entropy: Tensor | None, sets: IdSets | None, grad_sets: Tensor | None
+    grad: Tensor, grad_entropy: Tensor | None, sets: FurtherIds | None, grad_sets: Tensor | None
 ) -> Tensor | None:
     """Return the indices of the rows that have a gradient; None to compute all rows.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from echo.kernels.contract import (
     MAX_LOG_RATIO,
-    IdSets,
+    FurtherIds,
     LiveRows,
     PolicyRows,
     PolicyTerms,
@@ -30,7 +30,7 @@ def forward(
     *,
     with_entropy: bool,
     policy: PolicyRows | None,
-    sets: IdSets | None = None,
+    sets: FurtherIds | None = None,
     vocab_chunk: int,
 ) -> Scores:
     """Score the ids with N * vocab_chunk logits at a time; statistics have the dtype of `scale`."""

@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from echo.kernels.contract import (
     MAX_LOG_RATIO,
-    IdSets,
+    FurtherIds,
     LiveRows,
     PolicyRows,
     PolicyTerms,
@@ -360,7 +360,7 @@ def forward(
     *,
     with_entropy: bool,
     policy: PolicyRows | None,
-    sets: IdSets | None = None,
+    sets: FurtherIds | None = None,
     vocab_chunk: int,
 ) -> Scores:
     """Score the ids, with memory of 12 bytes per row and split."""
@@ -399,7 +399,7 @@ def forward(
     return Scores(logprobs, entropies if with_entropy else None, peak, total, terms, further)
 
 
-def _set_logits(hidden: Tensor, weight: Tensor, sets: IdSets) -> Tensor:
+def _set_logits(hidden: Tensor, weight: Tensor, sets: FurtherIds) -> Tensor:
     """Return the [M] float32 logits of the sets' ids, without the temperature."""
     logits = torch.empty(len(sets.ids), dtype=torch.float32, device=hidden.device)
     if len(logits):

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echo.kernels.contract import IdSets
-from echo.kernels.logprob import linear_logprob, linear_set_logprobs
+from echo.kernels.contract import FurtherIds
+from echo.kernels.logprob import linear_further_logprobs, linear_logprob
 from tests.kernels.reference import linear_logprob_reference
 
 
@@ -126,7 +126,7 @@ def test_bfloat16_inputs_lose_nothing_but_the_rounding_of_gradients() -> None:
 # --- further ids of each row ----------------------------------------------------------------------
 
 
-def random_sets(case: Case, *, seed: int = 0) -> IdSets:
+def random_sets(case: Case, *, seed: int = 0) -> FurtherIds:
     """Sets of 0 to 8 ids, with the row's own id or without it."""
     generator = torch.Generator().manual_seed(seed)
     vocab = len(case.weight)
@@ -136,10 +136,10 @@ def random_sets(case: Case, *, seed: int = 0) -> IdSets:
         if len(ids[row]) and not (ids[row] == case.ids[row]).any():
             ids[row][0] = case.ids[row]
     rows = torch.arange(len(ids)).repeat_interleave(sizes)
-    return IdSets(rows, torch.cat([each.sort().values for each in ids]))
+    return FurtherIds(rows, torch.cat([each.sort().values for each in ids]))
 
 
-def set_reference(case: Case, sets: IdSets) -> Callable[..., Any]:
+def set_reference(case: Case, sets: FurtherIds) -> Callable[..., Any]:
     """All log-probabilities, by materialising all logits."""
 
     def compute(hidden: Tensor, weight: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
@@ -160,7 +160,7 @@ class SetResults(NamedTuple):
 
 
 def evaluate_sets(
-    function: Any, case: Case, sets: IdSets, *, own: float = 1.0, **options: Any
+    function: Any, case: Case, sets: FurtherIds, *, own: float = 1.0, **options: Any
 ) -> SetResults:
     """Values and the gradients of a random combination of all outputs; rows 1 and 2 have none."""
     hidden = case.hidden.clone().requires_grad_()
@@ -186,7 +186,9 @@ def check_sets(case: Case, *, value_error: float, gradient_error: float, **optio
     doubles = Case(case.hidden.double(), case.weight.double(), case.ids, case.inv_temperature)
     for own in (0.0, 1.0):
         expected = evaluate_sets(set_reference(case, sets), doubles, sets, own=own)
-        actual = evaluate_sets(linear_set_logprobs, case, sets, own=own, entropy="grad", **options)
+        actual = evaluate_sets(
+            linear_further_logprobs, case, sets, own=own, entropy="grad", **options
+        )
         for name in ("logprobs", "entropies", "set_logprobs"):
             assert max_error(getattr(actual, name), getattr(expected, name)) < value_error
         for name in ("grad_hidden", "grad_weight"):
@@ -206,9 +208,9 @@ def test_the_gradient_of_a_whole_vocabularys_set_is_that_of_its_softmax() -> Non
     """With the sets of all ids, sum_v p_v grad log p_v is 0, whatever the head."""
     case = make_case(rows=5, vocab=17)
     rows = torch.arange(5).repeat_interleave(17)
-    sets = IdSets(rows, torch.arange(17).repeat(5))
+    sets = FurtherIds(rows, torch.arange(17).repeat(5))
     hidden, weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
-    _, _, further = linear_set_logprobs(hidden, weight, case.ids, sets, vocab_chunk=6)
+    _, _, further = linear_further_logprobs(hidden, weight, case.ids, sets, vocab_chunk=6)
     (further.detach().exp() * further).sum().backward()
     assert further.exp().view(5, 17).sum(1).tolist() == pytest.approx([1.0] * 5)
     assert hidden.grad is not None
@@ -219,9 +221,9 @@ def test_the_gradient_of_a_whole_vocabularys_set_is_that_of_its_softmax() -> Non
 
 def test_no_further_id_at_all_changes_nothing() -> None:
     case = make_case()
-    none = IdSets(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    none = FurtherIds(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
     plain, _ = linear_logprob(*case)
-    logprobs, _, further = linear_set_logprobs(
+    logprobs, _, further = linear_further_logprobs(
         case.hidden, case.weight, case.ids, none, case.inv_temperature
     )
     assert torch.equal(logprobs, plain)
@@ -230,9 +232,9 @@ def test_no_further_id_at_all_changes_nothing() -> None:
 
 def test_a_further_id_outside_of_the_head_is_refused() -> None:
     case = make_case()
-    sets = IdSets(torch.tensor([3]), torch.tensor([211]))
+    sets = FurtherIds(torch.tensor([3]), torch.tensor([211]))
     with pytest.raises(ValueError, match=r"ids span 211\.\.211, but the LM head has 211 rows"):
-        linear_set_logprobs(case.hidden, case.weight, case.ids, sets)
+        linear_further_logprobs(case.hidden, case.weight, case.ids, sets)
 
 
 def test_numbers_worked_out_by_hand() -> None:
@@ -381,7 +383,7 @@ def test_the_full_logit_matrix_never_exists() -> None:
     case = make_case(rows, width, vocab)
     with LargestTensor() as with_sets:
         evaluate_sets(
-            linear_set_logprobs,
+            linear_further_logprobs,
             case,
             random_sets(case),
             entropy="grad",
