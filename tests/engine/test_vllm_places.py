@@ -1,4 +1,4 @@
-"""Places where vLLM would find changes, in models that load their weights in many ways."""
+"""Places where vLLM would find changes, in models that load their weights in many ways; changes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,21 @@ pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extr
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from echo.engine.vllm.places import UnplacedError, load_changes, save_changes, trace_places
-from echo.engine.weights import TensorChange
+from echo.core.rollout import PolicyVersion
+from echo.engine.vllm import places
+from echo.engine.vllm.places import (
+    UnplacedError,
+    join_changes,
+    load_changes,
+    save_changes,
+    store_changes,
+    trace_places,
+)
+from echo.engine.weights import TensorChange, changes, publish_image, tensors_from_image
+from tests.engine.patches import assert_identical, patch_between
 
 # Third parties.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -173,18 +185,83 @@ def test_weights_in_a_second_form_have_no_place(layer: type[nn.Module], why: str
         trace_places(model, checkpoint())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_changes_come_through_a_file(dtype: torch.dtype, tmp_path: Path) -> None:
+FAR = 1 << 33
+
+
+def some_changes(dtype: torch.dtype) -> list[TensorChange]:
+    """Return changes of two tensors: words, runs, an odd number of bytes, and a far index."""
     values = torch.tensor([3, -1, 0]).to(dtype)
-    far = 1 << 33
-    changes = [
+    return [
         TensorChange("a", torch.tensor([0, 4, 9]), values),
+        TensorChange("a", torch.tensor([12, 13]), values[1:].clone()),
         TensorChange("b", 12, values[:2].clone()),
-        TensorChange("a", torch.tensor([5, far]), values[:2].clone()),
+        TensorChange("b", 14, values[:1].clone()),
+        TensorChange("a", torch.tensor([5, FAR]), values[:2].clone()),
+        TensorChange("c", torch.tensor([2]), torch.tensor([True])),
     ]
-    found = list(load_changes(save_changes(tmp_path, changes)))
-    assert [change.name for change in found] == ["a", "b", "a"]
-    for change, wanted in zip(found, changes, strict=True):
-        assert torch.equal(torch.as_tensor(change.where), torch.as_tensor(wanted.where))
-        assert change.values.dtype == dtype
-        assert torch.equal(change.values, wanted.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("most", [1, places.MAX_COPY_BYTES])
+def test_changes_come_through_a_file(
+    dtype: torch.dtype, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "MAX_COPY_BYTES", most)
+    wanted = some_changes(dtype)
+    joined = join_changes(wanted)
+    assert len(joined) == (len(wanted) if most == 1 else 1)
+    found = [change for each in load_changes(save_changes(tmp_path, joined)) for change in each]
+    if most > 1:  # two that follow each other are one
+        first, second, *rest = wanted
+        where = torch.cat([torch.as_tensor(each.where) for each in (first, second)])
+        wanted = [TensorChange("a", where, torch.cat([first.values, second.values])), *rest]
+    assert [change.name for change in found] == [change.name for change in wanted]
+    for change, right in zip(found, wanted, strict=True):
+        assert torch.equal(torch.as_tensor(change.where), torch.as_tensor(right.where))
+        assert change.values.dtype == right.values.dtype
+        assert torch.equal(change.values, right.values)
+
+
+class Crossings(TorchDispatchMode):
+    """Counts copies of tensors between devices; the meta device stands in for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        devices = {each.device for each in tree_leaves((args, found)) if isinstance(each, Tensor)}
+        self.number += len(devices) > 1
+        return found
+
+
+def test_a_patch_reaches_a_device_by_one_copy_with_equal_bits() -> None:
+    """Of some words of each block, and of whole blocks; also into another dtype."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = (
+        {name: torch.randn(20, 1000, generator=generator) for name in "abc"} for _ in range(2)
+    )
+    for name, tensor in first.items():
+        is_changed = torch.rand(20, 1000, generator=generator) < 0.1
+        second[name][:15] = torch.where(is_changed, second[name], tensor)[:15]
+    (specs, old), (_, new) = (publish_image(each, "bfloat16") for each in (first, second))
+    versions = {"base": PolicyVersion(1, 1), "version": PolicyVersion(1, 2)}
+    patch = patch_between(specs, old, new, **versions)
+    kinds = {block.where is None for block in patch.blocks.values()}
+    assert kinds == {True, False}
+    joined = join_changes(changes(patch, memoryview(new), specs))
+    wanted = tensors_from_image(specs, memoryview(new))
+    for dtype in (torch.bfloat16, torch.float32):
+        held = {
+            name: tensor.to(dtype, copy=True)
+            for name, tensor in tensors_from_image(specs, memoryview(old)).items()
+        }
+        elsewhere = {name: tensor.to("meta") for name, tensor in held.items()}
+        store_changes(joined, held)
+        assert_identical(held, {name: tensor.to(dtype) for name, tensor in wanted.items()})
+        with Crossings() as crossings:
+            store_changes(joined, elsewhere)
+        assert crossings.number == 1

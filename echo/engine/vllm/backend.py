@@ -40,9 +40,9 @@ from echo.core.units import format_bytes
 from echo.engine.engine import FinishReason, VersionSlot, describe_error
 from echo.engine.lora import Lora, write_adapter
 from echo.engine.model import weight_bytes
-from echo.engine.vllm.places import save_changes
+from echo.engine.vllm.places import JoinedChanges, save_changes
 from echo.engine.vllm.plugin import VARIABLE, count_kills
-from echo.engine.weights import WEIGHTS_FILE, TensorChange, Weights, save_safetensors
+from echo.engine.weights import WEIGHTS_FILE, Weights, save_safetensors
 
 # --- contract -------------------------------------------------------------------------------------
 #
@@ -128,7 +128,7 @@ class BackendOutput:
     """[P - 1], one for each prompt token after the first; empty if not requested."""
 
 
-HandedOver = Weights | Sequence[TensorChange]
+HandedOver = Weights | Sequence[JoinedChanges]
 """All weights, or the changes to the weights that vLLM has."""
 
 
@@ -742,7 +742,7 @@ class ProcessBackend(Backend):
         if isinstance(weights, Mapping):
             num_bytes = weight_bytes(weights)
         else:
-            num_bytes = sum(change.num_bytes for change in weights)
+            num_bytes = sum(joined.data.nbytes for joined in weights)
         with _directory_for(num_bytes) as directory:
             if isinstance(weights, Mapping):
                 save_safetensors(directory, weights, max_shard_bytes=1 << 62)

@@ -93,6 +93,7 @@ from echo.engine.vllm.backend import (
     adapter_request,
     hand_over_adapter,
 )
+from echo.engine.vllm.places import join_changes
 from echo.engine.vllm.probe import Expectation, SwapProbe
 from echo.engine.weights import changes, tensors_from_image
 from echo.weights.manifest import TensorSpec
@@ -640,7 +641,8 @@ class VllmEngine(Engine):
         weights = self._expected(tensors_from_image(specs, image.toreadonly()), patch.version)
         if why_whole:
             return self._install(weights)
-        complaint = self._hand_over(list(changes(patch, image, specs)), weights)
+        joined = join_changes(changes(patch, image, specs))
+        complaint = self._hand_over(joined, weights)
         if complaint is None:
             return None
         log.warning(

@@ -1,4 +1,4 @@
-"""Places of a checkpoint's elements in a model of vLLM, and files of changes to them.
+"""Places of a checkpoint's elements in a model of vLLM, and the changes that vLLM is handed.
 
 `trace_places` runs the model's own loader once over tensors without memory (meta tensors) and
 records each copy that the loader would make. A tensor that is copied once, whole, into one
@@ -10,8 +10,11 @@ that was just loaded, and no layer may keep a second form of its weights. If any
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echo.engine.engine import describe_error
-from echo.engine.weights import TensorChange, write_tensors
+from echo.engine.weights import TensorChange, dtype_name, torch_dtype, write_tensors
 
 CHANGES_FILE = "changes.safetensors"
 
@@ -131,31 +134,129 @@ def _have_equal_bits(place: Tensor, tensor: Tensor) -> bool:
     )
 
 
-# --- changes for another process ------------------------------------------------------------------
+# --- changes for vLLM -----------------------------------------------------------------------------
+
+MAX_COPY_BYTES = 512 << 20
+"""Most bytes of changes that are copied to a GPU at once: less than a swap of a whole version takes
+there for the largest layer. The changes of most versions take less.
+"""
+
+_ALIGNMENT_BYTES = 8
 
 
-def save_changes(directory: Path, changes: Sequence[TensorChange]) -> Path:
-    """Write changes to a file and return its path; an index takes 4 bytes, or 8 above 2^31.
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Changes of one tensor in `JoinedChanges.data`."""
+
+    name: str
+    dtype: str
+    number: int
+    """Number of changed elements."""
+    values_at: int
+    """Offset of the values in the data, bytes."""
+    first: int | None
+    """Index of the first element if the elements are contiguous; else None."""
+    where_at: int
+    """Offset of the indices in the data, bytes."""
+    where_dtype: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedChanges:
+    """Changes in one piece of memory, which reaches a GPU by a single copy.
+
+    Changes of the same tensor that follow each other are joined, so one scatter writes them. An
+    index takes 4 bytes, or 8 if one of its tensor is 2^31 or more.
+    """
+
+    data: Tensor
+    """uint8 [num_bytes], on any device."""
+    pieces: Sequence[_Piece]
+
+    def __iter__(self) -> Iterator[TensorChange]:
+        """Yield the changes as views of the data."""
+        for piece in self.pieces:
+            values = self._view(piece.values_at, piece.number, piece.dtype)
+            where: Tensor | int | None = piece.first
+            if where is None:
+                where = self._view(piece.where_at, piece.number, piece.where_dtype)
+            yield TensorChange(piece.name, where, values)
+
+    def _view(self, start: int, number: int, dtype: str) -> Tensor:
+        kind = torch_dtype(dtype)
+        return self.data[start : start + number * kind.itemsize].view(kind)
+
+
+def join_changes(changes: Iterable[TensorChange]) -> list[JoinedChanges]:
+    """Copy changes into one piece of memory, or several of about MAX_COPY_BYTES."""
+    joined = []
+    batch: list[TensorChange] = []
+    num_bytes = 0
+    for change in changes:
+        batch.append(change)
+        num_bytes += change.num_bytes
+        if num_bytes >= MAX_COPY_BYTES:
+            joined.append(_join(batch))
+            batch, num_bytes = [], 0
+    return [*joined, _join(batch)] if batch else joined
+
+
+def _join(changes: Iterable[TensorChange]) -> JoinedChanges:
+    parts: list[Tensor] = []
+    pieces: list[_Piece] = []
+    end = 0
+
+    def add(part: Tensor) -> int:
+        nonlocal end
+        padding = torch.empty(-part.nbytes % _ALIGNMENT_BYTES, dtype=torch.uint8)
+        parts.extend((part.contiguous().view(-1).view(torch.uint8), padding))
+        start, end = end, end + part.nbytes + padding.numel()
+        return start
+
+    for (name, dtype, is_run), group in itertools.groupby(changes, _kind):
+        if is_run:
+            for change in group:
+                values, first = change.values, int(change.where)
+                pieces.append(_Piece(name, dtype, values.numel(), add(values), first, 0, ""))
+            continue
+        indices, all_values = zip(*((change.where, change.values) for change in group), strict=True)
+        values, where = torch.cat(all_values), torch.cat(indices)
+        if int(where.max()) < 1 << 31:
+            where = where.int()
+        index = dtype_name(where.dtype)
+        pieces.append(_Piece(name, dtype, values.numel(), add(values), None, add(where), index))
+    return JoinedChanges(torch.cat(parts), pieces)
+
+
+def _kind(change: TensorChange) -> tuple[str, str, bool]:
+    return change.name, dtype_name(change.values.dtype), isinstance(change.where, int)
+
+
+@torch.no_grad()
+def store_changes(joined: Iterable[JoinedChanges], places: Mapping[str, Tensor]) -> None:
+    """Scatter changes into the places of their tensors, which are all on one device."""
+    device = next(iter(places.values())).device
+    for each in joined:
+        for change in JoinedChanges(each.data.to(device), each.pieces):
+            change.store(places[change.name])
+
+
+def save_changes(directory: Path, joined: Sequence[JoinedChanges]) -> Path:
+    """Write changes to a file for another process and return its path.
 
     Raises:
         OSError: if the file cannot be written.
     """
-    tensors: dict[str, Tensor] = {}
-    for number, change in enumerate(changes):
-        where = change.where
-        if isinstance(where, Tensor):
-            is_short = int(where[-1]) < 1 << 31
-            tensors[f"{number} where"] = where.int() if is_short else where
-        tensors[f"{number} values"] = change.values
-    places = [[c.name, c.where if isinstance(c.where, int) else None] for c in changes]
     path = directory / CHANGES_FILE
-    write_tensors(path, tensors, {"places": json.dumps(places)})
+    pieces = [[dataclasses.astuple(piece) for piece in each.pieces] for each in joined]
+    data = {str(number): each.data for number, each in enumerate(joined)}
+    write_tensors(path, data, {"pieces": json.dumps(pieces)})
     return path
 
 
-def load_changes(path: Path) -> Iterator[TensorChange]:
+def load_changes(path: Path) -> Iterator[JoinedChanges]:
     """Yield the changes that `save_changes` wrote, in the same order."""
     with safe_open(path, framework="pt") as file:
-        for number, (name, first) in enumerate(json.loads(file.metadata()["places"])):
-            where = file.get_tensor(f"{number} where") if first is None else int(first)
-            yield TensorChange(name, where, file.get_tensor(f"{number} values"))
+        for number, pieces in enumerate(json.loads(file.metadata()["pieces"])):
+            data = file.get_tensor(str(number))
+            yield JoinedChanges(data, [_Piece(*piece) for piece in pieces])

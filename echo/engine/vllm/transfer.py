@@ -5,18 +5,18 @@ processes while generation is paused. If vLLM runs in our own process, the weigh
 dictionary, otherwise from a safetensors file (in shared memory). Each tensor goes from there
 directly to the device; vLLM fuses and shards tensors as its model requires.
 
-The changes of a patch arrive in the same two ways. They are scattered into the places that were
-found when the first whole version was loaded; the places are found again if vLLM moves a parameter.
+The changes of a patch arrive in the same two ways, and reach the device by a single copy. They are
+scattered into the places that were found when the first whole version was loaded; the places are
+found again if vLLM moves a parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
@@ -29,8 +29,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from echo.engine.vllm.places import UnplacedError, load_changes, trace_places
-from echo.engine.weights import TensorChange
+from echo.engine.vllm.places import UnplacedError, load_changes, store_changes, trace_places
 
 HANDED_OVER: dict[str, Any] = {}
 """Weights or changes for an engine in this process, by the key in its `TransferUpdate`."""
@@ -99,13 +98,10 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
         except UnplacedError as error:
             self.unplaced = str(error)
 
-    @torch.no_grad()
     def patch_weights(self, update_info: TransferUpdate) -> None:
         """Scatter the elements that changed since the last version into their places."""
         key, path = update_info.key, update_info.path
-        changes: Iterable[TensorChange] = HANDED_OVER[key] if key else load_changes(Path(path))
-        for change in changes:
-            change.store(self._places[change.name])
+        store_changes(HANDED_OVER[key] if key else load_changes(Path(path)), self._places)
 
     def shutdown(self) -> None:
         """Do nothing: there is no connection to close."""
