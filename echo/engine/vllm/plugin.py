@@ -1,6 +1,6 @@
 """Entry point by which vLLM's processes load our plugin.
 
-pyproject.toml registers it in the group `vllm.general_plugins`. The module imports nothing from
+pyproject.toml registers it, in the group PLUGIN_GROUP. The module imports nothing from
 vLLM until vLLM calls `register`.
 """
 
@@ -12,6 +12,11 @@ import os
 from pathlib import Path
 
 from echo.engine.engine import describe_error
+
+PLUGIN_GROUP = "vllm.general_plugins"
+"""Group of entry points that vLLM calls in each of its processes."""
+
+ENTRY_POINT = "echo.engine.vllm.plugin:register"
 
 VARIABLE = "ECHO_VLLM_CRASH_REASON"
 """Environment variable with the path of the crash reason's file, for vLLM's processes."""
