@@ -36,6 +36,8 @@ from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import Transport
 from echo.roles.joining import fingerprint
 from echo.roles.learner import Learner
+from echo.roles.members import RunEnded
+from echo.roles.plans import Publishing
 from echo.roles.relay import Relay
 from echo.runtime import node
 from echo.runtime.disk_store import open_store
@@ -131,7 +133,7 @@ class Publisher(Node):
                 case ["publish"]:
                     assert self._next is not None
                     tell(at=time.monotonic())
-                    self.perform(self.role.plans.before_publish(now=self.now))
+                    self.report(Publishing())
                     await self._encoded_versions(self._codec).publish(self._next)
                 case ["force", kind, ways, count]:
                     force(self.role, kind, int(ways))
@@ -144,7 +146,7 @@ class Publisher(Node):
                     await self._until(self._is_installed)
                     tell(at=time.monotonic())
                 case ["finish"]:
-                    self.perform(self.role.shutdown.finish("the benchmark is over"))
+                    self.report(RunEnded("the benchmark is over"))
                     await self.wait_until(lambda: not self.role.roster.nodes, within_s=5)
                 case ["cpu"]:
                     tell(**cpu(), control_bytes=self._control.num_bytes)

@@ -22,6 +22,7 @@ from echo.core.rollout import PolicyVersion
 from echo.engine import allocator
 from echo.net.transport import Transport
 from echo.roles.learner import Learner
+from echo.roles.plans import Publishing
 from echo.runtime import node
 from echo.runtime.identity import Identity
 from echo.runtime.learner.publish import Publisher, VersionEncoder, make_images
@@ -93,7 +94,7 @@ class Stepper(Node):
         made = await asyncio.to_thread(self._publisher.make, self._weights.state, version)
         if self._is_whole:
             made = await asyncio.to_thread(self._publisher.coder.seal, made)
-        self.perform(self.role.plans.before_publish(now=self.now))
+        self.report(Publishing())
         await self._versions.publish(made)
         tell(at=at, cpu_s=cpu_s)
 

@@ -54,11 +54,26 @@ NO_FAULT = frozenset({"stale", "abandoned_version"})
 
 @dataclass(frozen=True, slots=True)
 class StoreGroup(Action):
-    """Write this group to the disk, then call the role's `stored`."""
+    """Write this group to the disk, then report `GroupStored` or `GroupDiscarded`."""
 
     group: Group
     header: Frame
     arrays: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStored:
+    """Event: the ledger and the buffer hold a group, from which something can be learned."""
+
+    group_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDiscarded:
+    """Event: a delivered group ends without training, for this reason."""
+
+    group_id: int
+    reason: str
 
 
 class Results:
@@ -226,7 +241,7 @@ class Results:
         return [*records, *self._ack(node_id, message, "refused", reason)]
 
     def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
-        """Acknowledge a group that the ledger now has; count it for or against its worker."""
+        """Acknowledge a group; count it for its worker if it is useful, otherwise against it."""
         group = self._groups.leases.group(group_id)
         assert group.result is not None, "it was stored without a result"
         node_id, attempt = group.result

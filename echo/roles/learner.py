@@ -19,27 +19,46 @@ Its parts:
     leases/scheduler.py    grants leases
     leases/results.py      judges results
     weights/broadcast.py   distributes the weights along the plan
+
+Its shell (`runtime/learner/node.py` and its parts, or a simulation) reports what it has done as
+events, which `Learner.handle` looks up in one table:
+
+    GrantsDue          grants for new prompts, or in place of groups that have left the buffer
+    GrantsStopped      no further grants
+    StepTaken          grants for the next steps
+    GroupStored        acknowledgement, grants
+    GroupDiscarded     record, acknowledgement, grants
+    ReviewDue          workers set aside, or admitted again
+    SamplesTrained     workers set aside for their log-probabilities
+    StandbyChosen      plans, grants
+    Publishing         plans
+    RunEnded           Finish for all nodes but relays that others may need
+    LastCall           Finish for the rest
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from echo.core.errors import DataError, ForgedError, LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters
+from echo.core.records import Discarded
 from echo.core.timers import Paced, RecentMap, earliest
 from echo.core.units import one_line
 from echo.leases.book import LOST_WORKER, LeaseBook, LeasedWorker
+from echo.leases.open_groups import AppendRecord
+from echo.leases.results import GroupDiscarded, GroupStored
 from echo.leases.run import AcceptedGroups, LeaseSettings, Prompts, RunState
 from echo.leases.scheduler import GRANT_S, Scheduler, WaitReason
 from echo.roles.fleet import FleetView
 from echo.roles.joining import Admission, AdmissionSettings
-from echo.roles.members import Member, Roster, Shutdown
-from echo.roles.node import MAX_PEER_NAMES, Role
-from echo.roles.plans import Plans
-from echo.roles.review import WorkerReview
+from echo.roles.members import LastCall, Member, Roster, RunEnded, Shutdown
+from echo.roles.node import MAX_PEER_NAMES, Handler, Role
+from echo.roles.plans import Plans, Publishing
+from echo.roles.review import ReviewDue, SamplesTrained, WorkerReview
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed, acknowledge
 from echo.weights.topology.sites import Site
@@ -90,6 +109,33 @@ class LearnerSettings:
     """Node id -> bytes per second that the node, or the learner, could send before the run was
     resumed.
     """
+
+
+# --- Events, beside those of the parts ---
+
+
+@dataclass(frozen=True, slots=True)
+class GrantsDue:
+    """Event: more groups may be grantable: prompts were made, or groups have left the buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrantsStopped:
+    """Event: no further group may be granted, because its record could not be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTaken:
+    """Event: the optimizer has made `step` steps."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyChosen:
+    """Event: exactly these workers are to be on standby."""
+
+    names: frozenset[str]
 
 
 class Learner(Role):
@@ -324,7 +370,7 @@ class Learner(Role):
         )
         return [*actions, *heard]
 
-    def grant(self, *, now: float) -> list[Action]:
+    def _grant(self, now: float) -> list[Action]:
         """Grant the groups that admission and capacities allow, now or at the next deadline."""
         is_over = self.shutdown.reason is not None or not self.is_granting
         if is_over or self._scheduler.quota.is_closed(self.broadcast.newest_complete):
@@ -359,8 +405,46 @@ class Learner(Role):
     def _workers(self) -> list[LeasedWorker]:
         return [member.worker for member in self.roster.active("worker")]
 
-    def set_standby(self, names: Collection[str], *, now: float) -> list[Action]:
-        """Put exactly these workers on standby; return the actions, none if nothing changes.
+    # --- from the shell --------------------------------------------------------------------------
+
+    def handle(self, event: Any, *, now: float) -> list[Action]:
+        """Handle an event that the shell reports, by the table of this role (`HANDLERS`)."""
+        return self.HANDLERS[type(event)](self, event, now)
+
+    def _on_grants_due(self, event: GrantsDue, now: float) -> list[Action]:
+        return self._grant(now)
+
+    def _on_grants_stopped(self, event: GrantsStopped, now: float) -> list[Action]:
+        self.is_granting = False
+        return []
+
+    def _on_step(self, event: StepTaken, now: float) -> list[Action]:
+        self._scheduler.groups.step = event.step
+        return self._grant(now)
+
+    def _on_stored(self, event: GroupStored, now: float) -> list[Action]:
+        """Acknowledge a group that the ledger and the buffer now hold."""
+        return self._acknowledge(event.group_id, is_useful=True, now=now)
+
+    def _on_discarded(self, event: GroupDiscarded, now: float) -> list[Action]:
+        """Record the end of a group from which nothing can be learned, and acknowledge it."""
+        self.counters.add(f"discarded/{event.reason}")
+        end = Discarded(group=event.group_id, reason=event.reason, step=self.step)
+        acknowledgement = self._acknowledge(event.group_id, is_useful=False, now=now)
+        return [AppendRecord(end), *acknowledgement]
+
+    def _acknowledge(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
+        stored = self._scheduler.results.stored(group_id, is_useful=is_useful, now=now)
+        return [*stored, *self.review.update(now=now), *self._grant(now)]
+
+    def _on_review_due(self, event: ReviewDue, now: float) -> list[Action]:
+        return self.review.update(now=now)
+
+    def _on_samples(self, event: SamplesTrained, now: float) -> list[Action]:
+        return self.review.compare(event.samples, now=now)
+
+    def _on_standby(self, event: StandbyChosen, now: float) -> list[Action]:
+        """Put exactly these workers on standby; return no action if nothing changes.
 
         A worker on standby keeps its control link and its heartbeats, so that it can be activated
         within one message. It is granted nothing; what it has in hand it finishes and delivers. It
@@ -373,28 +457,21 @@ class Learner(Role):
         """
         changed = False
         for member in self.roster.members("worker"):
-            is_standby = member.node_id in names
+            is_standby = member.node_id in event.names
             changed |= is_standby != member.is_standby
             member.node.is_standby = is_standby
-        return [*self.plans.replan(now), *self.grant(now=now)] if changed else []
+        return [*self.plans.replan(now), *self._grant(now)] if changed else []
 
-    def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
-        """Acknowledge a group that the ledger now holds.
+    def _on_publishing(self, event: Publishing, now: float) -> list[Action]:
+        return self.plans.before_publish(now=now)
 
-        Args:
-            group_id: the group; if it is useful, the caller has put it into the buffer.
-            is_useful: whether something can be learned from it, which counts for its worker.
-            now: the present instant.
-        """
-        stored = self._scheduler.results.stored(group_id, is_useful=is_useful, now=now)
-        return [*stored, *self.review.update(now=now), *self.grant(now=now)]
+    def _on_ended(self, event: RunEnded, now: float) -> list[Action]:
+        return self.shutdown.finish(event.reason)
 
-    # --- the learner's own steps -----------------------------------------------------------------
+    def _on_last_call(self, event: LastCall, now: float) -> list[Action]:
+        return self.shutdown.dismiss_all()
 
-    def advance(self, step: int, *, now: float) -> list[Action]:
-        """Record an optimizer step, after which more groups may be granted."""
-        self._scheduler.groups.step = step
-        return self.grant(now=now)
+    # --- for the shell ---------------------------------------------------------------------------
 
     def describe_wait(self) -> str:
         """Describe the missing groups and the workers that have them; "" if none is missing."""
@@ -440,8 +517,23 @@ class Learner(Role):
         if silent or self.plans.is_due(now=now):
             actions += self.plans.replan(now)
         if actions or self._grants.is_due(now=now):
-            actions += [*self.review.update(now=now), *self.grant(now=now)]
+            actions += [*self.review.update(now=now), *self._grant(now)]
         return children + actions
+
+    HANDLERS: ClassVar[Mapping[type, Handler]] = {
+        GrantsDue: _on_grants_due,
+        GrantsStopped: _on_grants_stopped,
+        StepTaken: _on_step,
+        GroupStored: _on_stored,
+        GroupDiscarded: _on_discarded,
+        ReviewDue: _on_review_due,
+        SamplesTrained: _on_samples,
+        StandbyChosen: _on_standby,
+        Publishing: _on_publishing,
+        RunEnded: _on_ended,
+        LastCall: _on_last_call,
+    }
+    """The handler of each event."""
 
 
 def _tell_refusal(member: Member, message: Heartbeat) -> list[Action]:

@@ -268,6 +268,18 @@ class Roster:
 # gone or the time is up.
 
 
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """Event: the run has ended, for this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LastCall:
+    """Event: the workers have had their time to leave, so the relays may leave, too."""
+
+
 class Shutdown:
     """Sends Finish to the nodes."""
 

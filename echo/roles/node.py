@@ -563,6 +563,9 @@ class Role(Protocol):
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
 
+    def handle(self, event: Any, *, now: float) -> list[Action]:
+        """Handle an event that the shell reports; each role has a table of its events."""
+
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Handle a message."""
 

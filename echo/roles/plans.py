@@ -8,6 +8,7 @@ number of nodes pass between two plans.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -20,6 +21,11 @@ from echo.weights.topology.plan import PLAN_S, Planner
 from echo.weights.topology.sites import Site
 from echo.wire.actions import Action, Routes
 from echo.wire.messages import LEARNER_ID, Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class Publishing:
+    """Event: a version is about to be published."""
 
 
 class Plans:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from echo.core.metrics import Counters
 from echo.leases.mismatch import Mismatches, Sampled
 from echo.leases.usefulness import Usefulness
 from echo.roles.members import Roster
 from echo.wire.actions import Action, Note
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewDue:
+    """Event: the learner waits for a batch, and workers may have to be set aside or admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesTrained:
+    """Event: a step was trained on these groups, with the learner's own log-probabilities."""
+
+    samples: Sequence[Sampled]
 
 
 class WorkerReview:

@@ -326,6 +326,12 @@ class Node:
         if not self._is_reading:
             self._settle()
 
+    def report(self, event: Any) -> None:
+        """Pass an event to the role, and carry out the actions that it returns."""
+        if self.event_log is not None:
+            self.event_log.write("reported", event, now=self.now)
+        self.perform(self._role.handle(event, now=self.now))
+
     def _settle(self) -> None:
         """Log due notes and set the timer, after one decision or a burst of them."""
         self._topics.tell_due(now=self.now)
@@ -419,12 +425,6 @@ class DialingNode(Node):
         super().__init__(role, transport, threads=threads, log=log)
         self.role = role
         self.version_store = version_store
-
-    def report(self, event: Any) -> None:
-        """Pass an event to the role, and carry out the actions that it returns."""
-        if self.event_log is not None:
-            self.event_log.write("reported", event, now=self.now)
-        self.perform(self.role.handle(event, now=self.now))
 
     async def work(self) -> None:
         """Dial the learner; all other work follows from actions."""

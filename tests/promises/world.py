@@ -55,6 +55,7 @@ from echo.leases.held import BUSY, GroupState
 from echo.leases.partials import PartialRules
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import AnyRecord, Ledger, Published
+from echo.roles.learner import StandbyChosen
 from echo.roles.sampling import EngineCall, Recall, Sample
 from echo.runtime import relay
 from echo.runtime.event_log import EventLog
@@ -961,6 +962,10 @@ class World:
         context = self._process(name).context
         return self._loop.run_until_complete(self._loop.create_task(call(), context=context))
 
+    def report(self, name: str, event: Any) -> None:
+        """Have a node report an event to its role, and carry out the actions."""
+        self.within(name, self.node(name).report, event)
+
     def perform(self, name: str, actions: Sequence[Any]) -> None:
         """Have a node carry out actions."""
         self.within(name, self.node(name).perform, actions)
@@ -1267,8 +1272,7 @@ class World:
 
     def stand_by(self, *workers: str) -> None:
         """Put exactly these workers on standby."""
-        role = self.node(LEARNER).role
-        self.perform(LEARNER, role.set_standby(set(workers), now=self.now))
+        self.report(LEARNER, StandbyChosen(frozenset(workers)))
 
     def is_alive(self, name: str) -> bool:
         """Return whether a process has neither ended nor been killed."""

@@ -24,6 +24,7 @@ from echo.core.rollout import PolicyVersion
 from echo.leases.held import Reported
 from echo.leases.partials import MemberHeader, ShippedPartials
 from echo.leases.results import StoreGroup
+from echo.leases.scheduler import Scheduler
 from echo.roles import worker
 from echo.wire import messages
 from echo.wire.actions import HangUp, Note
@@ -256,7 +257,7 @@ def test_a_group_that_was_taken_is_stored_though_granting_fails(
     message = Deliver(group_id=0, attempt=0)
     frames = sealed(hung_world, message, encode_group(group))
     peer = hung_world.peer_of("w1")
-    monkeypatch.setattr(role, "grant", lambda *, now: 1 / 0)
+    monkeypatch.setattr(Scheduler, "grant", lambda self, workers, *, now: 1 / 0)
     [action] = role.receive(peer, frames, now=3.0)
     assert isinstance(action, StoreGroup)
     assert role.deadline == 3.0, "what it makes possible is granted at once"

@@ -14,6 +14,7 @@ import pytest
 
 from echo.core.errors import RefusedError
 from echo.core.rollout import PolicyVersion
+from echo.roles.members import RunEnded
 from echo.weights.link import FIRST_BYTES
 from echo.weights.sender import Child
 from echo.wire import codec
@@ -207,7 +208,7 @@ def test_finish_reaches_the_workers_behind_a_relay_before_the_relay_stops(
     world = fleet(make_world, "w1", "w2")
     world.run(3.0)
     role, relay = world.node("learner").role, world.node("r1").role
-    world.perform("learner", role.shutdown.finish("done"))
+    world.report("learner", RunEnded("done"))
     world.run(0.2)
     assert {world.end(name) for name in ("r1", "w1", "w2")} == {("done", "")}
     assert role.roster.nodes == {}  # each said goodbye, the workers through the relay
@@ -222,7 +223,7 @@ def test_a_lost_finish_is_repeated_with_the_next_heartbeat(make_world: MakeWorld
     world.worker("w1")
     world.run(3.0)
     lost = world.drop("Finish", times=1)
-    world.perform("learner", world.node("learner").role.shutdown.finish("done"))
+    world.report("learner", RunEnded("done"))
     world.run_until(lambda: world.end("w1") == ("done", ""), within_s=3.0)
     assert lost
 

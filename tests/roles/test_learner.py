@@ -11,12 +11,14 @@ import pytest
 
 from echo.core.metrics import Counters
 from echo.core.rollout import PartialRollout
+from echo.leases import results
 from echo.leases.held import GroupState, HandedOver, PartialGroup, Stopped
 from echo.leases.partials import (
     ShippedPartials,
     encode_continuations,
     encode_members,
 )
+from echo.roles import learner, members, plans, review
 from echo.roles.members import Member, Presence
 from echo.wire import codec
 from echo.wire.messages import Heartbeat, NodeStats, Partial
@@ -233,3 +235,14 @@ def test_what_the_learner_waits_for_is_one_line_however_many_workers_there_are(
     assert "); v0 has 0 (idle); v1 has 0 (idle); " in text
     assert text.endswith("v6 has 0 (idle); 993 others have 0")
     assert len(text) < 500
+
+
+def test_every_event_of_a_learner_has_its_handler() -> None:
+    modules = (learner, members, plans, results, review)
+    found = {
+        each
+        for module in modules
+        for each in vars(module).values()
+        if isinstance(each, type) and (each.__doc__ or "").startswith("Event")
+    }
+    assert found == set(learner.Learner.HANDLERS)

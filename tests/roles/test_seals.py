@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from echo.roles.joining import sign_answer
+from echo.roles.members import RunEnded
 from echo.wire.codec import (
     decode_envelope,
     decode_group,
@@ -215,8 +216,7 @@ def test_a_finish_of_before_a_resume_ends_nobody_after_it(
         return forward(peer, envelope, frames)
 
     relay.forward = keep_back
-    learner = world.node("learner").role
-    world.perform("learner", learner.shutdown.finish("all steps are made"))
+    world.report("learner", RunEnded("all steps are made"))
     world.run(1.0)
     world.kill("learner")
     relay.forward = forward

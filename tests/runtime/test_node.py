@@ -45,6 +45,9 @@ class Script(Role):
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         return []
 
+    def handle(self, event: Any, *, now: float) -> list[Action]:
+        return []
+
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         return fail()
 

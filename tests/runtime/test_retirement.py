@@ -12,6 +12,8 @@ import pytest
 
 from echo.config.load import parse_config
 from echo.roles.departure import ReleaseTerms
+from echo.roles.learner import GrantsStopped
+from echo.roles.members import RunEnded
 from echo.runtime.worker.release import release, terms_of
 from tests.promises.conftest import MakeWorld
 
@@ -108,9 +110,9 @@ def test_a_machine_is_given_back_once_whatever_comes_in_between(
 ) -> None:
     world = make_world()
     world.learner()
-    world.node("learner").role.is_granting = False
+    world.report("learner", GrantsStopped())
     world.worker("w1", worker=LEAVES)
-    worker, learner = world.node("w1"), world.node("learner")
+    worker = world.node("w1")
     if what == "run ends before":
         worker.role.departure.finish = lambda **_: []
     world.run_until(lambda: worker.role.is_admitted)
@@ -121,7 +123,7 @@ def test_a_machine_is_given_back_once_whatever_comes_in_between(
     if what == "interrupt":
         world.interrupt("w1")
     else:
-        world.perform("learner", learner.role.shutdown.finish("the run is finished"))
+        world.report("learner", RunEnded("the run is finished"))
     world.run_until(lambda: world.end("w1"))
     assert world.end("w1") == (("interrupted", "") if what == "interrupt" else OVER)
     assert machines.begun == machines.done == ["w1"]

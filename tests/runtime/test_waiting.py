@@ -12,7 +12,7 @@ import pytest
 from echo.algo.staleness import ControlSettings
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import TransportError
-from echo.roles.learner import Learner
+from echo.roles.learner import Learner, StepTaken
 from echo.runtime.learner.node import LearnerNode
 from echo.runtime.learner.waiting import FIRST_WORKER_S, BatchWait
 from tests.promises.conftest import MakeWorld
@@ -102,7 +102,7 @@ def test_what_keeps_groups_from_workers_is_told_once(
     ]
     member.worker.installed = None
     assert waiting.look(now=200.0) == "no_weights"
-    role.advance(100, now=200.5)
+    role.handle(StepTaken(100), now=200.5)
     assert waiting.look(now=201.0) == "outdated"
     now = "nothing can be granted: the newest version is too old for the next step; waiting for 2"
     assert told(caplog)[-1].startswith(now)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from echo.engine.engine import Request
 from echo.engine.hf.engine import TransformersEngine
+from echo.roles.learner import GrantsStopped
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import StubEngine
 from tests.runtime.harness import Play, Run, running
@@ -160,7 +161,7 @@ def test_what_an_engine_counts_is_told_though_no_group_is_finished(
 ) -> None:
     world = make_world()
     world.learner()
-    world.node("learner").role.is_granting = False
+    world.report("learner", GrantsStopped())
     monkeypatch.setattr(StubEngine, "take_counts", lambda self: {"engine/out_of_memory": 1})
     world.worker("w1")
     nodes = world.node("learner").role.roster.nodes

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.rollout import PolicyVersion
+from echo.leases.scheduler import Scheduler
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Presence
+from echo.roles.plans import Publishing
 from echo.weights.topology import plan as planning_module
 from echo.weights.topology.plan import (
     BUSY_GAIN,
@@ -482,15 +484,16 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
         return made(*args, is_between=is_between, **kwargs)
 
     planning.plan = noting  # type: ignore[method-assign]
-    assert role.plans.before_publish(now=now + 2 * REPLAN_S) == []
+    assert role.handle(Publishing(), now=now + 2 * REPLAN_S) == []
     assert calls == [], "versions are small, and fast under any plan"
     planning.topology = dataclasses.replace(planning.topology, predicted_s=WORTHWHILE_S)
-    role.plans.before_publish(now=now + 2 * REPLAN_S)
+    role.handle(Publishing(), now=now + 2 * REPLAN_S)
     assert calls == [True]
 
 
 def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     make_world: MakeWorld,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = make_world()
     world.learner()
@@ -504,7 +507,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
         member = Member.of(make_hello(f"w{number}"), now=now if number < 140 else now + 1.0)
         role.roster.move(member, Presence.ADMITTED)
     calls: list[int] = []
-    made, grants = role.plans.planner.plan, role.grant
+    made, grants = role.plans.planner.plan, Scheduler.grant
 
     def noting(nodes: Sequence[PlannedNode], **kwargs: Any) -> dict[str, TopologyPlan]:
         calls.append(len(nodes))
@@ -512,13 +515,13 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
 
     num_grants = 0
 
-    def counting(*, now: float) -> list[Action]:
+    def counting(scheduler: Scheduler, *args: Any, **kwargs: Any) -> list[Action]:
         nonlocal num_grants
         num_grants += 1
-        return grants(now=now)
+        return grants(scheduler, *args, **kwargs)
 
     role.plans.planner.plan = noting  # type: ignore[method-assign]
-    role.grant = counting  # type: ignore[method-assign]
+    monkeypatch.setattr(Scheduler, "grant", counting)
     actions = role.expire(now=now + role.settings.admission.dead_after_s + 0.5)
     notes = [action.text for action in actions if isinstance(action, Note)]
     [told] = [text for text in notes if "silent for" in text]

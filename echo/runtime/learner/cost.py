@@ -36,7 +36,7 @@ from echo.fleet.job import Job
 from echo.fleet.market import UNLIMITED, Offer
 from echo.leases.throughput import MIN_REPORTS, Throughput
 from echo.records.ledger import ActivationChanged, AnyRecord, Cost, LedgerQueue, totals_of
-from echo.roles.learner import Learner
+from echo.roles.learner import Learner, StandbyChosen
 from echo.roles.members import Member, Roster
 from echo.runtime.learner.report import Progress
 from echo.weights.schedule import PublishPace
@@ -189,7 +189,7 @@ class Activation:
             f"{member.node_id} stands by: with it the active workers would cost ${cost:.2f}/h, "
             f"activation.budget_per_h is ${cap:.2f}"
         )
-        return [Note("info", text), *role.set_standby(standby, now=now)]
+        return [Note("info", text), *role.handle(StandbyChosen(frozenset(standby)), now=now)]
 
     def stepped(self, times: StepTimes) -> None:
         """Record the times of a step."""
@@ -426,7 +426,7 @@ class Activation:
             state.took_s = None
         self._steps_since_change = 0
         self._active = answer.active & members.keys()
-        return role.set_standby(standby, now=now), decision
+        return role.handle(StandbyChosen(frozenset(standby)), now=now), decision
 
 
 # --- The cost meter: total, and per hour ---

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from echo.core.buffer import StalenessBuffer
 from echo.core.records import Discarded, Refused
 from echo.core.rollout import Group, scored_part
 from echo.leases.open_groups import AppendRecord
-from echo.leases.results import NO_FAULT, StoreGroup
+from echo.leases.results import NO_FAULT, GroupDiscarded, GroupStored, StoreGroup
 from echo.records.ledger import LedgerQueue
 from echo.roles.learner import Learner
 from echo.runtime.learner.report import Progress
@@ -43,6 +44,7 @@ class DeliveredGroups:
         disk: Pool,
         scoring: Pool,
         perform: Callable[[Iterable[Action]], None],
+        report: Callable[[Any], None],
         spawn: Callable[..., asyncio.Task[None]],
         wake: Callable[[], None],
         clock: Callable[[], float],
@@ -59,6 +61,7 @@ class DeliveredGroups:
             disk: writes the ledger.
             scoring: runs `rewards`.
             perform: carries out actions.
+            report: passes an event to the role, and carries out its actions.
             spawn: runs a coroutine beside the loop.
             wake: lets the training loop look again whether it has a batch.
             clock: returns the present instant of the loop.
@@ -71,7 +74,8 @@ class DeliveredGroups:
         self._progress = progress
         self._refusal, self._rewards = refusal, rewards
         self._disk, self._scoring = disk, scoring
-        self._perform, self._spawn, self._wake, self._clock = perform, spawn, wake, clock
+        self._perform, self._report = perform, report
+        self._spawn, self._wake, self._clock = spawn, wake, clock
         self._unsynced: list[Group] = []
         self._store_wanted, self._has_stored_all = asyncio.Event(), asyncio.Event()
 
@@ -151,8 +155,7 @@ class DeliveredGroups:
         for group in groups:
             self._buffer.put(group)
             self._progress.accepted(group, now=self._clock())
-            stored = self._role.stored(group.group_id, is_useful=True, now=self._clock())
-            self._perform(stored)
+            self._report(GroupStored(group.group_id))
         self._wake()
 
     async def close(self) -> None:
@@ -202,10 +205,7 @@ class DeliveredGroups:
 
     def _end(self, group: Group, reason: str) -> None:
         """End a group from which nothing can be learned, and acknowledge it to its worker."""
-        self._role.counters.add(f"discarded/{reason}")
-        acknowledgement = self._role.stored(group.group_id, is_useful=False, now=self._clock())
-        end = Discarded(group=group.group_id, reason=reason, step=self._role.step)
-        self._perform([AppendRecord(end), *acknowledgement])
+        self._report(GroupDiscarded(group.group_id, reason))
         self._wake_if_zero_signal()
 
     def _wake_if_zero_signal(self) -> None:

@@ -13,6 +13,7 @@ messages leave; groups are synced before they are acknowledged; the record of a 
 before its weights are published; and everything is synced before a checkpoint becomes visible. The
 event loop writes none of it: threads do.
 
+Node and parts report what they have done to the role, as events (`roles/learner.py` has the table).
 The node makes its parts, and drives them from `_train`; no part refers to the node:
 
     commits.py         holds messages until their records are committed
@@ -57,7 +58,8 @@ from echo.leases.open_groups import AppendRecord
 from echo.leases.results import StoreGroup
 from echo.net.transport import Transport
 from echo.records.ledger import Finished, LedgerQueue
-from echo.roles.learner import Learner
+from echo.roles.learner import GrantsDue, GrantsStopped, Learner, StepTaken
+from echo.roles.review import ReviewDue, SamplesTrained
 from echo.runtime.learner.bound import AdaptiveBound
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.commits import Commits
@@ -196,6 +198,7 @@ class LearnerNode(Node):
             disk=self._disk_pool,
             scoring=self.threads.pool("reward", MAX_BLOCKING),
             perform=self._act,
+            report=self.report,
             spawn=self.spawn,
             wake=self._waiting.wake,
             clock=self._clock,
@@ -225,7 +228,7 @@ class LearnerNode(Node):
             ledger=run.ledger,
             progress=run.progress,
             trainer_pool=trainer_pool,
-            perform=self._act,
+            report=self.report,
             clock=self._clock,
         )
         self._weights_check = WeightsCheck(
@@ -267,7 +270,7 @@ class LearnerNode(Node):
             pace=self.pace, bound=self.bound, costs=self._costs, rewards=run.rewards, log=log,
         )  # fmt: skip
         self._shutdown = RunShutdown(
-            run.role, self.transport, perform=self._act, wait_until=self.wait_until,
+            run.role, self.transport, report=self.report, wait_until=self.wait_until,
             clock=self._clock,
         )  # fmt: skip
 
@@ -346,7 +349,7 @@ class LearnerNode(Node):
         pool = self.threads.pool("prompts")
         while True:
             if await prompts.make(pool):
-                self.perform(self.role.grant(now=self.now))
+                self.report(GrantsDue())
 
     async def _watch_costs(self) -> None:
         """Measure the workers and what they cost, and decide which are needed, until the end."""
@@ -385,7 +388,7 @@ class LearnerNode(Node):
             except StepError as error:
                 await self._failed_steps.end_faulty(groups, error)
                 # Groups may be granted in place of those that have ended.
-                self.perform(role.grant(now=self.now))
+                self.report(GrantsDue())
                 continue
             self._failed_steps.succeeded()
             for notice in result.notices:
@@ -400,8 +403,8 @@ class LearnerNode(Node):
                 )
             )
             samples = self._progress.workers.trained(groups, result.by_group, step=role.step)
-            self.perform(role.review.compare(samples, now=self.now))
-            self.perform(role.advance(role.step + 1, now=self.now))
+            self.report(SamplesTrained(samples))
+            self.report(StepTaken(role.step + 1))
             self._evict()
             is_lower = self.bound.adapt(role.step, result.metrics, staleness)
             if is_lower or self.pace.is_due(role.step):
@@ -428,7 +431,7 @@ class LearnerNode(Node):
             groups = self._buffer.take(num_groups, step=self.role.step)
             if groups is not None:
                 # The buffer has space again.
-                self.perform(self.role.grant(now=self.now))
+                self.report(GrantsDue())
                 return groups
             self._failure = await self._find_failure()
             if self._failure is not None:
@@ -458,11 +461,11 @@ class LearnerNode(Node):
         """End the groups in the buffer that the next step cannot be trained on."""
         if self._delivered.evict():
             # Grant others in their place now, without waiting for the next heartbeat.
-            self.perform(self.role.grant(now=self.now))
+            self.report(GrantsDue())
 
     async def _look(self) -> None:
         """Look again which worker can be given a group, and from which version."""
-        self.perform(self.role.review.update(now=self.now))
+        self.report(ReviewDue())
         wait_reason = self._waiting.look(now=self.now)
         if wait_reason == "outdated" and not self._versions.is_current:
             await self._publish()
@@ -471,7 +474,7 @@ class LearnerNode(Node):
             stats = [member.stats for member in self.role.roster.members("worker")]
             if any(each.refused.get("engine/installs_failed") for each in stats):
                 self._weights_check.is_due = True
-        self.perform(self.role.grant(now=self.now))
+        self.report(GrantsDue())
 
     async def _publish(self) -> None:
         """Hand the present weights to the broadcast, and to the evaluation when it is due."""
@@ -489,7 +492,7 @@ class LearnerNode(Node):
 
     async def _finish(self) -> None:
         """Evaluate, end the remaining groups, save, export, and tell every node of the end."""
-        self.role.is_granting = False
+        self.report(GrantsStopped())
         if not self._versions.is_current:
             # The last weights are evaluated and exported even if no worker will use them.
             await self._publish()
@@ -537,13 +540,13 @@ class LearnerNode(Node):
 
     async def _take_no_more_groups(self) -> None:
         """Wait until everything that was written is on the disk and in the buffer."""
-        self.role.is_granting = False  # from here on a grant could not be recorded
+        self.report(GrantsStopped())
         await self._delivered.close()
         await self._commits.commit()
 
     async def drain(self) -> None:
         """Stop granting groups; return once the running step is finished and the state is saved."""
         self.is_stopping = True
-        self.role.is_granting = False
+        self.report(GrantsStopped())
         self.wake()
         await self._is_work_over.wait()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -33,6 +33,7 @@ from echo.config.schema import NetworkSection
 from echo.core.rollout import PolicyVersion
 from echo.records.ledger import LedgerQueue, Published, Sealed
 from echo.roles.learner import Learner
+from echo.roles.plans import Publishing
 from echo.runtime.identity import Identity
 from echo.runtime.learner.commits import Commits
 from echo.runtime.learner.report import Progress
@@ -562,7 +563,7 @@ class PublishedVersions:
         ledger: LedgerQueue,
         progress: Progress,
         trainer_pool: Pool,
-        perform: Callable[[Iterable[Action]], None],
+        report: Callable[[Any], None],
         clock: Callable[[], float],
     ) -> None:
         """Start before the first version.
@@ -577,7 +578,7 @@ class PublishedVersions:
             ledger: records each published version.
             progress: counts the time that publishing takes.
             trainer_pool: the trainer's thread.
-            perform: carries out actions.
+            report: passes an event to the role, and carries out its actions.
             clock: returns the loop's time, seconds.
         """
         self.newest: Publication | None = None
@@ -587,7 +588,7 @@ class PublishedVersions:
         self._role, self._trainer, self._publisher = role, trainer, publisher
         self._encoder, self._commits = encoder, commits
         self._pace, self._ledger, self._progress = pace, ledger, progress
-        self._pool, self._perform, self._clock = trainer_pool, perform, clock
+        self._pool, self._report, self._clock = trainer_pool, report, clock
 
     @property
     def is_current(self) -> bool:
@@ -597,7 +598,7 @@ class PublishedVersions:
 
     async def publish(self) -> Publication:
         """Publish the trainer's current weights and return the publication."""
-        role, began_at = self._role, self._clock()
+        began_at = self._clock()
         self._progress.begin("publishing", now=began_at)
         publication = await self.make_unpublished()
         version = publication.manifest.version
@@ -607,7 +608,7 @@ class PublishedVersions:
         num_bytes = publication.manifest.num_bytes
         self._pace.published(version, num_bytes=num_bytes, now=self._clock())
         self.has_published.set()
-        self._perform(role.plans.before_publish(now=self._clock()))
+        self._report(Publishing())
         await self._encoder.publish(publication)
         self._progress.published(self._clock() - began_at)
         return publication

@@ -10,13 +10,13 @@ process.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Set
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Set
+from typing import Any, Protocol
 
 from echo.net.transport import Transport
 from echo.roles.learner import Learner
+from echo.roles.members import LastCall, RunEnded
 from echo.runtime.node import LINGER_S
-from echo.wire.actions import Action
 
 
 class WaitUntil(Protocol):
@@ -34,13 +34,13 @@ class RunShutdown:
         role: Learner,
         transport: Transport,
         *,
-        perform: Callable[[Iterable[Action]], None],
+        report: Callable[[Any], None],
         wait_until: WaitUntil,
         clock: Callable[[], float],
     ) -> None:
         """Start with no nodes of a former process to wait for."""
         self._role, self._transport = role, transport
-        self._perform, self._wait_until, self._clock = perform, wait_until, clock
+        self._report, self._wait_until, self._clock = report, wait_until, clock
         self._missing_until = -math.inf
         """Time until which nodes of a former process may still be dialling."""
 
@@ -56,10 +56,10 @@ class RunShutdown:
 
     async def tell(self, reason: str) -> None:
         """Tell every node, also those that have yet to come back; return when all have gone."""
-        self._perform(self._role.shutdown.finish(reason))
+        self._report(RunEnded(reason))
         # Each heartbeat and each Hello is answered with Finish. Workers may need the relays for it.
         await self._wait_for({"worker"})
-        self._perform(self._role.shutdown.dismiss_all())
+        self._report(LastCall())
         await self._wait_for({"worker", "relay"})
 
     async def _wait_for(self, roles: Set[str]) -> None:
