@@ -12,14 +12,7 @@ the links:
 * The message of a state is repeated every `retry_s` until the node enters the next state. While
   task and engine are being built (which can take minutes) Hello is repeated with the heartbeat's
   period, so that each side knows that the other is alive.
-* If the control link is lost, or no message of the learner has arrived for `dead_after_s`, the node
-  dials the next address: the configured addresses in turn, and the learner's own address if a plan
-  has named it. So the workers of a dead relay find the learner by themselves.
-* After `reconnect_for_s` without the learner the node stops with an error that says what to do. It
-  also stops once every address has been useless three times in a row, because waiting cannot help:
-  the address refuses the node's keys, speaks another protocol version, or sends a Welcome that the
-  learner has not signed (`roles/joining.py`). A single such address does not stop the node, because
-  it may be a dishonest relay.
+* The control link goes from address to address until it finds the learner (`roles/control.py`).
 * A Welcome of another run, with other settings, or with other hashes ends the node, because
   retrying cannot help.
 * Any other message that the learner has not sealed (`wire/seals.py`) is refused and counted, under
@@ -29,24 +22,23 @@ the links:
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from echo.core.bounds import MAX_NODES, clamped_rate
-from echo.core.errors import ForgedError, RefusedError, RemoteProtocolError, TransportError
+from echo.core.errors import ForgedError, RemoteProtocolError
 from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import RecentMap, earliest
 from echo.core.units import one_line
+from echo.roles.control import LOST_LINK, ControlLink
 from echo.roles.joining import Built, Joining, NodeSettings, NodeState
 from echo.weights.broadcast import Broadcast
-from echo.weights.link import Connection, ParentFailed, UplinkProbe, acknowledge
-from echo.weights.parents import CONNECT_TIMEOUT_S, Parents
+from echo.weights.link import ParentFailed, UplinkProbe, acknowledge
+from echo.weights.parents import Parents
 from echo.weights.receiver import VersionArrived
-from echo.wire.actions import Action, Complaints, Dial, HangUp, Note, Send, Work
+from echo.wire.actions import Action, Complaints, HangUp, Note, Send, Work
 from echo.wire.codec import (
     Envelope,
     Frame,
@@ -73,14 +65,8 @@ from echo.wire.messages import (
     TopologyPlan,
 )
 
-MAX_REFUSALS = 3
-"""Number of refusals in a row, at each address, after which a node gives up."""
-TELL_AFTER_S = 5.0
-"""Seconds without the learner before a node warns its operator."""
 MAX_REASON_LENGTH = 500
 """Characters of the reason in a Goodbye."""
-LOST_LINK = "lost link"
-"""Topic of the notes on a lost link to the learner."""
 MAX_PEER_NAMES = 10_000
 """Inbound peers whose names are kept, for messages to the operator."""
 
@@ -113,16 +99,9 @@ class DialingRole:
         self.is_leaving = False
         self._joining = Joining(settings, broadcast, self)
         self._probing = UplinkProbe(broadcast.uplink, node_id=settings.node_id)
-        self._control: Connection | None = None
-        self._address_index = 0
-        self._lost_at = self._learner_seen_at = now
         self._heartbeat_at = self._beat_at = now
         self.learner_step = 0
         self._complaints = Complaints()
-        self._faults: dict[str, str] = {}
-        """Address -> why the last attempt to dial it failed."""
-        self._num_refusals: Counter[str] = Counter()
-        self._told_at: dict[str, float] = {}
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
         self._weights = Parents(
             broadcast,
@@ -130,6 +109,7 @@ class DialingRole:
             retry_s=settings.retry_s,
         )
         self._weights.retry_preferred_s = settings.dead_after_s
+        self.control = ControlLink(settings, self._joining, self._weights, now=now)
 
     # --- what subclasses override ----------------------------------------------------------------
 
@@ -196,20 +176,19 @@ class DialingRole:
 
     def _on_started(self, event: Started, now: float) -> list[Action]:
         """Dial the first address."""
-        self._lost_at = self._learner_seen_at = now
-        return self._dial_control(now)
+        return self.control.begin(now=now)
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
         """Record the peer id of the link that a Dial has opened."""
-        if purpose != "control":
+        if purpose == "control":
+            self.control.dialled(address, peer)
+        else:
             self._weights.dialled(address, peer)
-        elif self._control is not None and self._control.address == address:
-            self._control.peer = self._control.peer or peer
 
     def connected(self, peer: str, *, now: float) -> list[Action]:
         """Handle that a dialled link is connected (for the first time or again)."""
-        if self._control is not None and self._control.peer == peer:
-            self._control.greeted_at = now
+        if self.control.has(peer):
+            self.control.connected(now=now)
             return [self._greet(peer, "control")]
         return [self._greet(peer, "weights")] if self._weights.connected(peer, now=now) else []
 
@@ -223,38 +202,14 @@ class DialingRole:
             is_refused: whether further attempts are useless.
             now: the present.
         """
-        link = self._control
-        if link is None or link.peer != peer:
+        if not self.control.has(peer):
             return []
-        self._faults[link.address] = reason
-        if is_refused:
-            return self._refused(link.address, "refused", reason, now)
-        self._num_refusals[link.address] = 0
-        return []
-
-    def _refused(self, address: str, reason: str, text: str, now: float) -> list[Action]:
-        """Count that an address is useless to this node; stop if every address is."""
-        self._num_refusals[address] += 1
-        addresses = self._weights.learner_addresses
-        if any(self._num_refusals[each] < MAX_REFUSALS for each in addresses):
-            return []
-        error = RefusedError(f"{text} (tried {MAX_REFUSALS} times)")
-        return self._joining.give_up(reason, error, now=now)
-
-    def _leave_address(self, reason: str, text: str, now: float) -> list[Action]:
-        """Dial another address: the process that answers at this address may not be honest."""
-        if self._control is None or self.state is NodeState.STOPPED:
-            return []
-        address = self._control.address
-        self._faults[address] = text
-        stop = self._refused(address, reason, text, now)
-        return stop or [Note("warning", text, reason), *self._next_address(now)]
+        return self.control.dial_failed(reason, is_refused=is_refused, now=now)
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Handle that a link is lost, inbound or outbound."""
-        if self._control is not None and self._control.peer == peer:
-            text = f"lost the link to {self._control.address}: {reason}"
-            return [Note("warning", text, LOST_LINK), *self._next_address(now)]
+        if self.control.has(peer):
+            return self.control.disconnected(reason, now=now)
         if self._weights.has(peer):
             failure = ParentFailed(peer, reason)
             return self._weights.parent_failed(failure, now=now)
@@ -264,21 +219,6 @@ class DialingRole:
     def _greet(self, peer: str, purpose: str) -> Send:
         greet = Greet(node_id=self.settings.node_id, role=self.settings.role, purpose=purpose)
         return Send(peer, encode(greet, source=self.settings.node_id))
-
-    def _dial_control(self, now: float) -> list[Action]:
-        addresses = self._weights.learner_addresses
-        address = addresses[self._address_index % len(addresses)]
-        self._control = self._weights.control = Connection(address, dialled_at=now)
-        lost = self._joining.lost(retry_at=now + CONNECT_TIMEOUT_S, now=now)
-        return [*lost, Dial(address, "control")]
-
-    def _next_address(self, now: float) -> list[Action]:
-        """Close the control link and dial the next address."""
-        actions: list[Action] = []
-        if self._control is not None and self._control.peer:
-            actions.append(HangUp(self._control.peer))
-        self._address_index += 1
-        return actions + self._dial_control(now)
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -315,14 +255,14 @@ class DialingRole:
         message = decode_message(envelope)
         if not envelope.target:
             return self._on_link_message(peer, message, frames[1:], now)
-        if not self.is_from_learner(peer):
+        if not self.control.has(peer):
             raise RemoteProtocolError(
                 f"a {type(message).__name__} that did not come from the learner's side"
             )
         forgery = self._joining.forgery(message)
         if forgery is not None:
             self.counters.add("refused/forged")
-            return self._leave_address(*forgery, now)
+            return self.control.leave_address(*forgery, now)
         try:
             is_genuine = self._joining.is_genuine(envelope, message, frames[1:])
         except ForgedError as error:
@@ -333,14 +273,10 @@ class DialingRole:
             return []
         return self._on_learner_message(message, frames[1:], now)
 
-    def is_from_learner(self, peer: str) -> bool:
-        """Return whether this link is the control link, over which the learner's messages come."""
-        return self._control is not None and self._control.peer == peer
-
     def _on_other_protocol(self, peer: str, source: str, fault: str, now: float) -> list[Action]:
         """Leave a dialled address; answer an inbound peer with a Refuse."""
-        if self.is_from_learner(peer):
-            return self._leave_address("protocol_version", one_line(fault), now)
+        if self.control.has(peer):
+            return self.control.leave_address("protocol_version", one_line(fault), now)
         self.counters.add("refused/protocol_version")
         if self._weights.has(peer):
             return []
@@ -380,28 +316,22 @@ class DialingRole:
 
     def _probe(self, num_bytes: int, now: float) -> list[Action]:
         """Measure this node's uplink for the learner's plan, if other nodes may dial this node."""
-        link = self._control
-        if link is None or not link.node_id or self.settings.advertise is None:
+        control = self.control
+        if not control.node_id or self.settings.advertise is None:
             return []
-        return self._probing.begin(link.peer, payload_bytes=num_bytes, now=now)
+        return self._probing.begin(control.peer, payload_bytes=num_bytes, now=now)
 
     def _on_greeted(self, peer: str, message: Greeted, now: float) -> list[Action]:
         self._peer_names[peer] = message.node_id
-        if self._control is not None and self._control.peer == peer:
-            if self._control.node_id:
-                return []
-            self._control.node_id = message.node_id
-            self._faults.pop(self._control.address, None)
-            self._learner_seen_at = now
-            self._joining.via = f"{self._control.address.partition('#')[0]} ({message.node_id})"
-            return self._joining.linked(now=now)
+        if self.control.has(peer):
+            return self.control.greeted(message.node_id, now=now)
         return self._weights.greeted(peer, message.node_id, now=now)
 
     def _on_learner_message(
         self, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
         if not isinstance(message, Rehello):  # a relay may send it without the learner
-            self._learner_seen_at = self._lost_at = now
+            self.control.received(now=now)
         return self._joining.receive(message, payload, now=now)
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
@@ -418,7 +348,7 @@ class DialingRole:
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
         """Return the Send of a routed message, or nothing while there is no link."""
-        if self._control is None or not self._control.node_id:
+        if not self.control.node_id:
             return []
         frames = encode(
             message,
@@ -427,14 +357,14 @@ class DialingRole:
             target=LEARNER_ID,
             channel=self._joining.seals.newest,
         )
-        return [Send(self._control.peer, frames)]
+        return [Send(self.control.peer, frames)]
 
     def _on_built(self, event: Built, now: float) -> list[Action]:
         return self._joining.configured(event.digests, now=now)
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
         """Measure the uplink while the engine is built; the plan after admission needs it."""
-        self._num_refusals.clear()
+        self.control.welcomed()
         is_known = self.broadcast.uplink.bytes_per_s is not None
         return [] if is_known else self._probe(version_bytes, now)
 
@@ -442,8 +372,7 @@ class DialingRole:
         """Handle that the learner has (again) admitted this node."""
         self._heartbeat_at = now
         self._weights.new_learner()
-        assert self._control is not None
-        where = f"{self._control.address} ({self._control.node_id})"
+        where = f"{self.control.address} ({self.control.node_id})"
         text = f"joined run {self._joining.run_id} through {where}"
         return [Note("info", text, ends=LOST_LINK)]
 
@@ -454,19 +383,13 @@ class DialingRole:
     # --- time ------------------------------------------------------------------------------------
 
     @property
-    def _give_up_at(self) -> float:
-        """When a node without the learner gives up, unless it is leaving."""
-        return self._lost_at + self.settings.reconnect_for_s
-
-    @property
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
         own: tuple[float, ...] = ()
         if self.is_admitted:
-            own = (self._heartbeat_at, self._learner_seen_at + self._joining.dead_after_s)
+            own = (self._heartbeat_at, self.control.silent_at)
         elif self.state is not NodeState.STOPPED:
-            give_up_at = math.inf if self.is_leaving else self._give_up_at
-            own = (self._joining.retry_at, give_up_at)
+            own = (self.control.deadline(is_leaving=self.is_leaving),)
         return earliest(*own, self.broadcast.deadline, self._weights.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
@@ -475,57 +398,14 @@ class DialingRole:
         actions += self._weights.expire(now=now)
         if self.is_admitted:
             return actions + self._expire_admitted(now)
-        return actions if self.state is NodeState.STOPPED else actions + self._expire_joining(now)
+        if self.state is NodeState.STOPPED:
+            return actions
+        return actions + self.control.expire(is_leaving=self.is_leaving, now=now)
 
     def _expire_admitted(self, now: float) -> list[Action]:
-        if now >= self._learner_seen_at + self._joining.dead_after_s:
-            text = f"nothing heard from the learner for {self._joining.dead_after_s:.0f} s"
-            return [Note("warning", text, "silent learner"), *self._next_address(now)]
+        if now >= self.control.silent_at:
+            return self.control.leave_silent(now=now)
         return self.heartbeat(now=now) if now >= self._heartbeat_at else []
-
-    def _expire_joining(self, now: float) -> list[Action]:
-        remaining_s = self._give_up_at - now
-        if remaining_s <= 0 and not self.is_leaving:
-            error = TransportError(self._describe_failure())
-            return self._joining.give_up("learner_unreachable", error, now=now)
-        if now < self._joining.retry_at:
-            return []
-        is_silent = self.is_leaving or self.state is NodeState.CONFIGURING
-        actions = [] if is_silent else self._tell_wait(remaining_s, now)
-        if (
-            self.state is NodeState.DIALLING
-            or now >= self._learner_seen_at + self._joining.dead_after_s
-        ):
-            return actions + self._next_address(now)
-        return actions + self._joining.repeat(now)
-
-    def _describe_failure(self) -> str:
-        """Return the error text for an operator whose learner could not be reached."""
-        role, run_id = self.settings.role, self._joining.run_id
-        since = f"run {run_id} was last heard of" if run_id else f"this {role} started"
-        text = (
-            f"no learner reached at {', '.join(self._weights.learner_addresses)} for "
-            f"{self.settings.reconnect_for_s:.0f} s, since {since}; check that it runs, that its "
-            f"port is open, and the addresses under [{role}] connect; network.reconnect_for_s sets "
-            "how long to try"
-        )
-        return "\n  last attempt: ".join([text, *self._faults.values()])
-
-    def _tell_wait(self, remaining_s: float, now: float) -> list[Action]:
-        """Warn after TELL_AFTER_S without the learner, then once a minute in each state."""
-        if self.state is NodeState.DIALLING and self._control is not None:
-            self._faults.setdefault(
-                self._control.address,
-                f"{self._control.address.partition('#')[0]} does not answer: the host is off or "
-                "cannot be reached, or a firewall drops what is sent to it",
-            )
-        if now < max(self._lost_at + TELL_AFTER_S, self._told_at.get(self.state, -math.inf) + 60):
-            return []
-        self._told_at[self.state] = now
-        where = self._control.address if self._control is not None else "?"
-        text = f"{self.state}: no learner at {where} yet; giving up in {remaining_s:.0f} s"
-        why = self._faults.get(where)
-        return [Note("warning", f"{text}: {why}" if why else text)]
 
     def heartbeat(self, *, now: float) -> list[Action]:
         """Report this node's state to the learner, now."""

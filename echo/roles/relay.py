@@ -34,13 +34,12 @@ class Relay(DialingRole):
         onward = forwarded(envelope, frames[1:])
         if envelope.target == LEARNER_ID:
             self._routes[envelope.source] = peer
-            link = self._control
-            if link is None or not link.node_id:
+            if not self.control.node_id:
                 self.counters.add("dropped/no_link")
                 return []
             self.counters.add("forwarded/up")
-            return [Send(link.peer, onward)]
-        if not self.is_from_learner(peer):
+            return [Send(self.control.peer, onward)]
+        if not self.control.has(peer):
             raise RemoteProtocolError(
                 f"a message for {envelope.target} that did not come from the learner's side"
             )

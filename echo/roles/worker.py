@@ -620,7 +620,7 @@ class Worker(DialingRole):
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
-        first = self.departure.deadline(lost_at=self._lost_at)
+        first = self.departure.deadline(lost_at=self.control.lost_at)
         if self._calls is not None:
             first = min(first, self._calls.deadline)
         outbox_at = self.outbox.deadline if self.is_admitted else None
@@ -629,7 +629,7 @@ class Worker(DialingRole):
     def expire(self, *, now: float) -> list[Action]:
         """Do what has become due."""
         actions: list[Action] = []
-        if self.departure.is_due(lost_at=self._lost_at, now=now):
+        if self.departure.is_due(lost_at=self.control.lost_at, now=now):
             actions.append(Note("warning", f"leaving: {self.departure.reason}"))
             actions += self._on_drain(DrainRequested(), now)
         actions += super().expire(now=now)

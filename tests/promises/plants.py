@@ -30,6 +30,7 @@ from echo.leases.results import Results
 from echo.leases.scheduler import Scheduler
 from echo.records import ledger
 from echo.roles import joining
+from echo.roles.control import ControlLink
 from echo.roles.joining import Admission, Joining
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Presence, Roster
@@ -475,12 +476,12 @@ def look_for_space_with_a_heartbeat(patch: pytest.MonkeyPatch) -> None:
 @plant(31)
 def wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Never give a learner up."""
-    expire = DialingRole._expire_joining
+    expire = ControlLink.expire
 
-    def patient(self: DialingRole, now: float) -> Any:
-        return [action for action in expire(self, now) if not isinstance(action, Stop)]
+    def patient(self: ControlLink, **arguments: Any) -> Any:
+        return [action for action in expire(self, **arguments) if not isinstance(action, Stop)]
 
-    patch.setattr(DialingRole, "_expire_joining", patient)
+    patch.setattr(ControlLink, "expire", patient)
 
 
 @plant(33)

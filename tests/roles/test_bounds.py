@@ -112,7 +112,7 @@ def test_no_value_out_of_range_harms_a_session(fleet: World) -> None:
     step = fleet.step
     for name, source, target in WAYS:
         role = fleet.node(name).role
-        peer = role._control.peer if name == "w1" else "in1"
+        peer = role.control.peer if name == "w1" else "in1"
         before, num_sent = role.counters["protocol_errors"], 0
         for kind in messages.AnyMessage.__args__:
             for what, built in wrong_messages(kind):
@@ -274,7 +274,7 @@ def test_no_word_of_a_peer_names_a_metric(hung_world: World) -> None:
     role.receive(hung_world.peer_of("w1"), sealed(hung_world, failed), now=3.0)
     assert role.counters["discarded/other"] == 1
     worker = hung_world.node("w1").role
-    peer = worker._control.peer
+    peer = worker.control.peer
     worker.held.handle(worker.held.get((1, 0)), Reported(failed))
     ack = messages.Ack(group_id=1, attempt=0, outcome="refused", reason="x" * 99)
     channel = role.roster.channel_of("w1")

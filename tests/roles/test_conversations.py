@@ -127,11 +127,11 @@ def test_a_node_that_every_address_refuses_gives_up_after_three_tries(
     stops: list[Action] = []
 
     def asks(address: str) -> bool:
-        return role._control is not None and role._control.address == address
+        return bool(role.control.address == address)
 
     for address in (RELAY, LEARNER):
         world.run_until(partial(asks, address))
-        peer = role._control.peer
+        peer = role.control.peer
         assert fail("another", "a parent's key", is_refused=True, now=0.0) == []
         for is_refused in faults[address]:
             reason = f"{address} has another key"
@@ -258,7 +258,7 @@ def test_a_probe_of_an_uplink_is_answered(make_world: MakeWorld) -> None:
         assert isinstance(message_of(answer.frames), ProbeAck)
     # The answer to its own is awaited from its parent alone.
     role = world.node("w1").role
-    peer = role._control.peer
+    peer = role.control.peer
     role._probing.begin(peer, payload_bytes=8 << 20, now=3.0)
     for source, is_awaited in (("in99", True), (peer, False)):
         role.receive(source, encode(ProbeAck(), source="r1"), now=9.0)
@@ -298,7 +298,7 @@ def test_a_relay_without_route_or_link_drops_and_counts(make_world: MakeWorld) -
     world = fleet(make_world)
     relay = world.node("r1").role
     down = encode(Finish(reason="x"), source="learner", target="w9")
-    assert relay.receive(relay._control.peer, down, now=world.now) == []
+    assert relay.receive(relay.control.peer, down, now=world.now) == []
     assert relay.counters["dropped/no_route"] == 1
     world.kill("learner")
     world.run(1.0)

@@ -76,7 +76,7 @@ def say(world: World, message: Message, target: str = "w1") -> None:
         world.perform("r1", relay.forward("in99", decode_envelope(frames), frames))
         return
     frames = encode(message, source=LEARNER_ID, target=target)
-    world.perform("r1", relay.forward(relay._control.peer, decode_envelope(frames), frames))
+    world.perform("r1", relay.forward(relay.control.peer, decode_envelope(frames), frames))
 
 
 def test_a_relay_cannot_change_a_reward_and_the_group_is_granted_again(
@@ -235,7 +235,7 @@ def test_a_finish_of_before_a_resume_ends_nobody_after_it(
     if not is_admitted:
         kept = [each for each in kept if isinstance(decode_message(each[0]), Finish)]
     for envelope, frames in kept:
-        world.perform("r1", forward(relay._control.peer, envelope, frames))
+        world.perform("r1", forward(relay.control.peer, envelope, frames))
     world.run(0.05)
     assert world.count("w1", "dropped/other_channel") >= len(kept)
     assert world.count("w1", "refused/forged") == 0

@@ -1,0 +1,224 @@
+"""The control link of a node that dials: its address, its failures, and when the node gives up.
+
+The link carries the messages between a node and the learner. Its rules:
+
+* If the link is lost, or no message of the learner has arrived for `dead_after_s`, the node dials
+  the next address: the configured addresses in turn, and the learner's own address if a plan has
+  named it. So the workers of a dead relay find the learner by themselves.
+* After `reconnect_for_s` without the learner the node stops with an error that says what to do. It
+  also stops once every address has been useless MAX_REFUSALS times in a row, because waiting cannot
+  help: the address refuses the node's keys, speaks another protocol version, or sends a Welcome
+  that the learner has not signed (`roles/joining.py`). A single such address does not stop the
+  node, because it may be a dishonest relay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from echo.core.errors import RefusedError, TransportError
+from echo.roles.joining import Joining, NodeSettings, NodeState
+from echo.weights.link import Connection
+from echo.weights.parents import CONNECT_TIMEOUT_S, Parents
+from echo.wire.actions import Action, Dial, HangUp, Note
+
+MAX_REFUSALS = 3
+"""Number of refusals in a row, at each address, after which a node gives up."""
+WARN_AFTER_S = 5.0
+"""Seconds without the learner before a node warns its operator."""
+LOST_LINK = "lost link"
+"""Topic of the notes on a lost link to the learner."""
+
+
+class ControlLink:
+    """Dials the addresses of the learner in turn, and ends the node where that is useless."""
+
+    def __init__(
+        self, settings: NodeSettings, joining: Joining, parents: Parents, *, now: float
+    ) -> None:
+        """Start without a connection.
+
+        Args:
+            settings: of the node.
+            joining: is notified of a lost and of a new link.
+            parents: knows the learner's addresses; a parent may share this connection.
+            now: the present.
+        """
+        self._settings, self._joining, self._parents = settings, joining, parents
+        self._connection: Connection | None = None
+        self._address_index = 0
+        self.lost_at = self.received_at = now
+        """When the learner was last known to be reachable, and when it was last heard."""
+        self._faults: dict[str, str] = {}
+        """Address -> why the last attempt to dial it failed."""
+        self._num_refusals: Counter[str] = Counter()
+        self._warned_at: dict[str, float] = {}
+        """State of the admission -> when the operator was last warned of the missing learner."""
+
+    # --- the connection --------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """The address that was dialled last, "" before the first."""
+        return "" if self._connection is None else self._connection.address
+
+    @property
+    def peer(self) -> str:
+        """The peer id of the connection, "" while there is none."""
+        return "" if self._connection is None else self._connection.peer
+
+    @property
+    def node_id(self) -> str:
+        """The node that has answered, "" until it has."""
+        return "" if self._connection is None else self._connection.node_id
+
+    def has(self, peer: str) -> bool:
+        """Return whether a peer id is that of this link."""
+        return self._connection is not None and self._connection.peer == peer
+
+    def dial(self, now: float) -> list[Action]:
+        """Dial the present address."""
+        addresses = self._parents.learner_addresses
+        address = addresses[self._address_index % len(addresses)]
+        self._connection = self._parents.control = Connection(address, dialled_at=now)
+        lost = self._joining.lost(retry_at=now + CONNECT_TIMEOUT_S, now=now)
+        return [*lost, Dial(address, "control")]
+
+    def dial_next(self, now: float) -> list[Action]:
+        """Close the connection and dial the next address."""
+        actions: list[Action] = [HangUp(self.peer)] if self.peer else []
+        self._address_index += 1
+        return actions + self.dial(now)
+
+    def dialled(self, address: str, peer: str) -> None:
+        """Record the peer id of the connection that a Dial has opened."""
+        if self._connection is not None and self._connection.address == address:
+            self._connection.peer = self._connection.peer or peer
+
+    def connected(self, *, now: float) -> None:
+        """Record that the connection is open, for the first time or again."""
+        assert self._connection is not None
+        self._connection.greeted_at = now
+
+    def greeted(self, node_id: str, *, now: float) -> list[Action]:
+        """Handle the answer of the node at the other end; send Hello over a new connection."""
+        if self._connection is None or self._connection.node_id:
+            return []
+        self._connection.node_id = node_id
+        self._faults.pop(self.address, None)
+        self.received_at = now
+        self._joining.via = f"{self.address.partition('#')[0]} ({node_id})"
+        return self._joining.linked(now=now)
+
+    def disconnected(self, reason: str, *, now: float) -> list[Action]:
+        """Handle that the connection is lost."""
+        text = f"lost the link to {self.address}: {reason}"
+        return [Note("warning", text, LOST_LINK), *self.dial_next(now)]
+
+    # --- useless addresses -----------------------------------------------------------------------
+
+    def dial_failed(self, reason: str, *, is_refused: bool, now: float) -> list[Action]:
+        """Handle that an attempt to dial failed; stop if all addresses refuse this node."""
+        self._faults[self.address] = reason
+        if is_refused:
+            return self._refused("refused", reason, now)
+        self._num_refusals[self.address] = 0
+        return []
+
+    def leave_address(self, reason: str, text: str, now: float) -> list[Action]:
+        """Dial another address: the process that answers at this address may not be honest."""
+        if self._connection is None or self._joining.state is NodeState.STOPPED:
+            return []
+        self._faults[self.address] = text
+        stop = self._refused(reason, text, now)
+        return stop or [Note("warning", text, reason), *self.dial_next(now)]
+
+    def _refused(self, reason: str, text: str, now: float) -> list[Action]:
+        """Count that the present address is useless to this node; stop if every address is."""
+        self._num_refusals[self.address] += 1
+        addresses = self._parents.learner_addresses
+        if any(self._num_refusals[each] < MAX_REFUSALS for each in addresses):
+            return []
+        error = RefusedError(f"{text} (tried {MAX_REFUSALS} times)")
+        return self._joining.give_up(reason, error, now=now)
+
+    def welcomed(self) -> None:
+        """Forget the refusals: the learner has answered."""
+        self._num_refusals.clear()
+
+    # --- time without the learner ----------------------------------------------------------------
+
+    def begin(self, *, now: float) -> list[Action]:
+        """Dial the first address; the time without the learner begins."""
+        self.lost_at = self.received_at = now
+        return self.dial(now)
+
+    def received(self, *, now: float) -> None:
+        """Record that a message of the learner has arrived."""
+        self.received_at = self.lost_at = now
+
+    @property
+    def silent_at(self) -> float:
+        """When the learner counts as silent, if no message of it arrives before."""
+        return self.received_at + self._joining.dead_after_s
+
+    def deadline(self, *, is_leaving: bool) -> float:
+        """Return when `expire` must be called next, while the node is not admitted.
+
+        A node that is leaving gives nothing up.
+        """
+        return min(self._joining.retry_at, math.inf if is_leaving else self._give_up_at)
+
+    @property
+    def _give_up_at(self) -> float:
+        return self.lost_at + self._settings.reconnect_for_s
+
+    def expire(self, *, is_leaving: bool, now: float) -> list[Action]:
+        """Repeat what joining waits for, dial the next address, or stop the node."""
+        joining = self._joining
+        remaining_s = self._give_up_at - now
+        if remaining_s <= 0 and not is_leaving:
+            error = TransportError(self._describe_failure())
+            return joining.give_up("learner_unreachable", error, now=now)
+        if now < joining.retry_at:
+            return []
+        is_silent = is_leaving or joining.state is NodeState.CONFIGURING
+        actions = [] if is_silent else self._warn(remaining_s, now)
+        if joining.state is NodeState.DIALLING or now >= self.silent_at:
+            return actions + self.dial_next(now)
+        return actions + joining.repeat(now)
+
+    def leave_silent(self, *, now: float) -> list[Action]:
+        """Dial the next address, because no message of the learner has arrived for too long."""
+        text = f"nothing heard from the learner for {self._joining.dead_after_s:.0f} s"
+        return [Note("warning", text, "silent learner"), *self.dial_next(now)]
+
+    def _describe_failure(self) -> str:
+        """Return the error text for an operator whose learner could not be reached."""
+        role, run_id = self._settings.role, self._joining.run_id
+        since = f"run {run_id} was last heard of" if run_id else f"this {role} started"
+        text = (
+            f"no learner reached at {', '.join(self._parents.learner_addresses)} for "
+            f"{self._settings.reconnect_for_s:.0f} s, since {since}; check that it runs, that its "
+            f"port is open, and the addresses under [{role}] connect; network.reconnect_for_s sets "
+            "how long to try"
+        )
+        return "\n  last attempt: ".join([text, *self._faults.values()])
+
+    def _warn(self, remaining_s: float, now: float) -> list[Action]:
+        """Warn after WARN_AFTER_S without the learner, then once a minute in each state."""
+        state = self._joining.state
+        if state is NodeState.DIALLING and self._connection is not None:
+            self._faults.setdefault(
+                self.address,
+                f"{self.address.partition('#')[0]} does not answer: the host is off or "
+                "cannot be reached, or a firewall drops what is sent to it",
+            )
+        if now < max(self.lost_at + WARN_AFTER_S, self._warned_at.get(state, -math.inf) + 60):
+            return []
+        self._warned_at[state] = now
+        where = self.address or "?"
+        text = f"{state}: no learner at {where} yet; giving up in {remaining_s:.0f} s"
+        why = self._faults.get(where)
+        return [Note("warning", f"{text}: {why}" if why else text)]
