@@ -223,20 +223,24 @@ class EnginePool(InlinePool):
         """Sample a group beside those that are here already, until it is whole or recalled."""
         process, loop = self._process, asyncio.get_running_loop()
         [group] = call.groups
-        left = float(process.world.length_of(group.lease.group_id))
+        length = process.world.length_of(group.lease.group_id)
+        rests = [length - member.num_tokens for member in group.members if not member.is_finished]
+        made, num_counted = 0.0, 0
         slowdown = rated.slowdown_of(group.key)
         process.num_sampling += 1
         process.look()
-        while left > 1e-6 and not call.is_recalled:
+        while (left := max(rests) - made) > 1e-6 and not call.is_recalled:
             share = process.num_sampling / rated.places
             rate = rated.tokens_per_s * rated.alone / (1 + (rated.alone - 1) * share) / slowdown
             began, looked_at = loop.time(), process.looked_at
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left / rate, PROGRESS_S)):
                     await looked_at.wait()
-            made = rate * (loop.time() - began)
-            call.on_tokens(round(len(group.members) * made))
-            left -= made
+            made += rate * (loop.time() - began)
+            num_tokens = sum(min(int(made + 1e-6), rest) for rest in rests)
+            call.on_tokens(num_tokens - num_counted)
+            num_counted = num_tokens
+        process.tokens_made = int(made + 1e-6)
         process.num_sampling -= 1
         process.look()
 
@@ -271,6 +275,8 @@ class Process:
         """The pace of its engine; None where a call takes its seconds, whatever it is of."""
         self.calls: deque[EngineCall] = deque()
         """Of a rated engine, those that are about to begin."""
+        self.tokens_made = 0
+        """Of a rated engine, tokens of each rollout in the call that is about to return."""
         self.num_sampling = 0
         self.looked_at = asyncio.Event()
         self.lie = 0.0
@@ -493,7 +499,11 @@ class StubHost(LaterHost):
 
 
 class StubEngine(Engine):
-    """Tokens of the installed version: 3, 4, ...; one or three of them where it is stopped."""
+    """Tokens of the installed version: 3, 4, ...
+
+    A stopped call returns one or three tokens of each rollout, or, if the engine is rated, as many
+    as its pace has made.
+    """
 
     def __init__(self, process: Process | None = None, *, takes_patches: bool = False) -> None:
         self._process = process
@@ -525,13 +535,17 @@ class StubEngine(Engine):
     ) -> list[Completion]:
         version, found = self._installed, []
         assert version is not None
-        is_stopped = watcher.should_stop()
+        is_recalled = watcher.should_stop()
         for place, request in enumerate(requests):
             start, number = len(request.prefix_ids), sampling.max_completion_tokens
             if self._process is not None:
                 number = self._process.world.length_of(int(request.request_id.split(".")[0]))
             number -= start
-            if is_stopped:
+            is_stopped = is_recalled
+            if is_recalled and self._process is not None and self._process.rated is not None:
+                is_stopped = self._process.tokens_made < number
+                number = min(number, self._process.tokens_made)
+            elif is_recalled:
                 number = min(number - 1, 1 + 2 * (place % 2))
             found.append(
                 Completion(

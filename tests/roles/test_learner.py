@@ -24,7 +24,8 @@ from echo.wire import codec
 from echo.wire.messages import Heartbeat, NodeStats, Partial
 from tests.core.groups import make_partial
 from tests.leases.test_scheduler import make_worker
-from tests.promises.world import World
+from tests.promises.conftest import MakeWorld
+from tests.promises.world import Rated, World
 from tests.roles.harness import make_hello, make_lease
 from tests.wire.sets import make_sets
 
@@ -246,3 +247,24 @@ def test_every_event_of_a_learner_has_its_handler() -> None:
         if isinstance(each, type) and (each.__doc__ or "").startswith("Event")
     }
     assert found == set(learner.Learner.HANDLERS)
+
+
+def test_a_group_goes_on_from_the_tokens_that_a_recalled_engine_has_sampled(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(
+        sampling={"max_completion_tokens": 100},
+        batch={"groups_per_step": 1},
+        leases={"hedge_factor": False},
+    )
+    world.learner()
+    world.worker("w1", rated=Rated(tokens_per_s=10.0))
+    world.run_until(lambda: 0 in world.sampling("w1"))
+    world.run(6.0)
+    world.interrupt("w1")
+    world.worker("w2", rated=Rated(tokens_per_s=10.0))
+    world.run_until(lambda: 0 in world.sampling("w2"))
+    began = world.now
+    world.run_until(lambda: 0 in world.stored())
+    assert 3.5 < world.now - began < 5.0, "of the 100 tokens about 60 were sampled before"
+    assert world.count("learner", "partials/handed_over") >= 1
