@@ -1,0 +1,59 @@
+"""Relief: the groups that a round has copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from echo.core.records import Granted
+from echo.leases.groups import LeaseRecord
+from echo.leases.open_groups import AppendRecord
+from tests.leases.test_scheduler import make_granting, make_worker
+
+
+def test_a_copy_is_recorded_counts_once_and_has_the_seed_of_its_original() -> None:
+    granting = make_granting(of={"max_staleness": 0, "hedge_factor": 2.0})
+    slow, fast = make_worker("slow", (2, 3), 4), make_worker("fast", (2, 3), 4)
+    for name, seconds in (("slow", 100.0), ("fast", 1.0)):
+        granting.finish_times.made(name, num_tokens=10, seconds=seconds, now=0.0)
+    granting.make_round([slow], now=0.0)
+    assert granting.leases.num_running == 4
+    records, leases = granting.make_round([slow, fast], now=1.0)
+    assert granting.leases.num_running == 4, "a group that two workers run counts once"
+    assert list(leases) == ["fast"]
+    grants = [each.record for each in records if isinstance(each, AppendRecord)]
+    assert [(g.group, g.attempt, g.copy_of) for g in grants if isinstance(g, Granted)] == [
+        (group_id, 1, 0) for group_id in (12, 13, 14, 15)
+    ]
+    for lease in leases["fast"]:
+        assert lease.seed == granting.prompts.lease(lease.group_id, 0).seed
+    assert granting.make_round([slow, fast], now=2.0) == ([], {}), "each has one copy at most"
+    assert granting.counters["hedges/issued"] == 4
+
+
+@pytest.mark.parametrize(
+    "change", ["factor", "batch", "stale helper", "unmeasured helper", "helper in its first group"]
+)
+def test_nothing_is_copied_without_need(change: str) -> None:
+    factor = None if change == "factor" else 1.5
+    of: dict[str, Any] = {"max_staleness": 1, "hedge_factor": factor}
+    granting = make_granting(of=of)
+    old = change == "stale helper"
+    # All that admission allows is running, or, where the next batch is there, half of it.
+    num_running = 4 if change == "batch" else 8
+    slow = make_worker("slow", (2, 3), num_running)
+    fast = make_worker("fast", (1, 2) if old else (2, 3), 8)
+    granting.finish_times.made("slow", num_tokens=10, seconds=100.0, now=0.0)
+    if change == "helper in its first group":
+        # Its sampling alone: how long its rewards take has not been seen.
+        sampled = LeaseRecord(99, 0, "fast", 0.0, 0.0, running_s=0.1, num_tokens=20)
+        granting.finish_times.seen("fast", [sampled], now=0.0)
+        assert granting.finish_times.speed("fast", now=0.0) == pytest.approx(100)
+    elif change != "unmeasured helper":
+        granting.finish_times.made("fast", num_tokens=10, seconds=1.0, now=0.0)
+    granting.make_round([slow], now=0.0)
+    if change == "batch":
+        granting.buffer.num_unspent = lambda *, step: 4  # type: ignore[method-assign]
+    _, leases = granting.make_round([slow, fast], now=1.0)
+    assert leases == {}
