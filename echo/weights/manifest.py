@@ -1,18 +1,19 @@
-"""Manifest of a version: tensors, chunk hashes, and the learner's signature.
+"""The manifest of a version: its tensors, the hashes of its chunks, the learner's signature.
 
-A version is one byte image: its tensors one after the other, each once. The image is divided into
-chunks of equal size (the last may be shorter). The manifest lists the tensors and the BLAKE3 hash
-of each chunk. Its own hash is the **root**, which the learner signs. So one signature covers every
-byte, a relay verifies each chunk before it forwards it, and a chunk that was damaged on the way
-stops at the first hop. If chunks travel encrypted (`cipher.py`), the manifest also has the hashes
-of the encrypted chunks.
+A version is one byte image: all its tensors one after the other. The image is divided into chunks
+of equal size (the last may be shorter). The manifest lists the tensors and the BLAKE3 hash of each
+chunk. The hash of the manifest is the **root**, which the learner signs. So a single signature
+covers every byte, a relay verifies each chunk before it forwards the chunk, and a chunk that was
+damaged on the way stops at the first node that receives it. If chunks travel encrypted
+(`cipher.py`), the manifest also has the hashes of the encrypted chunks.
 
 A version may also travel as an **encoded version**: a delta against a version that the receiver
-holds, or a keyframe, in segments whose tables are signed one by one (`encoded.py`). A table has
-either the hashes of the decoded image chunks, and then the last table contains the manifest; or the
-hashes of the words in the base that it replaces. The replaced words and the signed changes
-determine every decoded byte, so such a delta is sent before its image has been hashed. The manifest
-follows as the version's **seal**, when the learner has hashed the image beside the training.
+holds, or a keyframe, in segments whose tables are signed one by one (`encoded.py`). There are two
+kinds of table. A table of the first kind has the hashes of the decoded image chunks, and the last
+such table contains the manifest. A table of the second kind has the hashes of those words in the
+base that the segment replaces. The replaced words and the signed changes determine every decoded
+byte, so such a delta can be sent before its image has been hashed. The manifest follows as the
+version's **seal**, when the learner has hashed the image, which it does during training.
 
 Sizes come from the network, and are checked against each other before memory is allocated.
 """
@@ -38,23 +39,24 @@ from echo.wire.messages import ITEM_BYTES
 HASH_BYTES = 32
 MIN_CHUNK_BYTES = 1 << 10
 MAX_CHUNK_BYTES = 16 << 20
-"""Above 1 MiB encryption gets slower, above 4 MiB nothing gets faster (measured on loopback)."""
+"""Largest size of a chunk in bytes. Above 1 MiB encryption gets slower, above 4 MiB nothing gets
+faster (measured on loopback)."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor inside a version's byte image."""
+    """The type and place of one tensor in a version's byte image."""
 
     name: str
     dtype: str
-    """A key of ITEM_BYTES."""
+    """The tensor's dtype, a key of ITEM_BYTES."""
     shape: tuple[int, ...]
     offset: int
-    """Byte offset in the image."""
+    """Offset of the tensor's first byte in the image."""
     num_bytes: int
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The signed description of one version."""
+    """The description of one version, which the learner signs."""
 
     run_id: str
     version: PolicyVersion
@@ -62,18 +64,19 @@ class Manifest(msgspec.Struct, frozen=True):
     """Hash of the model configuration that the tensors belong to."""
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
-    """Bytes of the image."""
+    """Number of bytes of the image."""
     chunk_bytes: int
     chunk_hashes: bytes
-    """BLAKE3-256 of each chunk, one after the other."""
+    """The BLAKE3-256 hashes of all chunks of the image, one after the other."""
     sent_hashes: bytes = b""
-    """BLAKE3-256 of each encrypted chunk; empty if chunks travel without encryption."""
+    """The BLAKE3-256 hashes of all encrypted chunks; empty if chunks are sent without encryption.
+    """
     key_hash: bytes = b""
-    """Hash of the key (`cipher.py`); empty without a key."""
+    """Hash of the key of the chunks (`cipher.py`); empty without a key."""
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the image."""
+        """Number of chunks whose hashes the manifest has; 0 in a manifest without hashes."""
         return len(self.chunk_hashes) // HASH_BYTES
 
     @property
@@ -83,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def chunks(self) -> range:
-        """Chunks of the image, with or without hashes."""
+        """The indices of all chunks of the image, also in a manifest without hashes."""
         return range(-(-self.num_bytes // self.chunk_bytes))
 
     def chunk_range(self, index: int) -> tuple[int, int]:
@@ -96,28 +99,29 @@ class Manifest(msgspec.Struct, frozen=True):
         return self.chunk_hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
     def sent_hash(self, index: int) -> bytes:
-        """Return the hash that chunk `index` must have as it travels."""
+        """Return the hash that chunk `index` must have as it is sent, encrypted or not."""
         hashes = self.sent_hashes or self.chunk_hashes
         return hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
 
 class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
-    """A manifest or a segment's table as it travels, inside CURVE.
+    """A signed manifest or segment table, as it is sent over links with CURVE.
 
-    It has the signed bytes, the signature of their hash, and the key that they commit to.
+    It has the signed bytes, the signature of their hash, and the key of the chunks, whose hash the
+    signed bytes contain.
     """
 
     body: bytes
     signature: bytes
     key: bytes = b""
-    """Key of the chunks; empty if they are not encrypted."""
+    """The key of the chunks; empty if they are not encrypted."""
 
     def __repr__(self) -> str:
         return f"SignedManifest(root={self.root.hex()})"  # the key must not appear in a log
 
     @property
     def root(self) -> bytes:
-        """The version's root hash."""
+        """The hash of the signed bytes: for a manifest the version's root hash."""
         return blake3(self.body).digest()
 
 
@@ -126,29 +130,29 @@ _signed_decoder = msgspec.msgpack.Decoder(SignedManifest)
 
 
 def provisional(manifest: Manifest, version: PolicyVersion) -> Manifest:
-    """Return a manifest of `version` without hashes, with the layout of another manifest."""
+    """Return a manifest of `version` with the layout of another manifest, without hashes."""
     return msgspec.structs.replace(
         manifest, version=version, chunk_hashes=b"", sent_hashes=b"", key_hash=b""
     )
 
 
 class ChunkHashes(NamedTuple):
-    """Hashes (BLAKE3-256) of some chunks of an image, one after the other."""
+    """The BLAKE3-256 hashes of some chunks of an image, one after the other."""
 
     plain: bytes
     sent: bytes
-    """Hashes of the encrypted chunks; empty if chunks are not encrypted."""
+    """The hashes of the encrypted chunks; empty if chunks are not encrypted."""
 
 
 def hash_chunks(
     image: bytes | bytearray | memoryview, chunk_bytes: int, chunks: range, key: bytes = b""
 ) -> ChunkHashes:
-    """Return the hashes of chunks of an image, plain and encrypted.
+    """Return the hashes of chunks of an image: of the plain and of the encrypted chunks.
 
     Args:
-        image: the bytes.
+        image: the bytes of the image.
         chunk_bytes: size of a chunk.
-        chunks: indices of the chunks.
+        chunks: indices of the chunks to hash.
         key: a key that was never used before; empty if chunks are not encrypted.
     """
     view = memoryview(image)
@@ -164,7 +168,7 @@ def hash_chunks(
 
 
 def hash_image(image: bytes | bytearray | memoryview, chunk_bytes: int) -> bytes:
-    """Return the hash of an image: the hash of its chunks' hashes, computed in parallel."""
+    """Return the hash of an image: the hash of its chunks' hashes, which threads compute."""
     chunks = range(-(-len(image) // chunk_bytes))
     return blake3(hash_chunks(image, chunk_bytes, chunks).plain).digest()
 
@@ -174,7 +178,7 @@ def with_hashes(manifest: Manifest, parts: Iterable[ChunkHashes], key: bytes = b
 
     Args:
         manifest: a manifest without hashes.
-        parts: the hashes, in order of the chunks.
+        parts: the hashes of all chunks, in the order of the chunks.
         key: the key of the chunks; empty if they are not encrypted.
     """
     plain, sent = zip(*parts, strict=True)
@@ -195,14 +199,14 @@ def build_manifest(
     chunk_bytes: int,
     key: bytes = b"",
 ) -> Manifest:
-    """Return the manifest of `image`, with the hashes of every chunk, plain and encrypted.
+    """Return the manifest of an image, with the hashes of every plain and encrypted chunk.
 
     Args:
         run_id: the run that the version belongs to.
-        version: its name.
+        version: the name of the version.
         model_digest: hash of the model configuration.
-        tensors: places of the tensors in the image.
-        image: the bytes.
+        tensors: types and places of the tensors in the image.
+        image: the bytes of the image.
         chunk_bytes: size of a chunk, between MIN_CHUNK_BYTES and MAX_CHUNK_BYTES.
         key: a key that was never used before; empty if chunks are not encrypted.
     """
@@ -225,23 +229,24 @@ def sign(
 
     Args:
         manifest: the manifest or table.
-        key: the learner's.
-        chunk_key: key of the chunks that it describes; empty if they are not encrypted.
+        key: the learner's private key.
+        chunk_key: key of the chunks that the manifest or table describes; empty if they are not
+            encrypted.
     """
     body = msgspec.msgpack.encode(manifest)
     return SignedManifest(body, key.sign(blake3(body).digest()), chunk_key)
 
 
 def encode_signed(signed: SignedManifest) -> bytes:
-    """Return the payload frame of an Announce."""
+    """Return a signed manifest or table as the payload frame of a message."""
     return msgspec.msgpack.encode(signed)
 
 
 def verify_signature(frame: bytes | bytearray | memoryview, *, public_key: bytes) -> SignedManifest:
-    """Check that the learner has signed a manifest or a segment's table, and return it.
+    """Check that the learner has signed a manifest or a segment's table; return it.
 
     Raises:
-        RemoteProtocolError: if the learner has not signed it.
+        RemoteProtocolError: if the frame is malformed, or the learner has not signed it.
     """
     try:
         signed = _signed_decoder.decode(frame)
@@ -256,16 +261,16 @@ def verify_signature(frame: bytes | bytearray | memoryview, *, public_key: bytes
 def verify(
     frame: bytes | bytearray | memoryview, *, public_key: bytes, run_id: str, max_bytes: int
 ) -> tuple[SignedManifest, Manifest]:
-    """Check a manifest that came from the network and return it.
+    """Check a manifest that came from the network; return it signed and decoded.
 
     Args:
         frame: the payload frame of an Announce.
         public_key: the learner's raw Ed25519 key, 32 bytes.
         run_id: the run that this node belongs to.
-        max_bytes: largest image that this node will hold.
+        max_bytes: size of the largest image that this node accepts, in bytes.
 
     Raises:
-        RemoteProtocolError: if the signature, the run or any size is wrong.
+        RemoteProtocolError: if the signature, the run, the key or any size is wrong.
     """
     signed = verify_signature(frame, public_key=public_key)
     try:
@@ -287,7 +292,11 @@ def verify(
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    """Refuse a manifest whose numbers contradict each other."""
+    """Check that the numbers in a manifest do not contradict each other.
+
+    Raises:
+        RemoteProtocolError: if they do.
+    """
     where = f"manifest of {manifest.version}"
     if not MIN_CHUNK_BYTES <= manifest.chunk_bytes <= MAX_CHUNK_BYTES:
         raise RemoteProtocolError(
@@ -327,11 +336,11 @@ def _check_manifest(manifest: Manifest) -> None:
 # --- segment tables of an encoded version ---------------------------------------------------------
 
 MAX_BLOCK_OVERHEAD_BYTES = 64
-"""Bytes by which a coded block may exceed its block: a tag and a length."""
+"""Largest number of bytes by which a coded block may exceed its block: a tag and a length."""
 
 
 class SegmentTable(msgspec.Struct, frozen=True):
-    """One segment of an encoded version; the learner signs its encoding."""
+    """The table of one segment of an encoded version; the learner signs its encoding."""
 
     run_id: str
     version: PolicyVersion
@@ -341,64 +350,65 @@ class SegmentTable(msgspec.Struct, frozen=True):
     image_chunk_bytes: int
     block_bytes: int
     chunk_bytes: int
-    """Size of a payload chunk; the last of each segment may be shorter."""
+    """Size of a payload chunk; the last chunk of each segment may be shorter."""
     first_block: int
     block_sizes: tuple[int, ...]
-    """Bytes of each coded block."""
+    """Number of bytes of each coded block of the segment."""
     chunk_hashes: bytes
-    """BLAKE3-256 of each payload chunk, as it travels."""
+    """The BLAKE3-256 hash of each payload chunk, as it is sent."""
     result_hashes: bytes = b""
-    """BLAKE3-256 of each decoded image chunk; empty if `old_hashes` are given."""
+    """The BLAKE3-256 hash of each decoded image chunk; empty if the table has `old_hashes`."""
     manifest: bytes | None = None
-    """In the last segment: the signed manifest of the image, encoded; None if it is sent later."""
+    """In the last segment the signed manifest of the image, encoded; None if the manifest is sent
+    later."""
     old_hashes: bytes = b""
-    """BLAKE3-256 of the bytes of the base that each block replaces (`delta.py`)."""
+    """The BLAKE3-256 hash of those bytes of the base that each block replaces (`delta.py`)."""
     key_hash: bytes = b""
     """Hash of the encoded version's key (`cipher.py`); empty without a key."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the segment's payload."""
+        """Number of bytes of the segment's payload."""
         return sum(self.block_sizes)
 
     @property
     def num_chunks(self) -> int:
-        """Payload chunks."""
+        """Number of payload chunks of the segment."""
         return len(self.chunk_hashes) // HASH_BYTES
 
     @property
     def num_blocks_in_image(self) -> int:
-        """Blocks of the whole image."""
+        """Number of blocks of the whole image."""
         return -(-self.image_bytes // self.block_bytes)
 
     @property
     def is_on_base(self) -> bool:
-        """Whether it holds hashes of the bytes that it replaces, and not of the result."""
+        """Whether the table has hashes of the replaced bytes, and not of the decoded image."""
         return bool(self.old_hashes)
 
     @property
     def is_last(self) -> bool:
-        """Whether no segment follows."""
+        """Whether this segment is the last of its encoded version."""
         return self.first_block + len(self.block_sizes) == self.num_blocks_in_image
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Fields that all segments of an encoded version must agree on."""
+        """The values of the fields that must be the same in all segments of an encoded version."""
         return (
             self.run_id, self.version, self.base, self.image_bytes, self.image_chunk_bytes,
             self.block_bytes, self.chunk_bytes, self.is_on_base, self.key_hash,
         )  # fmt: skip
 
     def check(self, where: str, *, first_block: int, max_bytes: int) -> None:
-        """Refuse a table whose numbers contradict each other or exceed what this node accepts.
+        """Check that the numbers in a table fit each other and are such as this node accepts.
 
         Args:
-            where: name of the segment in messages.
-            first_block: the block after the last one of the segment before.
-            max_bytes: bound of the image.
+            where: the name of the segment in error messages.
+            first_block: number of the block after the last block of the segment before.
+            max_bytes: size of the largest image that this node accepts, in bytes.
 
         Raises:
-            RemoteProtocolError: with the two numbers that contradict each other.
+            RemoteProtocolError: if they do not; the text names the numbers.
         """
         chunk_bytes = (self.chunk_bytes, self.image_chunk_bytes)
         if not all(MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES for size in chunk_bytes):
@@ -444,10 +454,10 @@ _table_decoder = msgspec.msgpack.Decoder(SegmentTable)
 
 
 def decode_table(body: bytes) -> SegmentTable:
-    """Return the table in a signed encoding, without a check of its numbers.
+    """Return the table in a signed encoding; the numbers in it are not checked.
 
     Raises:
-        RemoteProtocolError: if it is malformed.
+        RemoteProtocolError: if the encoding is malformed.
     """
     try:
         return _table_decoder.decode(body)

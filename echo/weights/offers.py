@@ -1,7 +1,7 @@
-"""Offers: which item to fetch next, given those that the parent has announced.
+"""Offers: the items that the parent has announced, and which of them to fetch next.
 
-The path to the newest version with the fewest bytes is taken step by step. Chunks of an item that
-are held already cost nothing.
+A node takes the path to the newest version that costs the fewest bytes, one item after the other.
+Chunks of an item that the node already holds cost nothing.
 """
 
 from __future__ import annotations
@@ -15,33 +15,37 @@ from echo.weights.store.store import ItemStore
 from echo.wire.messages import FULL, Announce, Form, ItemId
 
 MAX_REFUSED = 64
-"""Items remembered because their result was wrong; they are not fetched again."""
+"""Largest number of refused items that are remembered; a refused item is not fetched again."""
 
 
 class Offers:
-    """The items that the parent has announced, with their sizes."""
+    """The items that the parent has announced, with their sizes in bytes."""
 
     def __init__(self, store: ItemStore) -> None:
-        """Start without offers; `store` has the items that are held."""
+        """Start with no offers; `store` has the items that this node holds."""
         self._store = store
         self._sizes: dict[ItemId, int] = {}
         self._refused: dict[ItemId, None] = {}
         self.has_preempted = False
-        """Whether a fetch was abandoned for a newer version since the last complete version."""
+        """Whether a fetch was abandoned for a newer version since this node last completed a
+        version."""
 
     def replace(self, message: Announce, manifest: Manifest | None) -> None:
-        """Take an Announce; it replaces all earlier offers."""
+        """Replace all offers by those of an Announce.
+
+        `manifest` is the verified manifest that the Announce contains; None without one.
+        """
         offers = {(offer.version, form_of(offer.base)): offer.num_bytes for offer in message.offers}
         if manifest is not None:
             offers[manifest.version, FULL] = manifest.num_bytes
         self._sizes = offers
 
     def clear(self) -> None:
-        """Remove all offers: the parent was left."""
+        """Remove all offers, because this node leaves the parent."""
         self._sizes = {}
 
     def withdraw(self, item: ItemId) -> None:
-        """Note that the parent no longer has an item."""
+        """Remove an item that the parent no longer has."""
         self._sizes.pop(item, None)
 
     def __contains__(self, item: ItemId | None) -> bool:
@@ -49,33 +53,34 @@ class Offers:
         return item in self._sizes
 
     def num_bytes(self, item: ItemId) -> int:
-        """Return the announced size of an item."""
+        """Return the size of an item in bytes, as announced; 0 for an unknown item."""
         return self._sizes.get(item, 0)
 
     def is_refused(self, item: ItemId) -> bool:
-        """Return whether an item was refused, and so is never fetched again."""
+        """Return whether this node has refused an item, which it never fetches again."""
         return item in self._refused
 
     def refuse(self, item: ItemId) -> None:
-        """Never fetch an item again: its result was wrong."""
+        """Remember never to fetch this item again, because it was unusable here."""
         self._refused[item] = None
         while len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
 
     @property
     def newest(self) -> PolicyVersion | None:
-        """Newest version that the parent has announced."""
+        """The newest version that the parent has announced; None without offers."""
         return max((version for version, _ in self._sizes), default=None)
 
     def items(self) -> Iterable[ItemId]:
-        """Iterate over the announced items."""
+        """Return the items that the parent has announced."""
         return self._sizes.keys()
 
     def next_step(self, current: ItemId | None) -> ItemId | None:
-        """Return the item to fetch now: `current` to continue with it, None for no item.
+        """Return the item to fetch now; None for no item.
 
         Args:
-            current: the item that is being fetched.
+            current: the item that is being fetched; it is returned if this node should continue
+                with it.
         """
         held = self._store.held
         offers = self._useful()
@@ -95,9 +100,10 @@ class Offers:
         return step
 
     def _useful(self) -> dict[ItemId, int]:
-        """Return the items that are newer than every held version, with their missing bytes.
+        """Return the number of missing bytes of each item that is newer than all held versions.
 
-        Older items would lead back to versions that this node has passed already.
+        Older items would lead back to versions that this node has already replaced. Refused items
+        are left out.
         """
         newest = self._store.newest_complete
         offers = {}
@@ -110,12 +116,12 @@ class Offers:
         return offers
 
     def _may_preempt(self, current: ItemId, direct: FetchPath, onward: FetchPath | None) -> bool:
-        """Return whether to abandon the present fetch for the newest version.
+        """Return whether to abandon the present fetch and fetch the newest version directly.
 
         Args:
             current: the item that is being fetched.
-            direct: the path to the newest version from the held ones.
-            onward: the path to it from `current`; None if there is none.
+            direct: the path to the newest version from the versions that this node holds.
+            onward: the path to the newest version from `current`; None if there is none.
         """
         item = self._store.get(current)
         if item is None:
@@ -127,5 +133,5 @@ class Offers:
 
 
 def form_of(base: PolicyVersion | None) -> Form:
-    """Return the form of an encoded version."""
+    """Return the form of an encoded version: a delta against `base`, or a keyframe for None."""
     return Form("keyframe") if base is None else Form("delta", base)

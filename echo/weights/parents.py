@@ -1,23 +1,23 @@
-"""Parents of a node: follow the plan, fall back, quarantine, return.
+"""The parents of a node: it follows the plan, falls back, quarantines and returns.
 
-The plan names parents in order of preference. One connection is in use. A **spare** connection to
-the next parent of the list may be dialled and greeted, and stays idle. When the connection in use
-is lost, does not answer or does not deliver, the spare takes its place at once, even while another
-is dialled. Without a spare the next parent of the list is dialled, and after the last the first
-again. The connection in use is kept until its replacement has answered, so a new plan never breaks
-a transfer.
+The plan names parents in order of preference. A node uses one connection at a time. A **spare**
+connection to the next parent of the list may be dialled and greeted, and stays idle. When the
+connection in use is lost, does not answer or does not deliver, the spare connection takes its place
+at once, even while another parent is being dialled. Without a spare connection the node dials the
+next parent of the list, and after the last parent the first one again. The connection in use is
+kept until its replacement has answered, so a new plan never breaks a transfer.
 
 A parent that failed under an unchanged plan is tried again when the learner repeats the plan (which
-the learner does while the node uses another parent). It is tried after `retry_preferred_s` at the
-earliest, with a backoff: otherwise a node could alternate endlessly between two parents that both
-lack the item. A parent that sent chunks with wrong hashes is **quarantined**: it is not dialled for
-QUARANTINE_S, unless it is the learner.
+the learner does while the node uses another parent). The parent is tried after `retry_preferred_s`
+at the earliest, with a backoff: otherwise a node could alternate endlessly between two parents that
+both lack the item. A parent that sent chunks with wrong hashes is **quarantined**: it is not
+dialled for QUARANTINE_S, unless it is the learner.
 
 If no parent of the plan serves a node, the node uses its **last resort**: it dials the addresses at
-which it looks for the learner, and fetches weights there from the learner only. A plan may lack
-these addresses, because a learner that listens on a wildcard does not know its own, and a relay may
-have changed the plan. If the last resort fails as well, a quarantine ends after ALONE_S, because no
-other parent is left.
+which the learner may be, and fetches weights from a node at such an address only if this node is
+the learner. A plan may lack these addresses, because a learner that listens on a wildcard address
+does not know its own address, and because a relay may have changed the plan. If the last resort
+fails as well, a quarantine ends after ALONE_S, because no other parent is left.
 """
 
 from __future__ import annotations
@@ -31,30 +31,32 @@ from echo.wire.actions import Action, Dial, HangUp, Note
 from echo.wire.messages import LEARNER_ID, TopologyPlan
 
 CONNECT_TIMEOUT_S = 3.0
-"""Seconds to wait for a dialled address before the next; a WAN handshake takes under 1."""
+"""Seconds to wait for an answer from a dialled address before the next address is dialled; a WAN
+handshake takes less than 1."""
 QUARANTINE_S = 600.0
 ALONE_S = 10.0
-"""Seconds of quarantine if no other parent serves this node: the fault may have passed."""
+"""Seconds of quarantine if no other parent serves this node: the parent's fault may have passed."""
 
 
 class Parents:
-    """The parents of a node: the one in use, the one that is being dialled, and the spare."""
+    """The parents of a node: the parent in use, the one being dialled, and the spare parent."""
 
     def __init__(
         self, broadcast: Broadcast, *, addresses: Sequence[str] = (), retry_s: float
     ) -> None:
-        """Start without a plan; at `addresses` the learner may be reached."""
+        """Start with no plan; `addresses` are addresses at which the learner may be reached."""
         self.receiver = broadcast.receiver
         self._broadcast = broadcast
         self._addresses = addresses
         self.retry_s = retry_s
         self.retry_preferred_s = 0.0
         self.learner_address = ""
-        """Learner's address in the plans; empty if they have none."""
+        """The learner's address as plans name it; empty if they do not."""
         self.control: Connection | None = None
-        """The control connection; a plan may name its node without an address."""
+        """The control connection; if a plan names the node at its other end without an address, its
+        address is used."""
         self.quarantined: dict[str, float] = {}
-        """Node id -> start of its quarantine."""
+        """Node id -> time at which the node's quarantine began."""
         self.current: Connection | None = None
         self.next: Connection | None = None
         self.spare: Connection | None = None
@@ -70,32 +72,32 @@ class Parents:
 
     @property
     def learner_addresses(self) -> list[str]:
-        """Addresses of the learner: those of this node's settings, then that of the plans."""
+        """The addresses at which the learner may be: those of the settings, then the plan's."""
         told = self.learner_address
         return [*self._addresses, *([told] if told and told not in self._addresses else [])]
 
     @property
     def parent(self) -> str:
-        """Node id of the parent in use, "-" if there is none."""
+        """The node id of the parent in use; "-" without one."""
         return "-" if self.current is None else self.current.node_id
 
     @property
     def rtt_s(self) -> float | None:
-        """Round trip to the parent."""
+        """The round-trip time to the parent in use, seconds; None without one."""
         return None if self.current is None else self.current.rtt_s
 
     def suspects(self, *, now: float) -> tuple[str, ...]:
-        """Return the nodes that are in quarantine."""
+        """Return the ids of the nodes that are in quarantine."""
         since = self.quarantined.items()
         return tuple(node_id for node_id, began_at in since if now < began_at + QUARANTINE_S)
 
     def has(self, peer: str) -> bool:
-        """Return whether `peer` is a parent or may become one."""
+        """Return whether `peer` is the link to a parent in use, a spare or one being dialled."""
         return any(each.peer == peer for each in self.connections)
 
     @property
     def connections(self) -> list[Connection]:
-        """All present connections."""
+        """The connections to the parent in use, to the one being dialled and to the spare."""
         return [
             connection
             for connection in (self.current, self.next, self.spare)
@@ -105,14 +107,14 @@ class Parents:
     # --- the plan --------------------------------------------------------------------------------
 
     def new_learner(self) -> None:
-        """Note that plans are numbered from the start again, as after a restart of the learner."""
+        """Note that plans are numbered from the start again: the learner has restarted."""
         self._epoch = -1
 
     def on_plan(self, plan: TopologyPlan, *, now: float) -> list[Action]:
-        """Follow a plan, unless it is outdated or meant for an earlier process of this name.
+        """Follow a plan, unless it is older than the present one.
 
-        If the plan names the same parents as before, the preferred one may be tried again. A plan
-        without parents ends a fetch.
+        If the plan names the same parents as before, the preferred parent may be tried again. After
+        a plan without parents this node stops fetching.
         """
         if plan.epoch < self._epoch or not self.receiver.trust.has_key:
             return []
@@ -133,7 +135,7 @@ class Parents:
         return self._follow(now)
 
     def _rest(self, now: float) -> list[Action]:
-        """Leave the parent; held chunks are kept for the next plan."""
+        """Leave all parents, as the plan has none; held chunks are kept for the next plan."""
         peers = [connection.peer for connection in self.connections if connection.peer]
         self.current = self.next = self.spare = None
         self._follow_at = self._spare_at = self._failed_at = None
@@ -144,13 +146,17 @@ class Parents:
 
     @property
     def _hops(self) -> list[tuple[str, str]]:
-        """Each (node id, address) to dial: the plan's, the last resort, the plan's again."""
+        """The (node id, address) pairs to dial, in order.
+
+        First the parents of the plan, then the learner's other addresses as the last resort, then
+        the parents of the plan again, with a shorter quarantine.
+        """
         planned = {address for _, address in self._parents}
         others = [each for each in self.learner_addresses if each not in planned]
         return [*self._parents, *((LEARNER_ID, each) for each in others), *self._parents]
 
     def _address(self, index: int, now: float) -> str:
-        """Return the address of a hop; empty if it cannot be dialled now."""
+        """Return the address at which to dial a hop; empty if it must not be dialled now."""
         hops, control = self._hops, self.control
         node_id, address = hops[index]
         is_alone = index >= len(hops) - len(self._parents)
@@ -168,7 +174,7 @@ class Parents:
         return "" if is_anothers else address
 
     def _follow(self, now: float) -> list[Action]:
-        """Dial the preferred parent unless the connection to it stands already."""
+        """Dial the parent that is next in order, unless it is already the parent in use."""
         self._follow_at = None
         actions: list[Action] = []
         if self.next is not None:
@@ -187,7 +193,7 @@ class Parents:
         return actions
 
     def _keep_spare(self, now: float) -> list[Action]:
-        """Keep a spare connection to the next parent of the list, and no other."""
+        """Keep a spare connection to the next parent of the plan, and no other spare."""
         self._spare_at = None
         wanted, address = "", ""
         for index in range(self._index + 1, len(self._parents)):
@@ -210,14 +216,14 @@ class Parents:
     # --- connections -----------------------------------------------------------------------------
 
     def dialled(self, address: str, peer: str) -> None:
-        """Note the peer of a Dial."""
+        """Note the link that the dialled connection to this address has got."""
         for connection in self.connections:
             if connection.address == address and not connection.peer:
                 connection.peer = peer
                 return
 
     def connected(self, peer: str, *, now: float) -> bool:
-        """Note that a link is up; return whether it is to a parent, and so must be greeted."""
+        """Note that a link is up; return whether to greet its other end as a parent."""
         for connection in self.connections:
             if connection.peer == peer and not connection.node_id:
                 connection.greeted_at = now
@@ -225,14 +231,14 @@ class Parents:
         return False
 
     def parent_failed(self, failure: ParentFailed, *, now: float) -> list[Action]:
-        """Leave a parent that does not deliver."""
+        """Leave a parent that does not deliver, and turn to another one."""
         connection = next((each for each in self.connections if each.peer == failure.peer), None)
         if connection is None:
             return []
         return self.fail(connection, failure.reason, now=now, is_corrupt=failure.is_corrupt)
 
     def greeted(self, peer: str, node_id: str, *, now: float) -> list[Action]:
-        """Fetch from the parent that has answered, or keep it as the spare."""
+        """Fetch weights from a parent that has answered, or keep it as the spare parent."""
         connection = next((each for each in self.connections if each.peer == peer), None)
         if connection is None or connection.node_id:
             return []
@@ -256,7 +262,7 @@ class Parents:
         now: float,
         is_corrupt: bool = False,
     ) -> list[Action]:
-        """Change to the spare, or to the next parent of the plan."""
+        """Close a failed connection; turn to the spare parent or to the next one of the plan."""
         name = connection.node_id or connection.address
         actions: list[Action] = [HangUp(connection.peer)] if connection.peer else []
         if connection is self.spare:
@@ -299,7 +305,7 @@ class Parents:
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` should be called next."""
+        """The time at which `expire` should be called next; None if it need not be called."""
         spare_at = (
             None if self.current is None else self._spare_at
         )  # no spare without a parent in use
@@ -310,7 +316,7 @@ class Parents:
         return first
 
     def expire(self, *, now: float) -> list[Action]:
-        """Leave a parent that does not answer; start over after all have failed."""
+        """Leave a parent that does not answer; after all have failed, begin again."""
         actions: list[Action] = []
         for connection in self.connections:
             is_late = not connection.node_id and now >= connection.dialled_at + CONNECT_TIMEOUT_S

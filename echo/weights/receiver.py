@@ -1,19 +1,19 @@
-"""Receiver: fetch the chosen item from the parent, verify, write, retry.
+"""The receiver: fetches an item from the parent, verifies and writes its chunks, and retries.
 
-`broadcast.py` has the rules of the plane. The child's half of it is one `Receiver`, with `Offers`
-that choose the item, a `ParentLink` over which it arrives, a `Watchdog` over the parent, and an
-`Audit` of images that deltas have made. It requests the missing chunks from the parent. The way of
-a chunk:
+`broadcast.py` has the rules of the weights plane. The child's half of this plane is one `Receiver`.
+It has `Offers`, which choose the item to fetch, a `ParentLink`, over which the item arrives, a
+`Watchdog` over the parent, and an `Audit` of images that deltas have made. It requests the missing
+chunks from the parent. A chunk passes these steps:
 
     Chunk -> take -> WriteChunk -> [a thread, or here at once] -> written: held, served, credited
 
 Chunks that arrive in one message are verified one by one, and then held, forwarded and credited
 together: the Python code around each takes half as long as its hash.
 
-**Writing.** A version store may make its writer wait (a mapped file, whose pages the kernel holds
-back when the disk is behind). Then the write runs in a thread and the loop continues. In memory it
-is done at once, because a thread costs more than the copy. Chunks of encoded versions always lie in
-memory.
+**Writing.** A write to a version store may take long (if the store is a mapped file, the kernel
+makes writers wait when the disk is behind). Such a write runs in a thread, and the loop continues.
+A write to memory is done at once, because a thread costs more than the copy. Chunks of encoded
+versions are always in memory.
 
 * *Backpressure.* Credit is given for written chunks, so the window of the link bounds the memory of
   unwritten chunks, and a slow disk throttles the parent. A parent that far exceeds its credit is
@@ -22,19 +22,21 @@ memory.
   requested again, and a second copy is discarded), and not held (it is not served).
 * *Eviction meanwhile.* Bytes are verified before they are written, so a late write is correct. The
   work keeps a reference to the image's memory, which therefore is not reused for another version.
-  The result of a write into a dropped item is ignored, except that its credit is free again.
+  If the item was dropped meanwhile, the result of the write is ignored, except that its credit is
+  free again.
 * *Silence.* While a chunk is being written the parent is not silent, and time without credit does
   not count for the rate of the link.
-* *A disk that refuses a write* is handled as a full disk.
+* *A failed write.* If the disk refuses a write, the receiver acts as if the disk were full.
 
 **Out of order.** Chunks may travel over another connection than tables (`net/zmq.py`), and may
-arrive before the table with their hashes. They are kept until then, at most EARLY_BYTES of them.
+arrive before the table with their hashes. Such chunks are kept until the table arrives, at most
+EARLY_BYTES.
 
 **Damage.** If the audit finds damaged memory, every version in it is dropped, and the newest
 version is fetched as a whole image.
 
-**Out of space.** The held versions are kept, and the fetch is tried again: soon after an image was
-dropped here, and otherwise with a backoff, because no event tells that another process has freed
+**Out of space.** The held versions are kept, and the fetch is tried again: soon after this node has
+dropped an image, and otherwise with a backoff, because there is no event when another process frees
 space. The operator gets one warning, at the first failure.
 """
 
@@ -84,11 +86,11 @@ from echo.wire.messages import (
 
 @dataclass(frozen=True, slots=True)
 class VersionArrived(Action):
-    """A version is complete in the store, or its patch is ready; a worker may install it."""
+    """A version is complete in the store, or its patch is ready, so a worker may install it."""
 
     version: PolicyVersion
     num_bytes: int
-    """Bytes of its image."""
+    """Number of bytes of the version's image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,25 +111,28 @@ class VersionDamaged(Action):
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 """Seconds between two attempts to find space; the pause doubles each time."""
 RELEASE_PAUSE_S = 0.2
-"""Seconds after an image was dropped: frames that are being sent still hold its memory."""
+"""Seconds to wait after an image was dropped: frames that are being sent still hold its memory."""
 
 
 class SpaceRetry:
-    """Decides when to look again for the space that an item lacks."""
+    """Decides when to look again for the space that an item needs."""
 
     def __init__(self) -> None:
-        """Start with nothing that lacks space."""
+        """Start with no item that lacks space."""
         self.retry_at: float | None = None
-        """When to look again; None while nothing lacks space."""
+        """The time at which to look for space again; None while no item lacks space."""
         self._pause_s, self._has_noted = FIRST_PAUSE_S, False
 
     @property
     def is_lacking(self) -> bool:
-        """Whether an item lacks space, and is to be tried again."""
+        """Whether an item lacks space and will be tried again."""
         return self.retry_at is not None
 
     def lack(self, error: StorageError, *, now: float) -> list[Action]:
-        """Look again after a pause, which doubles each time; report the first failure."""
+        """Note that there was no space; look again after a pause, which doubles each time.
+
+        Return a warning for the operator if this is the first failure.
+        """
         self.retry_at = now + self._pause_s
         self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
         if self._has_noted:
@@ -137,41 +142,45 @@ class SpaceRetry:
         return [Note("warning", text)]
 
     def released(self, *, now: float) -> None:
-        """Look again soon, if anything lacks space: an image was dropped."""
+        """Note that an image was dropped; if an item lacks space, look again soon."""
         if self.retry_at is not None:
             self.retry_at = min(self.retry_at, now + RELEASE_PAUSE_S)
 
     def is_due(self, *, now: float) -> bool:
-        """Return whether it is time to look; if so, the next `lack` sets another time."""
+        """Return whether to look for space now; if so, the next `lack` sets the next time."""
         if self.retry_at is None or now < self.retry_at:
             return False
         self.retry_at = None
         return True
 
     def found(self) -> None:
-        """Start over: the next lack of space is reported again, and has the shortest pause."""
+        """Note that there was space: the next `lack` is reported, and its pause is the shortest."""
         self.retry_at, self._pause_s, self._has_noted = None, FIRST_PAUSE_S, False
 
 
 class Receiver:
-    """The child's half of the weights plane: what one node fetches."""
+    """The child's half of the weights plane: fetches the weights that a node needs."""
 
     def __init__(
         self, store: ItemStore, *, node_id: str, window_bytes: int, stall_s: float
     ) -> None:
-        """Start without a parent; the store is shared with the parent's half."""
+        """Start with no parent and nothing to fetch.
+
+        `store` is shared with the parent's half of this node. For the other arguments see
+        `Broadcast`.
+        """
         self.store = store
         self.link = ParentLink(first_window_bytes=window_bytes, stall_s=stall_s)
         self.item: ItemId | None = None
         self.bytes_received = 0
         self.rate = RateEstimate()
-        """Rate at which this node receives, from all its parents in turn."""
+        """The rate at which this node receives weights, from whichever parent."""
         self.num_bad_chunks = 0
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)
         self.trust = TrustedManifests()
         self._early = EarlyChunks()
-        """Chunks of the item that is being fetched."""
+        """Chunks of the item being fetched that arrived before the table with their hashes."""
         self._node_id = node_id
         self.space = SpaceRetry()
         self.watchdog = Watchdog(self.link, self.offers, store)
@@ -179,7 +188,7 @@ class Receiver:
 
     @property
     def _present(self) -> Chunked | None:
-        """The item that is being fetched; None if no part of it is in the store."""
+        """The item that is being fetched; None if there is none, or the store has no part of it."""
         return None if self.item is None else self.store.get(self.item)
 
     # --- the parent ------------------------------------------------------------------------------
@@ -187,7 +196,7 @@ class Receiver:
     def set_parent(
         self, peer: str | None, *, rtt_s: float | None = None, now: float
     ) -> list[Action]:
-        """Fetch weights from `peer` from now on; held chunks are kept."""
+        """Fetch weights from `peer` from now on; None stops fetching. Held chunks are kept."""
         if self.link.peer != peer:
             self.disconnect()
         self.link.connect(peer, rtt_s=rtt_s)
@@ -195,7 +204,7 @@ class Receiver:
         return [*subscribe, *(self._abandon_unoffered(now) or self._request(now))]
 
     def disconnect(self) -> str:
-        """Leave the parent; return its name, empty if there was none."""
+        """Leave the parent; return its link, or "" without a parent."""
         peer = self.link.peer or ""
         self.offers.clear()
         self.watchdog.clear()
@@ -203,9 +212,9 @@ class Receiver:
         return peer
 
     def _abandon_unoffered(self, now: float) -> list[Action]:
-        """Abandon an item that the parent does not offer and that has no signed table yet.
+        """Abandon the present item if the parent does not offer it and no table has arrived.
 
-        The item may not exist, and then no parent would ever serve it.
+        Such an item may not exist, so that no parent would ever serve it.
         """
         item = self.item
         encoded = None if item is None else self.store.encoded_versions.get(item)
@@ -215,7 +224,7 @@ class Receiver:
         return [*self._drop(item), *self._consider(now)]
 
     def resubscribe(self, *, now: float) -> list[Action]:
-        """Ask the parent for an Announce: at first, and when one may have been lost."""
+        """Ask the parent for an Announce: at first, and if an Announce may have been lost."""
         if self.link.peer is None:
             return []
         self.link.subscribe(now=now)
@@ -224,7 +233,7 @@ class Receiver:
     # --- messages --------------------------------------------------------------------------------
 
     def heard(self, peer: str) -> bool:
-        """Note a message of a peer; return whether the peer is the parent."""
+        """Note that a peer has sent a message; return whether the peer is the parent."""
         if peer != self.link.peer:
             return False
         self.link.heard()
@@ -233,10 +242,12 @@ class Receiver:
     def receive(
         self, peer: str, message: Message, payload: list[Frame], *, now: float
     ) -> list[Action | ParentFailed]:
-        """Handle a message of the parent other than Chunk (`take`); other peers are ignored.
+        """Handle a message of the parent, except a Chunk (see `take`).
+
+        Messages of peers that are not the parent are ignored.
 
         Raises:
-            RemoteProtocolError: if it broke a rule.
+            RemoteProtocolError: if the parent broke a rule of the protocol.
         """
         if not self.heard(peer):
             return []
@@ -268,7 +279,7 @@ class Receiver:
         return actions
 
     def _seal(self, version: PolicyVersion, now: float) -> list[Action]:
-        """Take the learner's manifest of an image that deltas have made here."""
+        """Add the learner's manifest to an image that deltas have made on this node."""
         image = self.store.images.get(version)
         if image is None or image.signed is not None or version not in self.trust.manifests:
             return []
@@ -282,7 +293,7 @@ class Receiver:
         return [ItemsChanged()]
 
     def audited(self, work: AuditChunks, fault: str, *, now: float) -> list[Action]:
-        """Take the result of an AuditChunks."""
+        """Handle the result of an AuditChunks."""
         if not self.audit.worked(work, fault, now=now):
             return []
         version = work.image.manifest.version
@@ -303,7 +314,7 @@ class Receiver:
         ]
 
     def adopt(self, transfer: Transfer, *, now: float) -> list[Action]:
-        """Take a complete or partial image that lies on this machine already."""
+        """Take over a complete or partial image that is on this machine already."""
         version = transfer.manifest.version
         self.store.add(transfer)
         if transfer.is_complete:
@@ -313,14 +324,14 @@ class Receiver:
     # --- what to fetch ---------------------------------------------------------------------------
 
     def _consider(self, now: float) -> list[Action]:
-        """Begin the next step towards the newest version, or continue the present one."""
+        """Start to fetch the next item on the path to the newest version, or continue."""
         step = self.offers.next_step(self.item)
         if step is None or step == self.item:
             return [] if self.link.awaits_chunks else self._request(now)
         return [*self.begin(step, now), EvictionDue()]
 
     def begin(self, item_id: ItemId, now: float) -> list[Action]:
-        """Fetch an item from now on; its held chunks are kept."""
+        """Start to fetch an item; chunks of it that are held are kept."""
         version, form = item_id
         self.end()
         self.rate.pause()
@@ -339,7 +350,7 @@ class Receiver:
         return [*actions, ItemsChanged(), *self._request(now)]
 
     def end(self) -> None:
-        """Stop fetching."""
+        """Stop fetching the present item."""
         self.item = None
         self._early.clear()
         self.link.complete()
@@ -378,7 +389,10 @@ class Receiver:
     def decoded(
         self, work: DecodeBlock | OpenBlock, fault: str, *, now: float
     ) -> list[Action | ParentFailed]:
-        """Take the result of a block; it is ignored if its version was dropped meanwhile."""
+        """Handle the result of decoding a block.
+
+        The result is ignored if the block's version was dropped meanwhile.
+        """
         encoded = work.encoded
         item_id = (encoded.version, encoded.form)
         if self.store.encoded_versions.get(item_id) is not encoded:
@@ -400,7 +414,10 @@ class Receiver:
     # --- in place --------------------------------------------------------------------------------
 
     def applied(self, work: ApplyPatch, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Take the result of an ApplyPatch; it is ignored if its memory was dropped meanwhile."""
+        """Handle the result of an ApplyPatch.
+
+        The result is ignored if the memory of the image was dropped meanwhile.
+        """
         encoded = self.store.in_place.find(work.patch)
         if encoded is None:
             return []
@@ -412,11 +429,14 @@ class Receiver:
         return [*self._go_on(encoded.version, now), *self.arrived(item_id, now)]
 
     def _go_on(self, version: PolicyVersion, now: float) -> list[Action]:
-        """Take the seal of a complete version, and open the deltas that are coded against it."""
+        """Add the manifest of a complete version, and open deltas that are coded against it.
+
+        The manifest is added only if it has arrived.
+        """
         return [*self._seal(version, now), *self.store.decodable_on(version)]
 
     def _refuse(self, item_id: ItemId, fault: str, now: float) -> list[Action]:
-        """Drop a signed item that is unusable here, and never fetch it again."""
+        """Drop an item that is signed but unusable here, and never fetch it again."""
         version, form = item_id
         self.offers.refuse(item_id)
         gone = [item_id, *eviction.partial_on(self.store, {version})]
@@ -429,7 +449,7 @@ class Receiver:
         ]
 
     def arrived(self, item_id: ItemId, now: float) -> list[Action]:
-        """Report a complete version, and fetch the next."""
+        """Report that a version is complete, and start to fetch the next one."""
         version, _ = item_id
         if self.item is not None and self.item[0] == version:
             self.end()
@@ -445,7 +465,7 @@ class Receiver:
         ]
 
     def _on_gone(self, message: Gone, now: float) -> list[Action | ParentFailed]:
-        """Abandon an item that the parent no longer has; its next Announce follows."""
+        """Abandon an item that the parent no longer has; the parent announces its items next."""
         item_id = (message.version, message.form)
         self.offers.withdraw(item_id)
         if self.item != item_id:
@@ -458,10 +478,10 @@ class Receiver:
     def take(
         self, peer: str, message: Chunk, payload: list[Frame], *, now: float
     ) -> list[Action | ParentFailed]:
-        """Begin to write chunks of the parent; those of another peer are ignored.
+        """Start to write chunks that the parent has sent; chunks of other peers are ignored.
 
         Raises:
-            RemoteProtocolError: if a chunk has no place in its item.
+            RemoteProtocolError: if a chunk's index is outside its item, or its bytes are missing.
         """
         item_id = (message.version, message.form)
         is_parent, link, item = self.heard(peer), self.link, self.store.get(item_id)
@@ -504,7 +524,7 @@ class Receiver:
         return [*actions, *self._write(begun, now)] if begun else actions
 
     def _write(self, begun: list[WriteChunk], now: float) -> Sequence[Action | ParentFailed]:
-        """Write chunks, here at once or in threads."""
+        """Write chunks: at once if they go to memory, otherwise by returning work for threads."""
         item_id, item = begun[0].item_id, begun[0].item
         if not self.store.may_block(item_id):
             return self._written([(work, work.run()) for work in begun], now)
@@ -517,13 +537,13 @@ class Receiver:
         return begun
 
     def written(self, work: WriteChunk, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Take the result of a WriteChunk."""
+        """Handle the result of a WriteChunk."""
         return self._written([(work, fault)], now)
 
     def _written(
         self, done: list[tuple[WriteChunk, str]], now: float
     ) -> list[Action | ParentFailed]:
-        """Take the results of chunks that arrived in one message."""
+        """Handle the results of writing chunks that arrived in one message."""
         first, _ = done[0]
         item_id, item = first.item_id, first.item
         is_parent = first.peer == self.link.peer  # otherwise that parent was left meanwhile
@@ -547,7 +567,7 @@ class Receiver:
     def _hold(
         self, right: list[WriteChunk], is_parent: bool, now: float
     ) -> list[Action | ParentFailed]:
-        """Count chunks as held, report them, and continue with what they complete."""
+        """Mark written chunks as held, report them, and continue with what they make complete."""
         item_id, item = right[0].item_id, right[0].item
         chunks: dict[int, Frame] = {}
         size = 0
@@ -567,7 +587,7 @@ class Receiver:
         return actions
 
     def _give_credit(self, size: int, now: float) -> list[Action]:
-        """Acknowledge written bytes of any item, and give credit for the present one."""
+        """Acknowledge written bytes, of any item, and give credit for the present item."""
         taken, credit = self.link.took(size, chunk_bytes=size)
         item, peer = self._present, self.link.peer
         if item is None or self.item is None:
@@ -582,7 +602,7 @@ class Receiver:
         return [self._send(peer, given)]
 
     def _refuse_chunk(self, work: WriteChunk, now: float) -> list[Action | ParentFailed]:
-        """Request a wrong chunk again, or leave its parent after MAX_BAD_CHUNKS."""
+        """Request a chunk with a wrong hash again; leave its sender after MAX_BAD_CHUNKS."""
         self.num_bad_chunks += 1
         text = f"chunk {work.index} of {work.item_id[0]} from {work.peer} does not match its hash"
         actions: list[Action | ParentFailed] = [Note("warning", f"{text}; asking again")]
@@ -594,7 +614,7 @@ class Receiver:
         return [*actions, *(self._request(now) if self.item == work.item_id else [])]
 
     def _leave_unwritable(self, work: WriteChunk, fault: str, now: float) -> list[Action]:
-        """Drop an item that the disk refuses to write, and retry it like an item without space."""
+        """Drop an item that the disk refuses to write; retry it later, as if space lacked."""
         error = StorageError(f"chunk {work.index} of {work.item_id[0]} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
@@ -609,7 +629,7 @@ class Receiver:
 
     @property
     def needed(self) -> set[ItemId]:
-        """The items that may not be evicted: the one that is fetched, and its base."""
+        """The items that must not be evicted: the one being fetched, and its base."""
         if self.item is None:
             return set()
         base = self.item[1].base
@@ -617,11 +637,14 @@ class Receiver:
 
     @property
     def deadline(self) -> float | None:
-        """When the parent counts as silent, space is tried again, or the audit continues."""
+        """The time at which `expire` should be called next; None if it need not be called.
+
+        Then the parent has been silent for too long, space is tried again, or the audit continues.
+        """
         return earliest(self.watchdog.deadline(self.item), self.space.retry_at, self.audit.deadline)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Leave a silent parent, or ask it again; look for space, and continue the audit."""
+        """Ask a silent parent again or leave it; look for space; continue the audit."""
         item = self._present
         if item is None or not item.is_missing:
             self.link.complete()  # the last table may arrive after the last chunk
@@ -640,7 +663,7 @@ class Receiver:
     # --- messages to the parent ------------------------------------------------------------------
 
     def _request(self, now: float) -> list[Action]:
-        """Request all missing chunks from the parent, with a full window of credit."""
+        """Request all missing chunks of the present item, with a full window of credit."""
         item, peer = self._present, self.link.peer
         if peer is None or item is None or self.item is None:
             return []
@@ -658,7 +681,7 @@ class Receiver:
 def _fetch(
     item_id: ItemId, item: Chunked, ranges: tuple[tuple[int, int], ...], credit_bytes: int
 ) -> Fetch:
-    """Return the request for chunks of an item: the first MAX_RANGES runs of them."""
+    """Return the request for missing chunks of an item, at most MAX_RANGES ranges of them."""
     version, form = item_id
     return Fetch(
         version=version,

@@ -1,30 +1,31 @@
-"""Publication schedule: when to publish, and as full image, keyframe or delta.
+"""The publication schedule: when to publish a version, and in which forms.
 
-**Period.** Fixed, or the smallest that hides the broadcast of a version. It is counted from the
-last publication, and is at most S + 1 of the staleness bound in force. So two versions are never
-more than S + 1 steps apart, even if period and bound change in between. Further apart, the last
-version would be too old to sample for the step after which the next one is due, and learner and
-workers would wait for each other forever.
+**Period.** The publish period is fixed, or the smallest period in which training hides the
+broadcast of a version. It is counted from the last publication, and is at most S + 1, where S is
+the staleness bound in force. So two versions are never more than S + 1 steps apart, even if period
+and bound change in between. If they were further apart, the last version would be too old to sample
+for the step after which the next version is due, and learner and workers would wait for each other
+forever.
 
 **Path.** A version can be fetched as its full image, as a keyframe (packed, without a base), or as
 a delta against an older version, which again can be fetched in several forms. A node takes the path
-with the fewest bytes, and of equal ones the path with the fewest steps, because each step costs a
-pass over the whole image.
+with the fewest bytes. If several paths have the same number of bytes, it takes the one with the
+fewest steps, because each step costs a pass over the whole image.
 
-**Forms.** A small version is published as its image only, and so is every version if the
-configuration says so. For any other version the learner makes a delta against its last published
-version, sends the image behind the first segment of the delta, and makes a keyframe from time to
-time. Sizes measured in this run decide, by one measure: the bytes that a node has to fetch.
+**Forms.** A small version is published only as its image, and so is every version if codec =
+"full". For any other version the learner makes a delta against its last published version, offers
+the image after the first segment of the delta, and makes a keyframe from time to time. Sizes
+measured in this run decide, by one measure: the bytes that a node has to fetch.
 
 * A node without any version fetches a **keyframe**, and then the deltas made since. A new keyframe
   is due when that path costs KEYFRAME_MARGIN more than a new keyframe would, or has more than
-  MAX_STEPS encoded versions. Each one costs a pass over the image. At lr 1e-6 a bf16 delta is
-  1/116 and a keyframe 2/3 of the image: the steps decide, one keyframe in 16 versions. At 5e-6
-  (1/37) it is one in 7. The first version always gets one, unless keyframes are hardly smaller than
-  the image.
+  MAX_STEPS encoded versions. Each encoded version costs a pass over the image. At lr 1e-6 a bf16
+  delta is 1/116 and a keyframe 2/3 of the image: the number of steps decides, so there is one
+  keyframe in 16 versions. At 5e-6 (1/37) there is one in 7. The first version always gets a
+  keyframe, unless keyframes are hardly smaller than the image.
 * A **delta** is made only if it is clearly shorter than a form without a base. If the last delta
-  was more than DELTA_SHARE of a keyframe (or image), the next version has none. A delta is tried
-  again RETRY_AFTER versions later, because steps shrink when the learning rate decays.
+  was larger than DELTA_SHARE of a keyframe (or image), the next version has no delta. A delta is
+  tried again RETRY_AFTER versions later, because steps shrink when the learning rate decays.
 
 With codec = "delta" every version with a base gets a delta. Otherwise a keyframe or delta is
 abandoned if its first segment is hardly shorter than its part of the image.
@@ -42,19 +43,21 @@ from echo.wire.messages import ItemId
 # --- publish period -------------------------------------------------------------------------------
 
 MAX_PENDING = 64
-"""Published versions whose arrival is measured; with more the oldest is no longer measured."""
+"""Largest number of published versions whose arrival is measured; above it the arrival of the
+oldest is no longer measured."""
 
 
 class PublishPace:
-    """Publish period: fixed, or adapted to measured broadcasts."""
+    """The publish period, which is fixed or adapted to measured broadcasts."""
 
     def __init__(self, *, period: int, is_auto: bool, max_staleness: int) -> None:
         """Start with `period` steps between publications.
 
         Args:
-            period: kappa; the first one if it is adapted.
-            is_auto: whether it is adapted to measured broadcasts.
-            max_staleness: S, which bounds the period.
+            period: kappa, the number of steps between publications; if the period is adapted, its
+                first value.
+            is_auto: whether the period is adapted to measured broadcasts.
+            max_staleness: the staleness bound S; the period is at most S + 1.
         """
         self.period = period
         self._longest = period
@@ -64,38 +67,40 @@ class PublishPace:
         self._published_at: dict[PolicyVersion, float] = {}
         self._num_bytes = 0
         self.broadcast_s: float | None = None
-        """Seconds in which the last fully received version reached every node."""
+        """Seconds in which the last version that reached every node did so; None before the first.
+        """
         self.num_broadcasts = 0
-        """Versions that have reached every node; versions that arrived together count once."""
+        """Number of versions that have reached every node; versions that arrived together count
+        once."""
 
     def limit(self, max_staleness: int) -> None:
-        """Take another bound on staleness: at least one version for each S + 1 steps.
+        """Set another bound on staleness, S; the period becomes at most S + 1.
 
-        An adapted period changes with the next measurement.
+        A shorter adapted period stays until the next measurement.
         """
         self._max_staleness = max_staleness
         longest = self.period if self._is_auto else self._longest
         self.period = min(longest, max_staleness + 1)
 
     def is_due(self, step: int) -> bool:
-        """Return whether the weights after `step` are to be published."""
+        """Return whether the weights after `step` must be published."""
         last = self._published_step
         return last is None or step - last >= min(self.period, self._max_staleness + 1)
 
     @property
     def choices(self) -> range:
-        """The possible periods: the fixed one, or all that the bound allows."""
+        """The possible publish periods: the fixed one, or all that the staleness bound allows."""
         if self._is_auto:
             return range(1, self._max_staleness + 2)
         return range(self.period, self.period + 1)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a published version has not reached every node yet."""
+        """Whether there is a published version that has not reached every node yet."""
         return bool(self._published_at)
 
     def published(self, version: PolicyVersion, *, num_bytes: int, now: float) -> None:
-        """Note the time at which a version of this size was published."""
+        """Note that a version of `num_bytes` was published at this time."""
         self._num_bytes = num_bytes
         self._published_step = version.step
         self._published_at[version] = now
@@ -105,7 +110,11 @@ class PublishPace:
     def received(
         self, installed: Sequence[PolicyVersion | None], *, now: float, train_s: float | None
     ) -> bool:
-        """Note the newest version of every node; return whether a version has reached them all."""
+        """Note the newest version of every node; return whether one has now reached them all.
+
+        `installed` has None for a node without a version. `train_s` is the time of a step, to adapt
+        the period; None if it is unknown.
+        """
         slowest = min((v for v in installed if v is not None), default=None)
         if slowest is None or None in installed:
             return False
@@ -121,7 +130,7 @@ class PublishPace:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics: period, and duration and goodput of the last broadcast."""
+        """Return metrics: the period, and the seconds and goodput of the last broadcast."""
         row: dict[str, float] = {"publish_period": self.period}
         if self.broadcast_s is not None:
             row["broadcast/seconds"] = self.broadcast_s
@@ -133,7 +142,7 @@ class PublishPace:
 
 
 class FetchPath(NamedTuple):
-    """Items to fetch one after the other in order to hold a version."""
+    """The items that a node must fetch, one after the other, to hold a version."""
 
     num_bytes: int
     num_steps: int
@@ -143,13 +152,15 @@ class FetchPath(NamedTuple):
 def cheapest_paths(
     held: Collection[PolicyVersion], offers: Mapping[ItemId, int]
 ) -> dict[PolicyVersion, FetchPath]:
-    """Return the path to each version: fewest bytes, then fewest steps, then offered first.
+    """Return, for each version that can be reached, the cheapest path to it.
 
-    A delta leads to a newer version than its base, so one pass over them, oldest first, is enough.
+    A path is cheaper if it has fewer bytes, then if it has fewer steps, then if it was offered
+    first. A delta leads to a newer version than its base, so one pass over the deltas, oldest
+    first, finds all paths.
 
     Args:
-        held: versions whose image the node has; their paths are empty.
-        offers: items that can be fetched, with the bytes to transfer.
+        held: versions whose image the node has; the paths to them are empty.
+        offers: items that can be fetched, with the number of bytes to transfer.
     """
     start: PolicyVersion | None = None  # start of the paths without a base
     paths: dict[PolicyVersion | None, FetchPath] = {
@@ -168,51 +179,55 @@ def cheapest_paths(
 # --- full image, keyframe or delta ----------------------------------------------------------------
 
 MIN_IMAGE_BYTES = 4 << 20
-"""Smaller versions are sent in full unless codec = "delta": they fit into one window."""
+"""Size of an image, in bytes, below which the version is sent only as its image, unless codec =
+"delta": it fits into one window."""
 HOPELESS_SHARE = 0.9
-"""Ratio of coded to image bytes in the first segment above which the image is sent instead."""
+"""Ratio of coded to image bytes in the first segment above which the encoded version is abandoned.
+"""
 KEYFRAME_MARGIN = 0.25
-"""Share of a keyframe's bytes that later deltas may cost before a new keyframe is due."""
+"""Share of a keyframe's bytes that the deltas after it may have before a new keyframe is due."""
 MAX_STEPS = 16
-"""Most encoded versions on the path to the newest version."""
+"""Largest number of encoded versions on the path to the newest version."""
 DELTA_SHARE = 0.8
 """Largest size of a delta, as a share of the smallest form without a base."""
 RETRY_AFTER = 8
-"""Versions after which a delta is tried again."""
+"""Number of versions without a delta after which a delta is tried again."""
 KEYFRAME_SHARE = 2 / 3
-"""Assumed ratio of keyframe to image before a measurement: byte planes of bf16 weights."""
+"""Ratio of keyframe to image bytes that is assumed before a measurement: that of byte planes of
+bf16 weights."""
 USELESS_SHARE = 0.95
-"""Ratio of keyframe to image above which no keyframes are made."""
+"""Ratio of keyframe to image bytes above which no keyframes are made."""
 
 
 class FormSchedule:
     """Decides in which forms the learner makes a version."""
 
     def __init__(self, codec: str) -> None:
-        """Start without versions.
+        """Start with no versions made.
 
         Args:
-            codec: "auto", "full" (never an encoded version) or "delta" (always one, however large).
+            codec: "auto", "full" (never make an encoded version) or "delta" (always make one,
+                however large it is).
         """
         self._codec = codec
         self._full_bytes = 0
         self._keyframe_bytes: int | None = None
         self._delta_bytes = 0
-        """Size of the last delta; 0 before the first, which is always tried."""
+        """Size of the last delta in bytes; 0 before the first delta, which is always tried."""
         self._newest: PolicyVersion | None = None
         self._num_since_delta = 0
-        """Versions since the last delta."""
+        """Number of versions since the last delta."""
 
     def begin(self, image_bytes: int, *, has_base: bool) -> Literal["full", "keyframe", "delta"]:
-        """Begin the next version, and return the forms in which it is published.
+        """Return the forms in which to publish the next version.
 
         Args:
-            image_bytes: size of its image.
-            has_base: whether a delta against the version before is possible.
+            image_bytes: size of the version's image.
+            has_base: whether a delta against the last published version is possible.
 
         Returns:
-            "full" for the image only, "keyframe" for the image and, if due, a keyframe, "delta" for
-            a delta before these.
+            "full" for the image only; "keyframe" for the image and, if one is due, a keyframe;
+            "delta" for a delta, then the image and, if one is due, a keyframe.
         """
         self._full_bytes = image_bytes
         is_auto = self._codec == "auto"
@@ -221,11 +236,14 @@ class FormSchedule:
         return "delta" if has_base and (not is_auto or self._is_delta_due) else "keyframe"
 
     def is_hopeless(self, coded_bytes: int, image_bytes: int) -> bool:
-        """Return whether to abandon an encoded version, given the sizes of its first segment."""
+        """Return whether to abandon an encoded version, judged by its first segment.
+
+        The arguments are the sizes of this segment, coded and decoded.
+        """
         return self._codec == "auto" and coded_bytes > HOPELESS_SHARE * image_bytes
 
     def made(self, item: ItemId, num_bytes: int) -> None:
-        """Note a form that was made of a version, with its size."""
+        """Note that a form of a version was made, and its size in bytes."""
         version, form = item
         if version != self._newest:
             self._newest = version
@@ -239,7 +257,7 @@ class FormSchedule:
         """Return whether the newest version should also be packed as a keyframe.
 
         Args:
-            offers: the items of the versions up to the newest, with their bytes.
+            offers: the items of all versions up to the newest, with their sizes in bytes.
             newest: the version that has just been published.
         """
         keyframe_bytes = self._expected_keyframe_bytes
@@ -254,7 +272,7 @@ class FormSchedule:
 
     @property
     def _is_delta_due(self) -> bool:
-        """Whether the next version should be coded against the last one."""
+        """Whether the next version should be coded as a delta against the last one."""
         alone = min(self._expected_keyframe_bytes, self._full_bytes)
         is_worthwhile = self._delta_bytes <= DELTA_SHARE * alone
         return is_worthwhile or self._num_since_delta + 1 >= RETRY_AFTER

@@ -1,26 +1,27 @@
-"""Sender: announce items, and send children the chunks that they request.
+"""The sender: announces a node's items, and sends children the chunks that they request.
 
-The parent's half of the weights plane (`broadcast.py` has its rules). A child gets its chunks in
-ascending order, each as soon as it is held here, within the child's credit.
+This is the parent's half of the weights plane, whose rules are in `broadcast.py`. A child gets its
+chunks in ascending order, each as soon as this node holds it, within the child's credit.
 
 * **Siblings.** TCP divides an uplink unevenly, and the child with the smallest share would delay
   all nodes below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
-  sibling that fetches the same item. Three kinds of child are not waited for: a child that was
-  silent for as long as SILENT_CHUNKS chunks usually take, a child that has taken less than half of
-  the recent median rate for SLOW_AFTER_S (its disk may be slower than its link), and a child whose
-  next chunk is not held here. The time in which a child is held back does not count for its rate;
-  otherwise all siblings would seem as slow as the slowest.
+  sibling that fetches the same item. This node does not wait for three kinds of child: a child that
+  was silent for as long as SILENT_CHUNKS chunks usually take, a child that has taken less than half
+  of the recent median rate for SLOW_AFTER_S (its disk may be slower than its link), and a child
+  whose next chunk this node does not hold. The time in which a child is held back does not count
+  for its rate; otherwise all siblings would seem as slow as the slowest.
 * **Together.** Chunks that a child receives within TOGETHER_S are sent in one message, each in a
-  frame of its own: on a fast link most of the Python time is spent per message. On a slow link each
-  chunk is a message, so that the child can forward it on arrival.
+  frame of its own, because on a fast link most of the Python time is spent once per message. On a
+  slow link each chunk is a message, so that the child can forward it on arrival.
 * **Waiting.** A child that waits for a sibling, or for a chunk that this node does not hold, gets
   Waiting repeatedly, so that one stall does not make all nodes below it leave their parents. A
-  missing chunk may take long: each Waiting announces twice the silence of the one before, up to
-  MAX_WAITING_S, and the child is patient for that time. A child that waits for a sibling, or for an
-  unknown item, is checked every WAITING_PERIOD_S.
-* **Pinned.** An item that a child fetches is not evicted, so the number of children bounds the
-  store. A child that does not react to an announcement is forgotten after FORGET_STALLS (the end of
-  an inbound link may go unnoticed). If it lives, the learner's Pulse makes it subscribe again.
+  missing chunk may take long, so each Waiting announces a silence twice as long as the Waiting
+  before, up to MAX_WAITING_S, and the child is patient for this time. A child that waits for a
+  sibling, or for an item that this node does not know, gets a Waiting every WAITING_PERIOD_S.
+* **Pinned.** An item that a child fetches is not evicted, so the number of children limits the size
+  of the store. A child that does not react to an announcement is forgotten after FORGET_STALLS (the
+  end of an inbound link may go unnoticed). If the child is alive, the learner's Pulse makes it
+  subscribe again.
 """
 
 from __future__ import annotations
@@ -61,30 +62,31 @@ from echo.wire.messages import (
 # knows: they are remembered, and become wanted when the next segment arrives.
 
 PACE_S = 10.0
-"""Length of one period; a pace is measured over the present period and the one before."""
+"""Length of one period, in seconds; a child's pace is measured over the present period and the one
+before."""
 TOGETHER_S = 0.005
-"""Chunks that arrive within this time go in one message, as chunks of 1 MiB do above 3 Gbit/s. The
-first of them arrives at most this much later at each hop."""
+"""Seconds within which chunks arrive that are sent in one message; chunks of 1 MiB do above 3
+Gbit/s. The first of them arrives at most this much later at each hop."""
 TOGETHER_BYTES = 4 << 20
-"""Bound of the chunks in one message, unless it is a single chunk: larger messages fall out of the
-CPU's caches and are no faster."""
+"""Largest number of bytes of the chunks in one message, unless it is a single chunk: larger
+messages exceed the CPU's caches and are no faster."""
 
 
 class Pace:
-    """The chunks per second that a child has recently taken, while it was not held back.
+    """Measures how many chunks per second a child takes while it is not held back.
 
-    Only recent periods count, so that the pace follows a disk or link that stalls or recovers. It
-    is kept from one item to the next, so it need not be measured again with each version.
+    Only recent periods count, so that the pace follows a disk or link that stalls or recovers. The
+    pace is kept from one item to the next, so that it need not be measured again for each version.
     """
 
     def __init__(self) -> None:
-        """Start at rest."""
+        """Start at rest, with no chunks sent."""
         self.began_at: float | None = None
-        """Time of the first request; None before it."""
+        """Time of the child's first request; None before it."""
         self._runs_since: float | None = None
         self._num_sent, self._busy_s = 0, 0.0
         self._before = 0, 0.0
-        """Chunks sent in the period before, and its length."""
+        """Number of chunks sent in the period before, and the length of that period in seconds."""
 
     def _look(self, now: float) -> None:
         if self._runs_since is not None:
@@ -95,84 +97,87 @@ class Pace:
             self._num_sent, self._busy_s = 0, 0.0
 
     def run(self, now: float) -> None:
-        """Note that the child could be sent chunks from now on."""
+        """Note that from now on the child wants chunks and is not held back."""
         self._look(now)
         self._runs_since = now
         if self.began_at is None:
             self.began_at = now
 
     def rest(self, now: float) -> None:
-        """Note that the child wants no chunk, or is held back for a sibling."""
+        """Note that from now on the child wants no chunk, or is held back for a sibling."""
         self._look(now)
         self._runs_since = None
 
     def sent(self, num_chunks: int, now: float) -> None:
-        """Note chunks that the child was sent."""
+        """Note that chunks were sent to the child."""
         self.run(now)
         self._num_sent += num_chunks
 
     def rate(self, now: float) -> float:
-        """Return the child's chunks per second."""
+        """Return how many chunks per second the child has recently taken."""
         self._look(now)
         return self._rate(1e-3)
 
     def at_once(self, now: float) -> int:
-        """Return how many chunks go in one message: those of TOGETHER_S, at least one."""
+        """Return how many chunks to send in one message: those of TOGETHER_S, at least one."""
         self._look(now)
         return min(MAX_CHUNKS, max(1, int(self._rate(SAMPLE_S) * TOGETHER_S)))
 
     def _rate(self, least_s: float) -> float:
-        """Return the chunks per second, over at least `least_s`."""
+        """Return the chunks per second, counted over at least `least_s` seconds."""
         num_sent, busy_s = self._before
         return (num_sent + self._num_sent) / max(busy_s + self._busy_s, least_s)
 
 
 @dataclass(slots=True)
 class Child:
-    """A parent's record of one child."""
+    """What a parent knows about one of its children."""
 
     is_subscribed: bool = False
     newest: PolicyVersion | None = None
-    """Newest complete version that it reported."""
+    """The newest complete version that the child has reported; None without one."""
     announced: object = None
-    """The announcement that it was sent last."""
+    """What the last announcement to the child contained; None if it must be announced again."""
     newest_announced: PolicyVersion | None = None
-    """Newest version that was announced to it."""
+    """The newest version that was announced to the child."""
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
-    """The item that it requested, while this node does not know the item yet."""
+    """The item that the child has requested, while this node does not know it; otherwise None."""
     ranges: tuple[tuple[int, int], ...] = ()
-    """Chunks that it requested, known here or not."""
+    """The ranges of chunks that the child has requested, whether this node knows the chunks or not.
+    """
     num_known: int = 0
-    """Number of known chunks when `wanted` was last extended."""
+    """Number of the item's known chunks when `wanted` was last extended."""
     wanted: deque[int] = field(default_factory=deque)
     is_open: bool = False
-    """Whether it wants chunks that will be added to the encoded version."""
+    """Whether the child wants chunks that will be added to the encoded version later."""
     num_segments: int = 0
     credit_bytes: int = 0
     lead: int = 0
-    """Its progress in the item, in chunks; it starts at the least of its siblings' leads."""
+    """Number of chunks by which the child has advanced in the item; it starts at the smallest lead
+    of its siblings."""
     pace: Pace = field(default_factory=Pace)
     acked_at: float = 0.0
-    """When it last acknowledged chunks, or began to fetch."""
+    """Time at which the child last acknowledged chunks, or began to fetch."""
     held_at: float | None = None
-    """Start of the time in which it is held back for a sibling; None if it is not."""
+    """Time since which the child is held back for a sibling; None if it is not."""
     last_seen_at: float = 0.0
     told_waiting_at: float = 0.0
     waiting_s: float = 0.0
-    """Time to the next Waiting that the last one announced."""
+    """Seconds to the next Waiting, as the last Waiting to the child announced."""
     unanswered_since: float | None = None
-    """Time of an announcement to which it has not reacted yet; None if no reaction is awaited."""
+    """Time of an announcement to which the child has not reacted yet; None if no reaction is
+    awaited."""
 
     def stop(self, now: float) -> None:
-        """Forget its request."""
+        """Forget what the child has requested."""
         self.pace.rest(now)
         self.fetching = self.awaiting = self.held_at = None
         self.ranges, self.num_known, self.is_open = (), 0, False
         self.wanted.clear()
 
     def begin(self, message: Fetch, *, now: float) -> None:
-        """Take its request for an item that is held here, complete or partial."""
+        """Note the child's request for an item that this node has, complete or partial."""
         self.fetching = (message.version, message.form)
         self.ranges = message.ranges
         self.num_segments, self.credit_bytes = message.num_segments, 0
@@ -183,11 +188,11 @@ class Child:
         self.pace.run(now)
 
     def give(self, credit_bytes: int) -> None:
-        """Add credit, up to MAX_WINDOW_BYTES: an honest child never has more."""
+        """Add credit in bytes, up to MAX_WINDOW_BYTES; an honest child never has more."""
         self.credit_bytes = min(self.credit_bytes + credit_bytes, MAX_WINDOW_BYTES)
 
     def grow(self, item: Chunked) -> None:
-        """Add the requested chunks that have become known to `wanted`."""
+        """Add the requested chunks to `wanted` that have become known since the last call."""
         num_chunks = item.num_chunks
         for start, stop in self.ranges:
             self.wanted.extend(range(max(start, self.num_known), min(stop, num_chunks)))
@@ -195,33 +200,33 @@ class Child:
         self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_chunks
 
     def hold_back(self, now: float) -> None:
-        """Note that it could be sent a chunk and is held back."""
+        """Note that the child is held back for a sibling, although it could be sent a chunk."""
         if self.held_at is None:
             self.held_at, self.waiting_s = now, 0.0
             self.pace.rest(now)
 
     def can_take(self, item: Chunked) -> bool:
-        """Return whether the next chunk that it wants is here, and it has credit for it."""
+        """Return whether the child has credit, and this node holds the next chunk that it wants."""
         return bool(self.wanted) and self.credit_bytes > 0 and bool(item.has_chunk[self.wanted[0]])
 
     def take_next(self, num_bytes: int) -> None:
-        """Note that its next wanted chunk is being sent."""
+        """Note that the next chunk that the child wants, of `num_bytes`, is being sent."""
         self.wanted.popleft()
         self.credit_bytes -= num_bytes
         self.lead += 1
 
     def sent(self, num_chunks: int, now: float) -> None:
-        """Note chunks that it was sent."""
+        """Note that chunks were sent to the child."""
         self.pace.sent(num_chunks, now)
         self.told_waiting_at, self.waiting_s = now, 0.0
         self.held_at = None
 
 
 def check_fetch(message: Fetch, item: Chunked) -> None:
-    """Refuse a Fetch of chunks that an item cannot have.
+    """Check that an item can have the chunks that a Fetch requests.
 
     Raises:
-        RemoteProtocolError: if its ranges are impossible.
+        RemoteProtocolError: if it cannot.
     """
     is_encoded = message.form != FULL
     previous = 0
@@ -238,37 +243,41 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
 # --- sender ---------------------------------------------------------------------------------------
 
 PIN_STALLS = 10
-"""Silences (of stall_s) after which a child no longer pins the item that it was fetching."""
+"""Number of silences (of stall_s each) after which a child no longer prevents the eviction of the
+item that it was fetching."""
 FORGET_STALLS = 60
-"""Silences after an announcement, after which a child that did not react is forgotten."""
+"""Number of silences (of stall_s each) after an announcement, after which a child that did not
+react is forgotten."""
 MAX_LEAD_CHUNKS = 4
-"""Chunks that a child may be ahead of its slowest healthy sibling."""
+"""Largest number of chunks that a child may be ahead of its slowest healthy sibling."""
 MAX_SIBLINGS = 64
-"""With more siblings no child is held back: the fleet is a star, which shares the uplink."""
+"""Largest number of siblings with which a child is held back; with more the fleet is a star, which
+shares the uplink."""
 SLOW_AFTER_S = 5.0
 SILENT_CHUNKS = 8
-"""A child that is silent for as long as this many chunks usually take is not waited for: it may be
-dead."""
+"""A child that is silent for as long as this many chunks usually take may be dead, so other
+children do not wait for it."""
 SILENT_AFTER_S = 0.5
-"""Least silence after which a child is not waited for."""
+"""Least number of seconds of silence after which other children do not wait for a child."""
 WAITING_PERIOD_S = 0.2
-"""Time to the second Waiting; far below the shortest patience of a link."""
+"""Seconds from the first Waiting to the second; far less than the shortest patience of a link."""
 MAX_WAITING_S = 1.6
-"""Longest time between two Waitings; a child notices a dead parent only after it."""
+"""Longest time between two Waitings, seconds; only after it does a child notice that its parent is
+dead."""
 
 
 class Sender:
-    """The parent's half of the weights plane: one node's children, served from its store."""
+    """The parent's half of the weights plane: serves a node's children from its store."""
 
     def __init__(self, store: ItemStore, *, node_id: str, stall_s: float) -> None:
-        """Start without children; `store` is shared with the child's half."""
+        """Start with no children; `store` is shared with the child's half of this node."""
         self.store = store
         self.node_id = node_id
         self.stall_s = stall_s
         self.children: dict[str, Child] = {}
         self.bytes_sent = 0
         self.rate = UplinkEstimate()
-        """Rate of this node's uplink: bytes that all children have acknowledged with credit."""
+        """The rate of this node's uplink, measured by the bytes that all children acknowledge."""
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -276,7 +285,7 @@ class Sender:
         """Handle one message of a child.
 
         Raises:
-            RemoteProtocolError: if it broke a rule.
+            RemoteProtocolError: if the child broke a rule of the protocol.
         """
         child = self.children.get(peer)
         if isinstance(message, Credit):
@@ -291,7 +300,10 @@ class Sender:
         return self.announce(peer, now=now) or [waiting]
 
     def announce(self, *peers: str, now: float) -> list[Action]:
-        """Announce the store's items to these children, or to all, unless they know them."""
+        """Announce the items of the store to these children; to all children, if none is named.
+
+        A child that knows these items already gets no message.
+        """
         says = self.store.announcement()
         newest = self.store.newest_known
         if says is None or newest is None:
@@ -332,7 +344,7 @@ class Sender:
         return [*actions, self._send(peer, Waiting(version=message.version, form=message.form))]
 
     def _lacks(self, peer: str, child: Child, item_id: ItemId, now: float) -> list[Action]:
-        """Tell a child that an item is not held here: not yet, or no longer."""
+        """Answer a child whose item this node does not hold: Waiting if it may come, else Gone."""
         newest = self.store.newest_known
         version, form = item_id
         if newest is None or newest < version:
@@ -358,10 +370,11 @@ class Sender:
         return sent
 
     def _note_load(self, now: float) -> None:
-        """Report to `rate` the share of the children that the uplink does not limit.
+        """Report to `rate` the share of the fetching children that the uplink does not limit.
 
-        It does not limit a fetching child whose next chunk is not held here, nor a child without
-        siblings. A child that is held back for a sibling does not count: the uplink is in use.
+        The uplink does not limit a child whose next chunk this node does not hold, nor a child that
+        fetches alone. A child that is held back for a sibling counts as limited, since the uplink
+        is in use.
         """
         if not self.children and self.rate.is_paused:
             return
@@ -373,7 +386,7 @@ class Sender:
     # --- chunks ----------------------------------------------------------------------------------
 
     def _siblings(self, peer: str, child: Child) -> list[tuple[str, Child]]:
-        """Return the other children that fetch the same item."""
+        """Return the other children that fetch the same item, each with its link."""
         return [
             (name, other)
             for name, other in self.children.items()
@@ -381,7 +394,7 @@ class Sender:
         ]
 
     def _serve(self, peer: str, child: Child, now: float) -> list[Action]:
-        """Send the child its chunks, and then its siblings the chunks for which they waited."""
+        """Send a child its chunks; then send its siblings the chunks for which they waited."""
         actions: list[Action] = []
         if child.fetching is None:
             return actions
@@ -399,13 +412,16 @@ class Sender:
         return actions
 
     def _patience_s(self, child: Child, now: float) -> float:
-        """Return how long a child without credit may be silent and still be waited for."""
+        """Return how many seconds a child without credit may be silent before siblings go on."""
         return min(
             max(SILENT_CHUNKS / max(child.pace.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S
         )
 
     def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
-        """Return the largest lead that a child may have; None if no sibling is waited for."""
+        """Return the largest lead that a child of this family may have.
+
+        None if there is no child that the others wait for.
+        """
         members = [
             child
             for _, child in family
@@ -423,7 +439,11 @@ class Sender:
         return min(leads) + MAX_LEAD_CHUNKS if leads else None
 
     def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
-        """Send one child its wanted chunks in order, while they are held and it has credit."""
+        """Send a child the chunks that it wants, in order, up to its credit and to `limit`.
+
+        `limit` is the largest lead in chunks. The first chunk that this node does not hold ends the
+        series.
+        """
         actions: list[Action] = []
         if child.fetching is None:
             return actions
@@ -453,7 +473,7 @@ class Sender:
     def _next_chunks(
         self, child: Child, item: Chunked, limit: int | None, most: int
     ) -> dict[int, Frame]:
-        """Return the chunks of the child's next message, by index: `most` at most.
+        """Return the chunks of the child's next message by index, at most `most`.
 
         Raises:
             StorageError: if a chunk no longer matches its hash.
@@ -467,11 +487,11 @@ class Sender:
         return found
 
     def forward(self, item: ItemId, chunks: Mapping[int, Frame], now: float) -> list[Action]:
-        """Forward chunks that have just been written to the children that wait for them.
+        """Send chunks that this node has just written to the children that wait for them.
 
         Args:
             item: the item of the chunks.
-            chunks: by index, as they travel.
+            chunks: the chunks by index, encrypted if they are sent so.
             now: the present.
         """
         image = self.store.get(item) if self.children else None
@@ -488,7 +508,7 @@ class Sender:
         return actions
 
     def extend(self, item: ItemId, now: float) -> list[Action]:
-        """Forward the table of a new segment to children, with the chunks of it that are held."""
+        """Send children the table of a new segment, and the chunks of it that are held."""
         encoded = self.store.encoded_versions.get(item)
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
@@ -499,7 +519,7 @@ class Sender:
         return actions
 
     def _segments(self, peer: str, child: Child, encoded: EncodedVersion) -> list[Action]:
-        """Send the tables that a child lacks."""
+        """Send a child the tables of an encoded version that it does not have."""
         first = child.num_segments
         child.num_segments = max(first, encoded.num_segments)
         return [
@@ -514,10 +534,10 @@ class Sender:
     # --- keeping and dropping --------------------------------------------------------------------
 
     def pinned(self, now: float) -> set[ItemId]:
-        """Return the complete items that children fetch.
+        """Return the complete items that children fetch, which must not be evicted.
 
-        A partial item is not pinned: if this node fetches a newer version by now, the item would
-        never be completed, and the child would wait forever.
+        A partial item may be evicted: if this node fetches a newer version meanwhile, the partial
+        item would never be completed, and the child would wait forever.
         """
         return {
             child.fetching
@@ -529,7 +549,7 @@ class Sender:
         }
 
     def dropped(self, item: ItemId, *, now: float) -> list[Action]:
-        """Tell the children that were fetching an item that it is no longer in the store."""
+        """Tell the children that were fetching an item that this node no longer has it."""
         version, form = item
         actions: list[Action] = []
         for peer, child in self.children.items():
@@ -541,7 +561,7 @@ class Sender:
         return actions
 
     def forget_silent(self, now: float) -> None:
-        """Forget the children that never reacted to an announcement."""
+        """Forget the children that did not react to an announcement within FORGET_STALLS."""
         for peer, child in list(self.children.items()):
             since = child.unanswered_since
             if since is not None and now - since > FORGET_STALLS * self.stall_s:
@@ -550,7 +570,7 @@ class Sender:
     # --- time ------------------------------------------------------------------------------------
 
     def _lacks_next(self, child: Child) -> bool:
-        """Return whether the next chunk that a child wants is not here."""
+        """Return whether this node does not hold the next chunk that a child wants."""
         item = None if child.fetching is None else self.store.get(child.fetching)
         if item is None:  # dropped; the child gets its Gone next
             return False
@@ -563,7 +583,7 @@ class Sender:
 
     @property
     def deadline(self) -> float | None:
-        """When the next Waiting is due."""
+        """The time at which the next Waiting is due; None if no child waits."""
         return earliest(
             *[
                 _tell_at(child)
@@ -573,7 +593,7 @@ class Sender:
         )
 
     def expire(self, now: float) -> list[Action]:
-        """Send Waiting where it is due, or the chunks for which a child no longer has to wait."""
+        """Send children that wait the chunks that they may have now, or else a Waiting."""
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
             if not self._waits(child) or now < _tell_at(child):
@@ -588,14 +608,14 @@ class Sender:
         return actions
 
     def _await(self, peer: str, child: Child, item: ItemId, now: float) -> list[Action]:
-        """Tell a child about an item that was unknown here when the child requested it."""
+        """Answer a child whose item was unknown when it requested the item."""
         if self.store.get(item) is None:
             return self._lacks(peer, child, item, now)
         child.awaiting = None  # It has been announced; if that was lost, the child asks again.
         return []
 
     def _tell_waiting(self, peer: str, child: Child, item: ItemId, now: float) -> Send:
-        """Tell a child that it has to wait, and when the next message follows."""
+        """Return a Waiting for a child, which says when the next message follows."""
         is_looked_after = child.held_at is not None or child.awaiting is not None
         doubled = WAITING_PERIOD_S if is_looked_after else 2 * child.waiting_s
         child.waiting_s = min(max(doubled, WAITING_PERIOD_S), MAX_WAITING_S)
@@ -608,5 +628,5 @@ class Sender:
 
 
 def _tell_at(child: Child) -> float:
-    """Return when the next Waiting of a child is due."""
+    """Return the time at which the next Waiting to a child is due."""
     return child.told_waiting_at + max(child.waiting_s, WAITING_PERIOD_S)

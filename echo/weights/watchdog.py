@@ -1,12 +1,13 @@
-"""Watchdog: when a silent parent is asked again, and when it is left.
+"""The watchdog: decides when a silent parent is asked again, and when it is left.
 
-A parent that is silent for too long (`link.py` has the time) is left for the spare. Without a spare
-it is asked once more, and left at the second silence. A parent that waits itself repeats that it
-waits, and is not silent: the fault may lie several hops above it.
+A node leaves a parent that is silent for too long (`link.py` says for how long), if there is a
+spare parent. Without a spare parent the node asks its parent once more, and leaves it at the second
+silence. A parent that waits itself sends Waiting repeatedly, and so is not silent: the fault may be
+several hops above this parent.
 
-Offers are not signed, so a parent may announce an item that it will never receive. It is left when
-nothing has arrived for WAIT_STALLS silences or, if that is longer, for four times the longest pause
-that has ended with a chunk: behind a slow link the pauses are long.
+Offers are not signed, so a parent may announce an item that it will never receive. A node leaves
+such a parent when nothing has arrived for WAIT_STALLS silences or, if that is longer, for four
+times the longest pause that has ended with a chunk: behind a slow link pauses are long.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from echo.weights.store.store import ItemStore
 from echo.wire.messages import ItemId
 
 WAIT_STALLS = 20
-"""Silences (of stall_s) for which a parent may wait; longer than SLOW_AFTER_S of
+"""Number of silences (of stall_s each) for which a parent may wait; longer than SLOW_AFTER_S of
 `weights/sender.py`."""
 
 
 class Watchdog:
-    """Decides when the parent of a node is asked again, and when it is left."""
+    """Decides when a node asks its parent again, and when it leaves the parent."""
 
     def __init__(self, link: ParentLink, offers: Offers, store: ItemStore) -> None:
-        """Start with nothing awaited; link, offers and store are the `Receiver`'s."""
+        """Start with nothing awaited; the link, offers and store are those of the `Receiver`."""
         self._link, self._offers, self._store = link, offers, store
         self._since: float | None = None
-        """When the parent, after its last new chunk, first showed that it lives; None until it
-        does."""
+        """The time at which the parent, after its last new chunk, first showed that it is alive;
+        None before it does so."""
         self._longest_pause_s = 0.0
-        """The longest time from `_since` to the next chunk."""
+        """The longest time, in seconds, from `_since` to the next new chunk."""
 
     def lives(self, *, now: float) -> None:
-        """Note a message of the parent that may hold nothing new."""
+        """Note a message that shows that the parent is alive, but may contain nothing new."""
         self._link.lives(now=now)
         self._since = now if self._since is None else self._since
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note that the parent waits for the item itself, and will repeat so within `again_s`."""
+        """Note that the parent waits for the item itself, and repeats this within `again_s`."""
         self._link.waits(again_s=again_s, now=now)
         self._since = now if self._since is None else self._since
 
@@ -51,11 +52,14 @@ class Watchdog:
         self._since = None
 
     def clear(self) -> None:
-        """Forget the pauses of the parent, which was left."""
+        """Forget the pauses of the parent, because the node leaves it."""
         self._since, self._longest_pause_s = None, 0.0
 
     def _gives_up_at(self, item: ItemId | None) -> float | None:
-        """Return when the parent has waited too long for the item that it announced."""
+        """Return the time at which the parent has waited too long for an item it announced.
+
+        None while the parent does not wait for the item.
+        """
         link = self._link
         is_waiting = link.awaits_chunks and not link.writing_bytes and item in self._offers
         if self._since is None or not is_waiting:
@@ -63,15 +67,15 @@ class Watchdog:
         return self._since + max(WAIT_STALLS * link.stall_s, 4 * self._longest_pause_s)
 
     def deadline(self, item: ItemId | None) -> float | None:
-        """Return when the parent should be left, or asked again."""
+        """Return the time at which the parent should be left or asked again; None for never."""
         silent_at = self._link.deadline(self._store.chunk_bytes(item))
         return None if silent_at is None else earliest(silent_at, self._gives_up_at(item))
 
     def check(self, item: ItemId | None, *, now: float) -> tuple[str, bool]:
-        """Return (why to leave the parent, or an empty string; whether to ask it again).
+        """Return (reason to leave the parent, or ""; whether to ask the parent again).
 
         Args:
-            item: what is being fetched.
+            item: the item that is being fetched; None for no item.
             now: the present.
         """
         link = self._link
