@@ -76,7 +76,7 @@ class PublishPace:
     def limit(self, max_staleness: int) -> None:
         """Set another bound on staleness, S; the period becomes at most S + 1.
 
-        A shorter adapted period stays until the next measurement.
+        An adapted period that a bound has shortened grows again only with the next measurement.
         """
         self._max_staleness = max_staleness
         longest = self.period if self._is_auto else self._longest

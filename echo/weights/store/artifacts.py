@@ -1,7 +1,7 @@
-"""Artifacts: which chunks of an item are held, which are missing, and how a chunk travels.
+"""Artifacts: which chunks of an item a node holds, and how a chunk is sent.
 
-Memory that may be patched is never lent: `Transfer.read` returns a copy in which the old words are
-put back, also those of a patch that is being written. So readers need no lock.
+Readers never get a view of memory that may be patched: `Transfer.read` returns a copy in which the
+old words are restored, even while a patch is being written. So readers need no lock.
 """
 
 from __future__ import annotations
@@ -24,53 +24,56 @@ from echo.wire.messages import OPEN_END
 
 
 class Chunked(abc.ABC):
-    """An item, complete or partial."""
+    """An item of the store, that is one version in one form, complete or partial."""
 
     has_chunk: bytearray
-    """One byte per chunk: 1 if held and verified."""
+    """One byte for each known chunk: 1 if the chunk is held, that is verified and written."""
     num_held: int
     writing: set[int]
-    """Chunks that are being verified and written."""
+    """Indices of the chunks that are being verified and written."""
 
     @property
     def num_chunks(self) -> int:
-        """Number of known chunks: the tables of an encoded version arrive one by one."""
+        """Number of known chunks.
+
+        It grows while the tables of an encoded version arrive one by one.
+        """
         return len(self.has_chunk)
 
     @property
     @abc.abstractmethod
     def is_encrypted(self) -> bool:
-        """Whether its chunks travel encrypted, so that the link need not encrypt them."""
+        """Whether the item's chunks are sent encrypted, so that links need not encrypt them."""
 
     @property
     def can_be_sent(self) -> bool:
-        """Whether its held chunks can be sent to children."""
+        """Whether the held chunks of the item can be sent to children."""
         return True
 
     @property
     def is_open(self) -> bool:
-        """Whether chunks may be added."""
+        """Whether the item may still get further chunks."""
         return False
 
     @property
     def is_complete(self) -> bool:
-        """Whether every chunk is held."""
+        """Whether this node holds every chunk of the item."""
         return self.num_held == self.num_chunks and not self.is_open
 
     @property
     @abc.abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of all known chunks."""
+        """Number of bytes of all known chunks."""
 
     @abc.abstractmethod
     def place(self, index: int) -> memoryview:
-        """Return the memory of a chunk, held or not."""
+        """Return the memory for the bytes of a chunk, whether the chunk is held or not."""
 
     def chunk(self, index: int) -> Frame:
-        """Return a held chunk as it travels, mostly without a copy.
+        """Return a held chunk in the form in which it is sent, mostly without a copy.
 
         Raises:
-            StorageError: if its bytes no longer match their hash.
+            StorageError: if the bytes of the chunk no longer match its hash.
         """
         return self.place(index).toreadonly()
 
@@ -80,28 +83,28 @@ class Chunked(abc.ABC):
 
     @abc.abstractmethod
     def chunk_hash(self, index: int) -> bytes:
-        """Return the BLAKE3-256 hash that a chunk must have as it travels."""
+        """Return the BLAKE3-256 hash of a chunk in the form in which it is sent."""
 
     def put(self, index: int, data: Frame, write: Write | None = None) -> None:
-        """Write a verified chunk to its memory; from any thread.
+        """Write a verified chunk to its memory; any thread may call this method.
 
         Args:
-            index: of the chunk.
-            data: as it travels.
-            write: the version store's `write`; None for memory.
+            index: the index of the chunk.
+            data: the bytes of the chunk as it was sent.
+            write: the version store's `write`; None to write to memory.
 
         Raises:
-            OSError: if the disk refuses it.
+            OSError: if the disk refuses the write.
         """
         (write or fill)(self.place(index), data)
 
     def mark(self, index: int) -> None:
-        """Mark a verified and written chunk as held."""
+        """Mark a chunk, which was verified and written, as held."""
         self.has_chunk[index] = 1
         self.num_held += 1
 
     def _come(self) -> bytearray:
-        """Return one byte per chunk: 1 if it is held or being written."""
+        """Return one byte for each known chunk: 1 if the chunk is held or being written."""
         if not self.writing:
             return self.has_chunk
         has_chunk = self.has_chunk.copy()
@@ -111,13 +114,14 @@ class Chunked(abc.ABC):
 
     @property
     def is_missing(self) -> bool:
-        """Whether a known chunk is neither held nor being written, or more may be added."""
+        """Whether chunks are missing: a known one is not held or written, or more may be added."""
         return self.is_open or self._come().find(0) >= 0
 
     def missing(self) -> tuple[tuple[int, int], ...]:
-        """Return the half-open runs of missing chunks, ascending.
+        """Return the half-open ranges of missing chunks, in ascending order.
 
-        While chunks may be added the last run ends at OPEN_END.
+        Chunks that are being written are not missing. While chunks may be added, the last range
+        ends at OPEN_END.
         """
         has_chunk = self._come()
         runs, start = [], 0
@@ -134,47 +138,51 @@ class Chunked(abc.ABC):
 
 @dataclass(slots=True)
 class Transfer(Chunked):
-    """A version's image in the store, complete or partial."""
+    """The image of a version in the store, complete or partial."""
 
     signed: SignedManifest | None
-    """None until the learner's seal has arrived."""
+    """The manifest that the learner has signed; None until it has arrived."""
     manifest: Manifest
-    """Without hashes until `signed` is known."""
+    """The manifest; without hashes until `signed` has arrived."""
     storage: bytearray | memoryview
     has_chunk: bytearray
     num_held: int = 0
     writing: set[int] = field(default_factory=set)
     may_change: bool = False
-    """Whether a patch may turn its memory into a later version; then it is never lent."""
+    """Whether a patch may turn the memory of the image into a later version; if so, readers get
+    copies."""
     is_hashed: bool = True
-    """Whether each chunk was hashed on arrival; otherwise signed changes have made the image."""
+    """Whether each chunk was hashed on arrival; if not, deltas that the learner signed have made
+    the image."""
     later: list[Patch] = field(default_factory=list)
-    """Patches written, or being written, over its memory; oldest first.
+    """Patches that are written, or being written, over the image's memory; oldest first.
 
-    `read` notices a patch by a longer list, and one that was begun and taken back by another list:
-    so a patch is appended in place, and taken back by assigning a new list.
+    A patch is appended to this list in place, and is taken back by assigning a new list. So `read`
+    notices a new patch because the list is longer, and a patch that was begun and taken back
+    because the list is another object.
     """
     sent: SentChunks = field(default_factory=SentChunks)
-    """The chunks that were sent most recently, as they travel."""
+    """The chunks that were sent last, in the form in which they are sent."""
     is_damaged: bool = False
-    """Whether a chunk no longer matches its hash; the audit will find it too."""
+    """Whether a chunk was found not to match its hash; the audit will find this chunk, too."""
 
     @property
     def is_current(self) -> bool:
-        """Whether its memory holds this version and no later one."""
+        """Whether the image's memory holds this version and no later version."""
         return not self.later
 
     def seal(self, signed: SignedManifest, manifest: Manifest) -> str:
-        """Add the missing manifest; return why it does not fit, or an empty string."""
+        """Add the learner's manifest; return why it does not fit the image, or ""."""
         if provisional(manifest, manifest.version) != self.manifest:
             return f"the seal of {manifest.version} describes another image than its deltas"
         self.signed, self.manifest = signed, manifest
         return ""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes of this version, as a copy where its memory may change; from any thread.
+        """Return bytes of this version's image; any thread may call this method.
 
-        If a patch begins during the read, the bytes are read again.
+        If the memory may change, the result is a copy; if a patch begins meanwhile, the bytes are
+        read again.
         """
         if not self.may_change:
             return memoryview(self.storage)[start:stop].toreadonly()
@@ -192,12 +200,12 @@ class Transfer(Chunked):
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether its chunks travel encrypted."""
+        """Whether the chunks of the image are sent encrypted."""
         return bool(self.manifest.key_hash)
 
     @property
     def can_be_sent(self) -> bool:
-        """Whether manifest and chunk key are known, and no chunk was found damaged."""
+        """Whether chunks can be sent: the manifest has arrived, and no chunk is damaged."""
         return self.signed is not None and not self.is_damaged
 
     @property
@@ -205,7 +213,7 @@ class Transfer(Chunked):
         return b"" if self.signed is None else self.signed.key
 
     def put(self, index: int, data: Frame, write: Write | None = None) -> None:
-        """Write a chunk decrypted: directly into memory, or by way of a buffer to a disk."""
+        """Decrypt a chunk and write it: directly to memory, or through a buffer to a disk."""
         place = self.place(index)
         if not self.is_encrypted:
             (write or fill)(place, data)
@@ -216,7 +224,14 @@ class Transfer(Chunked):
             write(place, plain)
 
     def chunk(self, index: int) -> Frame:
-        """Return a held chunk as it travels: encrypted again, to the same bytes."""
+        """Return a held chunk in the form in which it is sent.
+
+        A chunk is encrypted again, with the same key and nonce, to the bytes that the learner
+        signed.
+
+        Raises:
+            StorageError: if the bytes of the chunk no longer match its hash.
+        """
         plain = self.read(*self.manifest.chunk_range(index))
         if not self.is_encrypted:
             return plain
@@ -232,45 +247,45 @@ class Transfer(Chunked):
         return encrypted.toreadonly()
 
     def passed_on(self, index: int, data: Frame) -> None:
-        """Keep a chunk as it travels for a while, for the next child that requests it."""
+        """Keep an encrypted chunk for a while, for the next child that requests it."""
         if self.is_encrypted:
             self.sent.add(self._key, index, data)
 
     def is_right(self, index: int) -> bool:
-        """Return whether the bytes of a chunk still match their hash."""
+        """Return whether the bytes of a chunk in memory still match its hash."""
         piece = self.read(*self.manifest.chunk_range(index))
         return blake3(piece).digest() == self.manifest.chunk_hash(index)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the image."""
+        """Number of bytes of the image."""
         return self.manifest.num_bytes
 
     def place(self, index: int) -> memoryview:
-        """Return where the bytes of a chunk are, or are to be written."""
+        """Return the memory for the bytes of a chunk, whether the chunk is held or not."""
         start, stop = self.manifest.chunk_range(index)
         return memoryview(self.storage)[start:stop]
 
     def chunk_size(self, index: int) -> int:
-        """Return the bytes that a chunk must have."""
+        """Return the number of bytes of a chunk."""
         start, stop = self.manifest.chunk_range(index)
         return stop - start
 
     def chunk_hash(self, index: int) -> bytes:
-        """Return the BLAKE3-256 hash that a chunk must have as it travels."""
+        """Return the BLAKE3-256 hash of a chunk in the form in which it is sent."""
         return self.manifest.sent_hash(index)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AuditChunks(Work):
-    """Work for a thread: hash some chunks of a sealed image again; then call `worked`."""
+    """Work for a thread: hash some chunks of an image again; then call `worked`."""
 
     image: Transfer
     first: int
     stop: int
 
     def run(self) -> str:
-        """Hash the chunks; return the first with a wrong hash, or an empty string."""
+        """Hash the chunks; return text that names the first wrong chunk, or "" if all are right."""
         for index in range(self.first, self.stop):
             if not self.image.is_right(index):
                 return f"chunk {index}"

@@ -1,8 +1,9 @@
-"""Audit: when the chunks of a sealed image that deltas have made are hashed.
+"""The audit: when the chunks of images that deltas have made are hashed.
 
 The learner signs the old and new words of each delta, so patched words are correct. The other words
-of the image have not been verified since they were written. When the seal of a version arrives its
-chunks are hashed, AUDIT_BYTES at a time and at most AUDIT_SHARE of the time.
+of the image have not been verified since they were written. So when the learner's manifest of such
+a version arrives (the version's seal), the chunks of the image are hashed, AUDIT_BYTES at a time.
+Hashing takes at most AUDIT_SHARE of the time.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from echo.weights.store.store import ItemStore
 from echo.wire.actions import Action
 
 AUDIT_BYTES = 32 << 20
-"""Bytes hashed in one piece of work: some 4 ms of a core."""
+"""Number of bytes hashed in one piece of work, which takes about 4 ms of a core."""
 AUDIT_SHARE = 0.05
 """Largest share of the time that hashing may take."""
 
 
 class Audit:
-    """Hashes sealed images in the background, one at a time."""
+    """Hashes images whose manifest has arrived, in the background, one image at a time."""
 
     def __init__(self, store: ItemStore) -> None:
-        """Start without an image."""
+        """Start with no image to hash."""
         self._store = store
         self._image: Transfer | None = None
         self._next = 0
@@ -31,17 +32,17 @@ class Audit:
         self._began_at = self._due_at = 0.0
 
     def begin(self, image: Transfer, *, now: float) -> None:
-        """Hash an image, unless another one that is still held is being hashed."""
+        """Start to hash an image, unless another image that is still held is being hashed."""
         if self._image is None or self._store.images.get(self._image.manifest.version) is None:
             self._image, self._next, self._due_at = image, 0, now
 
     @property
     def deadline(self) -> float | None:
-        """When the next piece is due."""
+        """The time at which the next piece of work is due; None if none is."""
         return None if self._image is None or self._work is not None else self._due_at
 
     def expire(self, *, now: float) -> list[Action]:
-        """Return the next piece of work, if it is due."""
+        """Return the next piece of work if it is due, otherwise nothing."""
         image = self._image
         if image is None or self._work is not None or now < self._due_at:
             return []
@@ -54,10 +55,10 @@ class Audit:
         return [self._work]
 
     def worked(self, work: AuditChunks, fault: str, *, now: float) -> bool:
-        """Take the result of a piece; return whether it decides about its image.
+        """Handle the result of a piece; return whether the verdict on the image is known now.
 
-        A fault decides, and so does the last piece. An image that was dropped meanwhile is not
-        hashed further.
+        The verdict is known after a fault and after the last piece. For an image that was dropped
+        meanwhile there is no verdict, and it is not hashed further.
         """
         self._work = None
         image = work.image
@@ -72,11 +73,11 @@ class Audit:
         return is_held
 
     def _due_after(self, now: float) -> float:
-        """Return when the piece after the one that ends now is due, for AUDIT_SHARE of the time."""
+        """Return the time at which the next piece is due, to keep to AUDIT_SHARE of the time."""
         return now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
 
     def _begin_newest(self, audited: PolicyVersion, now: float) -> None:
-        """Continue with the newest sealed image, if newer than `audited` and made by deltas."""
+        """Start to hash the newest image that deltas have made, if newer than `audited`."""
         newest = self._store.newest_sealed
         if newest is not None and newest > audited:
             image = self._store.images[newest]

@@ -1,7 +1,8 @@
-"""Changes of a node's store, which the receiver reports and the sender passes on to children.
+"""Changes of a node's store, which the receiver reports so that the sender informs children.
 
-The receiver returns them among its actions, in order. `Broadcast`, which owns both halves, replaces
-each by the actions with which the sender answers it, so neither half calls the other.
+The receiver returns the changes among its actions, in order. `Broadcast`, which owns receiver and
+sender, replaces each change by the actions with which the sender reacts to it. So neither half
+calls the other.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from echo.wire.messages import ItemId
 
 
 class StoreChange(Action):
-    """A change of the store; no role receives one."""
+    """A change of the store; `Broadcast` replaces it, so no role gets one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunksHeld(StoreChange):
-    """Chunks have been verified and written."""
+    """Chunks of an item were verified and written, so that the node holds them."""
 
     item: ItemId
     chunks: dict[int, Frame]
-    """By index, as they travel."""
+    """The chunks by index, in the form in which they are sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentKnown(StoreChange):
-    """The next table of an encoded version is here, and with it the hashes of its chunks."""
+    """The next table of an encoded version has arrived, with the hashes of its chunks."""
 
     item: ItemId
 
@@ -40,11 +41,11 @@ class ItemsChanged(StoreChange):
 
 @dataclass(frozen=True, slots=True)
 class ItemDropped(StoreChange):
-    """An item is no longer in the store."""
+    """An item was dropped from the store."""
 
     item: ItemId
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionDue(StoreChange):
-    """Another item is fetched or complete, so older ones may be dropped."""
+    """A node fetches another item, or has completed one, so older items may be dropped."""

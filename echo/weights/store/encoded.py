@@ -1,6 +1,6 @@
 """Encoded versions: how a delta or keyframe is divided into segments, chunks and blocks.
 
-A delta is coded against a version that the receiver holds, a keyframe against nothing.
+A delta is coded against its base, a version that the receiver holds. A keyframe has no base.
 
 * A **block** is a run of the image, a whole number of image chunks (the last block may be shorter).
   Each block is coded on its own, so blocks are coded and decoded in parallel (`delta.py`).
@@ -8,15 +8,16 @@ A delta is coded against a version that the receiver holds, a keyframe against n
   each of its payload chunks. The learner signs each table, so chunks travel while later blocks are
   still being coded, and a relay verifies and forwards them without the base. Tables arrive in
   order.
-* A **hashed** table holds the hashes that the decoded image chunks must have. The last table of an
-  encoded version also holds the signed manifest of the image, with the same hashes. The image is
-  decoded into new memory. Keyframes are hashed, and so are deltas in which much has changed.
-* The table of a delta **on its base** holds instead, for each block, the hash of the words that the
-  block replaces. Neither learner nor receiver hashes the image, so the work on both sides grows
-  with the number of changes. The manifest, the **seal** of the version, follows. Until it arrives
-  the image may be installed and may be the base of the next delta, but it is not offered in full.
-* Every size is checked against the image's before memory is allocated, and the decoder is bounded
-  by the block that it fills.
+* A **hashed** table has the hashes of the decoded image chunks. The last hashed table of an encoded
+  version also has the signed manifest of the image, with the same hashes. The image is decoded into
+  new memory. Keyframes are hashed, and so are deltas in which much has changed.
+* The other kind of table, of a delta **on its base**, has for each block the hash of the words in
+  the base that the block replaces. Neither learner nor receiver hashes the image, so the work on
+  both sides grows with the number of changes. The manifest, which is the **seal** of the version,
+  follows later. Until the manifest arrives, the image may be installed and may be the base of the
+  next delta, but it is not offered to children as a whole image.
+* Every size is checked against the size of the image before memory is allocated, and the decoder
+  writes at most the block that it fills.
 """
 
 from __future__ import annotations
@@ -52,20 +53,20 @@ from echo.wire.messages import Form
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenBlock(Work):
-    """Work for a thread: find the changes of one block to its base; then call `worked`."""
+    """Work for a thread: find what a block changes in its base; then call `worked`."""
 
     encoded: EncodedVersion
     block: int
     coded: memoryview
-    """As it came."""
+    """The coded block as it has arrived, perhaps encrypted."""
     encrypted: Encrypted | None
     base: memoryview
     old_hash: bytes
     out: memoryview | None
-    """Memory of the patched copy of the base; None if the base is patched in place."""
+    """Memory for the block of a patched copy of the base; None if the base is patched in place."""
 
     def run(self) -> str:
-        """Find the changes; return the fault of the block or its base, or an empty string."""
+        """Find the changes; return what is wrong with the block or its base, or ""."""
         patch = self.encoded.patch
         assert patch is not None
         try:
@@ -82,12 +83,12 @@ class OpenBlock(Work):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeBlock(Work):
-    """Work for a thread: decode one block and check the result's hashes; then call `worked`."""
+    """Work for a thread: decode a block and check the hashes of the result; then call `worked`."""
 
     encoded: EncodedVersion
     block: int
     coded: memoryview
-    """As it came."""
+    """The coded block as it has arrived, perhaps encrypted."""
     encrypted: Encrypted | None
     base: memoryview | None
     out: memoryview
@@ -97,16 +98,16 @@ class DecodeBlock(Work):
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the block."""
+        """The version to which the block belongs."""
         return self.encoded.version
 
     @property
     def form(self) -> Form:
-        """The form of the encoded version."""
+        """The form of the encoded version to which the block belongs."""
         return self.encoded.form
 
     def run(self) -> str:
-        """Decode the block; return its fault, or an empty string."""
+        """Decode the block; return what is wrong with it, or "" if it is right."""
         try:
             decode_block(_plain(self.coded, self.encrypted), self.base, self.out)
         except RemoteProtocolError as error:
@@ -126,33 +127,35 @@ def _plain(coded: memoryview, encrypted: Encrypted | None) -> memoryview:
 
 @dataclass(slots=True)
 class _Part:
-    """A segment and its payload."""
+    """A segment's table and its payload."""
 
     table: SegmentTable
     payload: memoryview
     first_chunk: int
     offsets: list[int]
-    """Start of each coded block in `payload`, and the end of the last."""
+    """Offset of each coded block in `payload`, and the end of the last block."""
 
 
 class EncodedVersion(Chunked):
-    """The coded form of a version, complete or partial."""
+    """A delta or keyframe of a version, complete or partial."""
 
     def __init__(self, version: PolicyVersion, form: Form) -> None:
-        """Start without segments."""
+        """Start with no segments."""
         self.version = version
         self.form = form
         self.frames: list[bytes] = []
-        """The signed tables, as they travel."""
+        """The signed tables, as they are sent."""
         self.has_chunk = bytearray()
         self.num_held = 0
         self.writing: set[int] = set()
         self.storage: memoryview | None = None
-        """Memory of the decoded image, `image_bytes` long; the item store sets it."""
+        """Memory for the decoded image, `image_bytes` long, which the item store sets; None if the
+        base is patched in place."""
         self.patch: Patch | None = None
-        """The changes of a delta on its base, until they are written over it; otherwise None."""
+        """The changes of a delta on its base, until they are written over the base; otherwise None.
+        """
         self.expected_bytes = 0
-        """Announced size, used until all segments are known."""
+        """The announced size in bytes, which is used until all segments are known."""
         self._key = b""
         self._parts: list[_Part] = []
         self._starts: list[int] = []
@@ -163,32 +166,32 @@ class EncodedVersion(Chunked):
 
     @property
     def num_segments(self) -> int:
-        """Segments whose tables are known."""
+        """Number of segments whose tables have arrived."""
         return len(self._parts)
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of the decoded image; 0 before the first segment."""
+        """Number of bytes of the decoded image; 0 before the first segment."""
         return self._parts[0].table.image_bytes if self._parts else 0
 
     @property
     def is_on_base(self) -> bool:
-        """Whether its tables hash the words that it replaces, and not the result."""
+        """Whether its tables have hashes of the replaced words, and not of the decoded image."""
         return bool(self._parts) and self._parts[0].table.is_on_base
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether its chunks travel encrypted."""
+        """Whether its chunks are sent encrypted."""
         return bool(self._key)
 
     @property
     def is_open(self) -> bool:
-        """Whether segments may be added."""
+        """Whether further segments will be added."""
         return not self._parts or not self._parts[-1].table.is_last
 
     @property
     def is_ready(self) -> bool:
-        """Whether all blocks of its patch are open, and the patch is not written yet."""
+        """Whether the changes of all its blocks are known, but not written over the base yet."""
         return (
             self.patch is not None
             and self.storage is None
@@ -198,23 +201,26 @@ class EncodedVersion(Chunked):
 
     @property
     def is_being_coded(self) -> bool:
-        """Whether this node is the learner and codes further segments."""
+        """Whether this node is the learner, which still codes further segments."""
         return self.is_open and not self.is_half
 
     @property
     def is_half(self) -> bool:
-        """Whether chunks are missing, or its image is not decoded yet."""
+        """Whether chunks are missing, or the image is not decoded yet."""
         is_in_work = self.storage is not None or self.patch is not None
         return not self._parts or is_in_work or self.num_held < self.num_chunks
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all segments; the announced size while some are unknown."""
+        """Number of bytes of all segments; the announced size while some are unknown."""
         known = sum(part.table.num_bytes for part in self._parts)
         return max(known, self.expected_bytes) if self.is_open else known
 
     def add(self, table: SegmentTable, frame: bytes, payload: memoryview | None = None) -> None:
-        """Append the next segment; the learner passes its payload too, as it travels."""
+        """Append the next segment, whose table has been verified.
+
+        The learner also passes the payload, in the form in which it is sent.
+        """
         if not self._parts and table.key_hash:
             self._key = msgspec.msgpack.decode(frame, type=SignedManifest).key
         first_chunk = len(self.has_chunk)
@@ -232,10 +238,11 @@ class EncodedVersion(Chunked):
         self, frame: bytes | bytearray | memoryview, *, public_key: bytes, run_id: str,
         max_bytes: int,
     ) -> SegmentTable:  # fmt: skip
-        """Return the next table after checking its frame, which came from the network.
+        """Check the frame of the next table, which came from the network, and return the table.
 
         Raises:
-            RemoteProtocolError: if signature, run, order or any size is wrong.
+            RemoteProtocolError: if the signature, the run, the order of segments or any size is
+                wrong.
         """
         signed = verify_signature(frame, public_key=public_key)
         table = decode_table(signed.body)
@@ -277,17 +284,17 @@ class EncodedVersion(Chunked):
         return part, start, min(start + part.table.chunk_bytes, part.table.num_bytes)
 
     def place(self, index: int) -> memoryview:
-        """Return where the bytes of a chunk are, or are to be written."""
+        """Return the memory for the bytes of a chunk, whether the chunk is held or not."""
         part, start, stop = self._span(index)
         return part.payload[start:stop]
 
     def chunk_size(self, index: int) -> int:
-        """Return the bytes that a chunk must have."""
+        """Return the number of bytes of a chunk."""
         _, start, stop = self._span(index)
         return stop - start
 
     def chunk_hash(self, index: int) -> bytes:
-        """Return the BLAKE3-256 hash that a chunk must have."""
+        """Return the BLAKE3-256 hash of a chunk in the form in which it is sent."""
         part = self._part(index)
         place = (index - part.first_chunk) * HASH_BYTES
         return part.table.chunk_hashes[place : place + HASH_BYTES]
@@ -295,18 +302,21 @@ class EncodedVersion(Chunked):
     # --- blocks ----------------------------------------------------------------------------------
 
     def base_among(self, images: Mapping[PolicyVersion, Transfer]) -> Transfer | None:
-        """Return the complete image that this delta is coded against; None if `images` lacks it."""
+        """Return the image against which this delta is coded, if it is complete in `images`.
+
+        None for a keyframe, and if `images` does not have the complete image.
+        """
         image = None if self.form.base is None else images.get(self.form.base)
         return image if image is not None and image.is_complete else None
 
     def decodable(self, index: int, base: memoryview | None) -> list[DecodeBlock | OpenBlock]:
-        """Return the work for blocks whose chunks are all held now; each block once.
+        """Return work for the blocks whose chunks are all held now; each block only once.
 
         Args:
-            index: the chunk that was written last.
+            index: the index of the chunk that was written last.
             base: the complete image of `form.base`, of the same size; None for a keyframe.
 
-        `storage` or `patch` must be set before.
+        `storage` or `patch` must be set before the call.
         """
         part, start, stop = self._span(index)
         first = max(0, bisect.bisect_right(part.offsets, start) - 1)
@@ -357,16 +367,16 @@ class EncodedVersion(Chunked):
         )
 
     def decoded(self, work: DecodeBlock | OpenBlock) -> bool:
-        """Note a correctly decoded block; return whether it was the last."""
+        """Note that a block was decoded correctly; return whether it was the last block."""
         self._decoded_blocks.add(work.block)
         last = self._parts[-1].table
         return last.is_last and len(self._decoded_blocks) == last.num_blocks_in_image
 
     def image(self, base: Transfer | None) -> Transfer:
-        """Return the decoded image, which owns the memory from now on.
+        """Return the decoded image, to which the memory belongs from now on.
 
         Args:
-            base: the image that the delta is coded against; None for a keyframe.
+            base: the image against which the delta is coded; None for a keyframe.
         """
         body = self._parts[-1].table.manifest
         signed = None if body is None else msgspec.msgpack.decode(body, type=SignedManifest)

@@ -1,10 +1,10 @@
-"""Eviction: which artifacts a node drops, so that its store stays bounded.
+"""Eviction: which items a node drops, so that the size of its store stays limited.
 
-Images are kept while they are among the newest `keep_versions` that are whole. Of the encoded
-versions the newest keyframe is kept, and the newest deltas that together are smaller than an image
-(a late joiner walks along them). An artifact that is coded here, fetched, decoded from or taken by
-a child is kept as well. All others are dropped, abandoned partial downloads first: each reserves
-memory for a whole image. So the number of children bounds the store.
+The newest `keep_versions` complete images are kept. Of the encoded versions the newest keyframe is
+kept, and the newest deltas that together are smaller than an image (a node that joins late fetches
+one after the other). An item that this node codes, fetches or decodes is kept, too, and so is an
+item that a child fetches. All other items are dropped, abandoned partial downloads first, because
+each reserves memory for a whole image. So the number of children limits the size of the store.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from echo.weights.store.store import ItemStore
 from echo.wire.messages import FULL, ItemId
 
 MAX_ENCODED_VERSIONS = 64
-"""Most deltas that are kept for others, however small they are."""
+"""Largest number of deltas that are kept for other nodes, however small the deltas are."""
 
 
 def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
-    """Return the items to drop: all but `keep`, the newest, and those that others may need."""
+    """Return the items to drop.
+
+    These are all items except `keep`, the newest, and those that other nodes may need.
+    """
     images, encoded_versions = store.images, store.encoded_versions
     kept = set(keep)
     whole = sorted((v for v, image in images.items() if image.is_complete), reverse=True)
@@ -42,7 +45,10 @@ def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
 
 
 def is_lean(store: ItemStore) -> bool:
-    """Return whether `expendable` would find nothing, whatever is to be kept: the usual case."""
+    """Return whether `expendable` would return nothing, whatever `keep` is.
+
+    This is the usual case, and the check is cheap.
+    """
     if store.encoded_versions or len(store.images) > store.keep_versions:
         return False
     newest = max(store.images, default=None)
@@ -50,7 +56,10 @@ def is_lean(store: ItemStore) -> bool:
 
 
 def _worthwhile_encoded(store: ItemStore) -> list[ItemId]:
-    """Return the newest keyframe, and the newest deltas that together are smaller than an image."""
+    """Return the newest keyframe, and the newest deltas worth keeping for other nodes.
+
+    Such deltas are together smaller than an image.
+    """
     room = max((image.num_bytes for image in store.images.values()), default=0)
     usable = (item for item, encoded in store.encoded_versions.items() if not encoded.is_half)
     newest_first = sorted(usable, key=lambda item: item[0], reverse=True)
@@ -65,7 +74,7 @@ def _worthwhile_encoded(store: ItemStore) -> list[ItemId]:
 
 
 def begun_otherwise(store: ItemStore, item: ItemId) -> list[ItemId]:
-    """Return the partial downloads of the same version in other forms: `item` replaces them."""
+    """Return the partial downloads of the same version in other forms, which `item` replaces."""
     version, _ = item
     image = store.images.get(version)
     halves = [(version, FULL)] if image is not None and not image.is_complete else []
@@ -74,7 +83,10 @@ def begun_otherwise(store: ItemStore, item: ItemId) -> list[ItemId]:
 
 
 def partial_on(store: ItemStore, versions: set[PolicyVersion]) -> list[ItemId]:
-    """Return the partial deltas coded against these versions, directly or through others."""
+    """Return the partial deltas that are coded against these versions.
+
+    Deltas that are coded against such a delta's version are included.
+    """
     gone, halves = set(versions), []
     for item in sorted(store.encoded_versions, key=lambda item: item[0]):
         if store.encoded_versions[item].is_half and item[1].base in gone:
@@ -86,8 +98,9 @@ def partial_on(store: ItemStore, versions: set[PolicyVersion]) -> list[ItemId]:
 def damaged(store: ItemStore) -> list[ItemId]:
     """Return all items to drop because the memory of an image is damaged.
 
-    Versions patched from a damaged image are damaged too, and deltas are useless without a base. So
-    everything is dropped except an image that is being fetched, whose chunks are each verified.
+    Versions that deltas made from a damaged image are damaged, too, and deltas are useless without
+    their base. So everything is dropped except an image that is being fetched, because each of its
+    chunks is verified.
     """
     whole = (version for version, image in store.images.items() if image.is_complete)
     return [*((version, FULL) for version in whole), *store.encoded_versions]

@@ -1,13 +1,14 @@
-"""In place: which delta may be written over its base, and how a patch is taken back.
+"""In place: which delta may be written over its base, and how it is taken back.
 
 A delta on its base is opened block by block as its chunks arrive: positions, old and new words
-(`BlockPatch`). When all blocks are open the image is still unchanged, and plain stores remain to be
-done. `PatchMode` says which thread does them: one of this node, or the engine that installs the
-version, between two tokens that it samples. Afterwards the same memory holds the new version.
+(`BlockPatch`). When all blocks are open, the image is still unchanged, and only the new words
+remain to be written. `PatchMode` says which thread writes them: a thread of this node, or the
+engine that installs the version, between two tokens that it samples. Afterwards the same memory
+holds the new version.
 
 The base can still be read, by children and by an engine that returns to it: a reader copies a block
-and puts the old words back (`artifacts.py`). If an engine must keep the bytes that it was given,
-the base is copied and the copy is patched.
+and restores the old words in the copy (`artifacts.py`). If an engine needs the bytes that it was
+given to stay unchanged, the base is copied and the copy is patched.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ApplyPatch(Work):
     store: VersionStore
 
     def run(self) -> str:
-        """Write the patch; return the error of the disk, or an empty string."""
+        """Write the patch; return the error of the disk, or "" if there was none."""
         try:
             self.store.begin_patch(self.patch)
         except OSError as error:
@@ -52,7 +53,10 @@ class InPlace:
         encoded_versions: Mapping[ItemId, EncodedVersion],
         version_store: VersionStore,
     ) -> None:
-        """Write nothing in place until `mode` is set; all three are the item store's own."""
+        """Write no delta over its base until `mode` is set.
+
+        The arguments are the item store's own containers.
+        """
         self.mode: PatchMode = "copy"
         self._images, self._encoded_versions = images, encoded_versions
         self._version_store = version_store
@@ -64,12 +68,15 @@ class InPlace:
 
     @property
     def ready(self) -> EncodedVersion | None:
-        """A delta whose blocks are all open and whose base is current; None if there is none."""
+        """A delta that may be written over its base now; None if there is none.
+
+        The changes of all its blocks are known, and the memory of its base holds the base.
+        """
         return next((each for each in self.open if not self.is_being_written(each)), None)
 
     @property
     def open(self) -> list[EncodedVersion]:
-        """Deltas that are ready to be written over their base, or are being written."""
+        """The deltas that may be written over their base now, or that are being written."""
         found = []
         for encoded in self._encoded_versions.values():
             base = encoded.base_among(self._images) if encoded.is_ready else None
@@ -78,14 +85,17 @@ class InPlace:
         return found
 
     def is_being_written(self, encoded: EncodedVersion) -> bool:
-        """Return whether `begin` was called for a delta whose new words are not all written."""
+        """Return whether a delta is being written over its base.
+
+        `begin` was called for it, and its new words are not all written.
+        """
         base = encoded.base_among(self._images) if encoded.is_ready else None
         return base is not None and encoded.patch in base.later
 
     def begin(self, encoded: EncodedVersion) -> ApplyPatch:
-        """Return the work that writes a ready delta over its base.
+        """Return the work that writes a delta over its base; the delta must be ready.
 
-        From now on readers of the base take the patch back in their copy.
+        From now on readers of the base restore the old words in their copies.
         """
         base, patch = encoded.base_among(self._images), encoded.patch
         if base is None or patch is None:
@@ -95,16 +105,16 @@ class InPlace:
         return ApplyPatch(patch, memoryview(base.storage), self._version_store)
 
     def find(self, patch: Patch) -> EncodedVersion | None:
-        """Return the delta that a patch was made of; None if its memory was dropped meanwhile."""
+        """Return the delta to which a patch belongs; None if it was dropped meanwhile."""
         encoded = self._encoded_versions.get((patch.version, Form("delta", patch.base)))
         return encoded if encoded is not None and encoded.patch is patch else None
 
     def take_back(self, encoded: EncodedVersion) -> None:
-        """Remove a patch whose words are not in the image."""
+        """Note that the patch of a delta was not written over its base after all."""
         base = encoded.base_among(self._images)
         for image in [] if base is None else self._images_in(base.storage):
             image.later = [patch for patch in image.later if patch is not encoded.patch]
 
     def _images_in(self, storage: bytearray | memoryview) -> list[Transfer]:
-        """Return the images that lie in this memory."""
+        """Return the images of which this is the memory."""
         return [image for image in self._images.values() if image.storage is storage]

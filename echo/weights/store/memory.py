@@ -1,4 +1,4 @@
-"""Version memory: where the bytes of an image lie, and when memory is reused."""
+"""The memory of images: where the bytes of an image are, and when memory is reused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echo.wire.codec import Frame
 
 
 def allocate(num_bytes: int) -> memoryview:
-    """Return memory for an image, with undefined bytes.
+    """Return memory for an image, whose bytes are undefined.
 
     The system allocates its pages at the first write, chunk by chunk. A bytearray would be filled
     with zeros at once, which blocks the node for 0.6 s per GB.
@@ -25,17 +25,18 @@ def allocate(num_bytes: int) -> memoryview:
 
 
 def touched_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return zeros whose pages the system has already allocated."""
+    """Return an array of zeros whose pages the system has allocated already."""
     piece = np.empty(num_bytes, np.uint8)
     piece.fill(0)
     return piece
 
 
 class RecycledMemory:
-    """Memory for images, reused once no view of the last image is left.
+    """Memory for images, which is reused when nothing uses the earlier image any longer.
 
-    An exporter lends the memory, and only its views keep the exporter alive: slices, tensors and
-    arrays over it, and frames that libzmq has yet to send.
+    Each image is lent through an exporter, an array over a piece of memory. Only views of the
+    exporter keep it alive: slices, tensors and arrays over the memory, and frames that libzmq has
+    yet to send. When the exporter is gone, the piece is free.
     """
 
     def __init__(
@@ -43,12 +44,12 @@ class RecycledMemory:
         num_pieces: int = 1,
         make: Callable[[int], npt.NDArray[np.uint8]] = touched_memory,
     ) -> None:
-        """Start without memory.
+        """Start with no memory; the first `take` makes it.
 
         Args:
-            num_pieces: least number of pieces that will be in use at the same time; all of them are
-                made with the first image, so that no later version waits for its pages.
-            make: returns a piece of zeros, given its bytes.
+            num_pieces: least number of pieces that will be in use at the same time. The first
+                `take` makes all of them, so that no later version waits for its pages.
+            make: returns a piece of zeros of the given number of bytes.
         """
         self._num_pieces = num_pieces
         self._make = make
@@ -56,7 +57,7 @@ class RecycledMemory:
         self._lent: list[tuple[npt.NDArray[np.uint8], weakref.ref[npt.NDArray[np.uint8]]]] = []
 
     def take(self, num_bytes: int) -> memoryview:
-        """Return memory of this size: zeros, or the bytes of an earlier image."""
+        """Return memory of this size, which has zeros or the bytes of an earlier image."""
         self._free += [piece for piece, exporter in self._lent if exporter() is None]
         self._lent = [each for each in self._lent if each[1]() is not None]
         room = max(1, self._num_pieces - len(self._lent))
@@ -71,20 +72,20 @@ class RecycledMemory:
 
 
 Write: TypeAlias = Callable[[memoryview, Frame], None]
-"""A version store's `write`."""
+"""The type of a version store's method `write`."""
 
 
 class VersionStore:
-    """Keeps images in this process's memory, without a bound.
+    """Keeps images in this process's memory, with no limit on their size.
 
-    `runtime/disk_store.py` has a bounded store, and one that survives the process.
+    `runtime/disk_store.py` has a store with a limit, and a store that survives the process.
     """
 
     may_block = False
     """Whether `write` may take long, so that a thread must call it."""
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
-        """Return memory for an image.
+        """Return memory for the image of a version.
 
         Raises:
             StorageError: if there is no space.
@@ -92,28 +93,31 @@ class VersionStore:
         return allocate(num_bytes)
 
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
-        """Keep the manifest of an image that was created without one."""
+        """Store the signed manifest of an image that was created without one."""
 
     def drop(self, version: PolicyVersion) -> None:
-        """Drop an image; its readers keep it."""
+        """Drop the image of a version; readers that use its memory may continue to use it."""
 
     def write(self, place: memoryview, data: Frame) -> None:
-        """Copy a chunk to its place in an image; from any thread, once.
+        """Copy a chunk to its place in an image; any thread may call this, once for each chunk.
 
         Raises:
-            OSError: if the disk refuses it.
+            OSError: if the disk refuses the write.
         """
         fill(place, data)
 
     def begin_patch(self, patch: Patch) -> None:
-        """Mark an image that is about to be written in place; from any thread.
+        """Mark an image as about to be written in place; any thread may call this method.
 
         Raises:
-            OSError: if the disk refuses it.
+            OSError: if the disk refuses the mark.
         """
 
     def cancel_patch(self, patch: Patch) -> None:
-        """Remove the mark, as the image is the base again; from the thread of `begin_patch`."""
+        """Remove the mark of `begin_patch`, because the image has the words of the base again.
+
+        The thread that called `begin_patch` calls this method.
+        """
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Record that the memory which held `base` holds `version` now."""
+        """Record that memory which held `base` holds `version` from now on."""

@@ -1,4 +1,4 @@
-"""Patches: which bytes of an image a delta changes, with the old bytes to take it back."""
+"""Patches: which bytes of an image a delta changes, with the old bytes to undo the changes."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ from echo.core.rollout import PolicyVersion
 from echo.weights.delta import BlockPatch
 
 PatchMode: TypeAlias = Literal["copy", "now", "on_install"]
-"""When a delta is written over its base: never ("copy", a copy is patched), as soon as its blocks
-are open ("now"), or when the engine installs the version.
+"""When a delta is written over its base: never, so that a copy is patched ("copy"); as soon as the
+changes of all its blocks are known ("now"); or when the engine installs the version ("on_install").
 """
 
 
 class Patch:
-    """All changes that a delta makes to an image."""
+    """All changes that a delta makes to the image of its base."""
 
     def __init__(self, base: PolicyVersion, version: PolicyVersion, block_bytes: int) -> None:
-        """Start without a block.
+        """Start with no changes; threads add the blocks.
 
         Args:
-            base: the version that the memory holds.
-            version: what it becomes.
-            block_bytes: image bytes per block.
+            base: the version that the image's memory holds.
+            version: the version that the memory holds after the patch.
+            block_bytes: number of image bytes in a block.
         """
         self.base = base
         self.version = version
         self.block_bytes = block_bytes
         self.blocks: dict[int, BlockPatch] = {}
-        """By number; threads add blocks while a delta arrives."""
+        """The changes of each block, by the block's number; threads add blocks while a delta
+        arrives."""
 
     @property
     def num_words(self) -> int:
-        """Words that change."""
+        """Number of words that the patch changes."""
         return sum(block.new.size for block in self.blocks.values())
 
     def write(self, image: memoryview) -> None:
-        """Write the new words to an image that holds the base."""
+        """Write the new words into an image that holds the base."""
         for number, block in self.blocks.items():
             start = number * self.block_bytes
             block.write(image[start : start + self.block_bytes])
 
     def take_back(self, piece: memoryview, first: int = 0) -> None:
-        """Write the old words to `piece`, whether or not the new ones had been written.
+        """Write the old words into `piece`, whether or not the new words were written there.
 
         Args:
             piece: the image, or a copy of a run of its blocks.

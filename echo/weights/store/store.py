@@ -1,7 +1,7 @@
-"""Item store: the versions that a node holds, as images and as encoded versions.
+"""The item store: the versions that a node has, as images and as encoded versions.
 
-An **item** is one version in one form, and travels chunk by chunk. The image with its manifest is a
-`Transfer`; a delta or keyframe is an `EncodedVersion`. Both are `Chunked`: they are served and
+An **item** is one version in one form, which nodes send chunk by chunk. The image with its manifest
+is a `Transfer`; a delta or keyframe is an `EncodedVersion`. Both are `Chunked`: they are served and
 fetched in the same way.
 
     learner   image -> blocks -> coded blocks -> segments, each signed as soon as it is coded
@@ -19,9 +19,9 @@ Each of these files decides one thing:
     trust.py       which manifests and tables are the learner's
     store.py       which items are held, which can be decoded, and what is announced
 
-**Resume.** A new process resumes an image that a killed process left half done: it keeps the chunks
-that match the hashes in the signed manifest, and fetches the others. It fetches encoded versions
-again, and also an image that was being written in place.
+**Resume.** A new process continues an image that a killed process has left incomplete: it keeps the
+chunks that match the hashes in the signed manifest, and fetches the others. Encoded versions are
+fetched again, and so is an image that was being written in place.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ from echo.wire.messages import FULL, EncodedVersionOffer, ItemId
 
 
 class ItemStore:
-    """Holds images by version, and encoded versions by item."""
+    """Has the images of a node by version, and its encoded versions by item."""
 
     def __init__(
         self, *, keep_versions: int = KEEP_VERSIONS, version_store: VersionStore | None = None
     ) -> None:
-        """Start empty.
+        """Start with no items.
 
         Args:
-            keep_versions: complete images to keep for children and for a fall back, at least 1.
-            version_store: the memory of the images.
+            keep_versions: number of complete images to keep, for children and to fall back to; at
+                least 1.
+            version_store: provides the memory of images; None for memory without a limit.
         """
         self.keep_versions = keep_versions
         self.version_store = VersionStore() if version_store is None else version_store
@@ -62,7 +63,7 @@ class ItemStore:
         return self.images.get(version) if form == FULL else self.encoded_versions.get(item)
 
     def begin_image(self, signed: SignedManifest, manifest: Manifest) -> None:
-        """Allocate an image that is to be fetched in full.
+        """Allocate memory for an image that will be fetched whole, and add the image.
 
         Raises:
             StorageError: if there is no space.
@@ -73,20 +74,25 @@ class ItemStore:
         self.add(Transfer(signed, manifest, storage, has_chunk))
 
     def add(self, image: Transfer) -> None:
-        """Hold an image; frames lent from an earlier image of the same version stay valid."""
+        """Add an image, in place of an earlier one of the same version.
+
+        Frames over the memory of the earlier image stay valid.
+        """
         image.may_change, image.sent = self.in_place.is_on, self._sent
         self.images[image.manifest.version] = image
 
     def begin_encoded(self, item: ItemId, *, expected_bytes: int) -> None:
-        """Begin to fetch an encoded version."""
+        """Add an encoded version that will be fetched, with no segments yet."""
         encoded = self.encoded_versions[item] = EncodedVersion(*item)
         encoded.expected_bytes = expected_bytes
 
     def add_segment(self, encoded: EncodedVersion, table: SegmentTable, frame: bytes) -> str:
-        """Add the next segment of an encoded version; the first one reserves space for its image.
+        """Add the next segment of an encoded version.
+
+        The first segment reserves memory for the decoded image.
 
         Returns:
-            Why this encoded version cannot be used here; nothing if it can.
+            Why the encoded version cannot be used on this node; "" if it can.
 
         Raises:
             StorageError: if there is no space.
@@ -111,13 +117,13 @@ class ItemStore:
         return ""
 
     def may_block(self, item: ItemId) -> bool:
-        """Return whether a thread must write the chunks of an item."""
+        """Return whether writing a chunk of an item may take long, so that a thread must do it."""
         return item[1] == FULL and self.version_store.may_block
 
     def decodable(self, encoded: EncodedVersion, index: int) -> list[DecodeBlock | OpenBlock]:
-        """Return the blocks that can be decoded because a chunk was written.
+        """Return work for the blocks that can be decoded since chunk `index` was written.
 
-        No block can while a patch over the base's memory is being written.
+        There is none while a patch is being written over the memory of the base.
         """
         if encoded.form.base is None:
             return encoded.decodable(index, None)
@@ -127,7 +133,7 @@ class ItemStore:
         return encoded.decodable(index, memoryview(base.storage))
 
     def decodable_on(self, version: PolicyVersion) -> list[DecodeBlock | OpenBlock]:
-        """Return the blocks that can be decoded because a version is complete."""
+        """Return work for the blocks that can be decoded since a version is complete."""
         return [
             work
             for each in self.encoded_versions.values()
@@ -138,32 +144,32 @@ class ItemStore:
         ]
 
     def end_decoding(self, encoded: EncodedVersion) -> None:
-        """Hold the image that a whole encoded version was decoded into."""
+        """Add the image that was decoded from a complete encoded version."""
         image = encoded.image(encoded.base_among(self.images))
         self.add(image)
         if image.signed is not None:
             self.version_store.sealed(encoded.version, encode_signed(image.signed))
 
     def end_patch(self, encoded: EncodedVersion) -> None:
-        """Hold the version that a patch has made of its base."""
+        """Add the image of the version that a patch has made from its base."""
         self.add(encoded.image(encoded.base_among(self.images)))
         assert encoded.form.base is not None
         self.version_store.advance(encoded.form.base, encoded.version)
 
     def seal(self, version: PolicyVersion, signed: SignedManifest, manifest: Manifest) -> str:
-        """Give an image the learner's seal; return why it does not fit, empty if it fits."""
+        """Add the learner's manifest to an image; return why it does not fit, or ""."""
         fault = self.images[version].seal(signed, manifest)
         if not fault:
             self.version_store.sealed(version, encode_signed(signed))
         return fault
 
     def chunk_bytes(self, item: ItemId | None) -> int:
-        """Return the size of an item's chunks; 1 MiB where it is not known."""
+        """Return the size of an item's chunks in bytes; 1 MiB if it is not known."""
         found = None if item is None else self.get(item)
         return found.chunk_size(0) if found is not None and found.num_chunks else 1 << 20
 
     def drop(self, item: ItemId) -> None:
-        """Forget an item."""
+        """Drop an item, and the memory that belongs to it."""
         version, form = item
         if form == FULL:
             image = self.images.pop(version, None)
@@ -177,36 +183,45 @@ class ItemStore:
 
     @property
     def held(self) -> set[PolicyVersion]:
-        """Complete versions, and those whose patch is ready or is being written."""
+        """The versions that this node can install.
+
+        They are complete, or a patch that makes them is ready or is being written.
+        """
         whole = {version for version, image in self.images.items() if image.is_complete}
         return whole | {encoded.version for encoded in self.in_place.open}
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
-        """Newest version in `held`."""
+        """The newest version in `held`; None without one."""
         return max(self.held, default=None)
 
     @property
     def newest_signed(self) -> PolicyVersion | None:
-        """Newest complete version with its manifest: the child wants Announces of newer ones."""
+        """The newest complete version whose manifest has arrived; None without one.
+
+        A child asks its parent to announce versions that are newer.
+        """
         signed = (v for v, image in self.images.items() if image.signed and image.is_complete)
         return max(signed, default=None)
 
     @property
     def newest_sealed(self) -> PolicyVersion | None:
-        """Newest version whose manifest is here; its image may be partial."""
+        """The newest version whose manifest has arrived; its image may be partial."""
         return max((v for v, image in self.images.items() if image.signed), default=None)
 
     @property
     def newest_known(self) -> PolicyVersion | None:
-        """Newest version in any form, complete or partial."""
+        """The newest version in any form, complete or partial; None without one."""
         versions = [*self.images, *(version for version, _ in self.encoded_versions)]
         return max(versions, default=None)
 
     def announcement(
         self,
     ) -> tuple[PolicyVersion, tuple[EncodedVersionOffer, ...], bytes | None] | None:
-        """Return the contents of an Announce: (version, offers, signed manifest of its image)."""
+        """Return the content of an Announce: (version, offers, signed manifest of its image).
+
+        The manifest is None if no image can be sent; all is None if there is no version.
+        """
         offers = tuple(
             EncodedVersionOffer(version, form.base, encoded.num_bytes)
             for (version, form), encoded in self.encoded_versions.items()

@@ -1,8 +1,8 @@
-"""Trust: which manifests and tables are the learner's.
+"""Trust: which manifests and tables were made by the learner.
 
-Any member may be a hop, so a node checks the learner's signature on manifests and segment tables
-here, and on Welcome, which holds the key (`roles/joining.py`). Chunks travel encrypted
-(`cipher.py`), and each hop verifies them.
+Any node of the run may be a parent. So a node checks the learner's signature on manifests and
+segment tables here, and on the Welcome, which contains the learner's key (`roles/joining.py`).
+Chunks are sent encrypted (`cipher.py`), and each node verifies the chunks that it receives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from echo.wire.messages import FULL, ItemId
 
 @contextmanager
 def _taken_for_forged() -> Iterator[None]:
-    """Turn a RemoteProtocolError of a verification into ForgedError, which blames the peer."""
+    """Within the block, raise ForgedError in place of a verification's RemoteProtocolError.
+
+    ForgedError says that the peer has forwarded something that the learner did not sign.
+    """
     try:
         yield
     except RemoteProtocolError as error:
@@ -29,19 +32,19 @@ def _taken_for_forged() -> Iterator[None]:
 
 
 class TrustedManifests:
-    """Verifies manifests and tables with the learner's key, and keeps the verified manifests."""
+    """Verifies manifests and tables with the learner's key, and keeps verified manifests."""
 
     def __init__(self) -> None:
-        """Start without a key; nothing can be verified before `set`."""
+        """Start with no key; nothing can be verified before `set`."""
         self.manifests: dict[PolicyVersion, tuple[SignedManifest, Manifest]] = {}
         self.local_image: tuple[bytearray, bytes] | None = None
-        """Bytes on this machine in the layout of an image, and their hash."""
+        """An image that this machine had already, and its hash; None without one."""
         self._public_key: bytes | None = None
         self.run_id = ""
         self._max_image_bytes = 0
 
     def set(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:
-        """Accept manifests and tables that this key has signed for this run, up to this size."""
+        """Accept what this key has signed for this run, with images up to this size in bytes."""
         self._public_key, self.run_id, self._max_image_bytes = public_key, run_id, max_image_bytes
 
     @property
@@ -55,10 +58,11 @@ class TrustedManifests:
         return self._public_key
 
     def manifest(self, version: PolicyVersion, frame: Frame) -> Manifest:
-        """Return the verified manifest of a version that was announced.
+        """Return the manifest of a version that a parent announced, after verifying it.
 
         Raises:
-            ForgedError: if it is of another version, or the learner has not signed it.
+            ForgedError: if the manifest is of another version, is malformed, or was not signed by
+                the learner.
         """
         if version not in self.manifests:
             with _taken_for_forged():
@@ -76,7 +80,10 @@ class TrustedManifests:
         return self.manifests[version][1]
 
     def use_local_image(self, version: PolicyVersion) -> Transfer | None:
-        """Return the local image if it is the first version announced; it is offered once."""
+        """Return this machine's own image if it is the image of this version, else None.
+
+        Only the first announced version is compared; then the own image is dropped.
+        """
         found, local = self.manifests.get(version), self.local_image
         if found is None or local is None:
             return None
@@ -88,10 +95,11 @@ class TrustedManifests:
         return Transfer(signed, manifest, local[0], has_chunk, manifest.num_chunks)
 
     def segment(self, encoded: EncodedVersion, frame: Frame) -> SegmentTable:
-        """Return the verified next table of an encoded version.
+        """Return the next table of an encoded version, after verifying it.
 
         Raises:
-            ForgedError: if it is not the next one, or the learner has not signed it.
+            ForgedError: if the table is not the next one, is malformed, or was not signed by the
+                learner.
         """
         with _taken_for_forged():
             return encoded.verify(
@@ -102,7 +110,7 @@ class TrustedManifests:
             )
 
     def retire(self, oldest: PolicyVersion | None, offered: Iterable[ItemId] = ()) -> None:
-        """Forget the manifests of versions before `oldest`, except those that are still offered."""
+        """Forget the manifests of versions before `oldest`, except those still offered."""
         kept = {version for version, form in offered if form == FULL}
         old = [v for v in self.manifests if oldest is not None and v < oldest and v not in kept]
         for version in old:

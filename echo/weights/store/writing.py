@@ -14,25 +14,25 @@ from echo.wire.codec import Frame
 from echo.wire.messages import Chunk, ItemId
 
 WRONG_HASH = "its hash is wrong"
-"""The fault that `run` returns for a chunk that the learner did not sign; other faults are the
-disk's."""
+"""What `run` returns for a chunk that does not match the hash that the learner signed; all other
+results are errors of the disk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteChunk(Work):
-    """Work for a thread: verify one chunk and write it; then call `worked`."""
+    """Work for a thread: verify a chunk and write it; then call `worked`."""
 
     item_id: ItemId
     item: Chunked
     index: int
     peer: str
-    """The parent that sent the chunk."""
+    """The link to the parent that sent the chunk."""
     data: Frame
     write: Write | None
-    """The version store's `write` if it may block; None writes to memory."""
+    """The version store's `write`, if a write may take long; None to write to memory."""
 
     def run(self) -> str:
-        """Verify and write the chunk; return its fault or the disk's, or an empty string."""
+        """Verify and write the chunk; return WRONG_HASH, the error of the disk, or ""."""
         item, index = self.item, self.index
         is_whole = len(self.data) == item.chunk_size(index)
         if not is_whole or blake3(self.data).digest() != item.chunk_hash(index):
@@ -45,26 +45,30 @@ class WriteChunk(Work):
 
 
 EARLY_BYTES = 64 << 20
-"""Bound of chunks whose table has not arrived: the largest window of a link."""
+"""Largest number of bytes of chunks that are kept before their table arrives: the largest window of
+a link."""
 
 
 class EarlyChunks:
-    """Chunks of one encoded version that arrived before their tables."""
+    """Chunks of an encoded version that have arrived before their tables."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start with no chunks."""
         self._by_index: dict[int, tuple[str, Chunk, list[Frame]]] = {}
         self._num_bytes = 0
 
     def keep(self, peer: str, message: Chunk, payload: list[Frame]) -> None:
-        """Keep a chunk; beyond EARLY_BYTES it is discarded, and requested again after a silence."""
+        """Keep a chunk until its table arrives.
+
+        A chunk that would exceed EARLY_BYTES is discarded, and requested again after a silence.
+        """
         size = self._charge(payload)
         if message.index not in self._by_index and self._num_bytes + size <= EARLY_BYTES:
             self._by_index[message.index] = peer, message, payload
             self._num_bytes += size
 
     def take(self, num_chunks: int) -> list[tuple[str, Chunk, list[Frame]]]:
-        """Return and remove the chunks whose tables are known now: indices below `num_chunks`."""
+        """Remove and return the chunks whose tables have arrived: indices below `num_chunks`."""
         known = sorted(index for index in self._by_index if index < num_chunks)
         taken = [self._by_index.pop(index) for index in known]
         self._num_bytes -= sum(self._charge(payload) for _, _, payload in taken)
@@ -75,6 +79,6 @@ class EarlyChunks:
         return max(MIN_CHUNK_BYTES, len(payload[0]))
 
     def clear(self) -> None:
-        """Forget all chunks."""
+        """Drop all chunks."""
         self._by_index.clear()
         self._num_bytes = 0

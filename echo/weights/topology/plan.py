@@ -1,32 +1,34 @@
-"""Topology plan: from which parents each node fetches weights, and when to replan.
+"""The topology plan: from which parents each node fetches weights, and when to plan again.
 
 A plan is one tree over all nodes, which may be a chain or a star. It lists the parents of each node
-in order of preference: the parent in the tree, then stand-ins, and always the learner last. So a
-node can fall back without a message.
+in order of preference: first the parent in the tree, then stand-ins, and always the learner last.
+So a node can turn to another parent without a message from the learner.
 
 **Plan.** `plan_topology` builds several trees (`trees.py`), predicts the time of each for this
 payload (`throughput.py`), and chooses among them in two steps. First it keeps the plans that take
 at most half as long again as the fastest, and of these only the plans with the fewest links between
-regions. So a version enters each region once, unless that would cost much time, because no node of
-a region can serve others. Then, of the plans that are about as fast as the fastest of these, it
-takes the cheapest: fewest paid bytes, then fewest copies from the learner. So the learner sends a
-version once, unless a second copy clearly saves time.
+regions. So a version enters each region once, unless that would take much longer, for example
+because no node of a region can serve others. Then, of the plans that are about as fast as the
+fastest remaining plan, it takes the cheapest: the one with the fewest paid bytes, then the one with
+the fewest copies from the learner. So the learner sends a version once, unless a second copy
+clearly saves time.
 
-**Replan.** The learner's `Planner` makes a plan when a node joins, leaves or is caught sending
-wrong chunks, and every REPLAN_S while versions take longer than WORTHWHILE_S to spread, because
-transfers measure the links. During a broadcast a new plan must save more time, since a node that
-changes its parent loses time and the chunks under way. So a plan is also made just before a version
-is sent, unless one was made between two broadcasts less than REPLAN_S ago; otherwise measurements
-would have no effect where versions follow each other closely. The plan in force is patched until
-another one would save a set share of the time, so small changes of measured rates move no node.
-Only in a small fleet a node that can serve and joins or leaves causes a new plan from scratch. A
-fleet that has just joined has a plan without measurements: NEWS_S after a plan another one is made
-if an uplink was measured for the first time since.
+**Replan.** The learner's `Planner` makes a plan when a node joins, when a node leaves, and when a
+node was found to send wrong chunks. It also makes a plan every REPLAN_S while versions take longer
+than WORTHWHILE_S to spread, because transfers measure the links. During a broadcast a new plan must
+save more time, since a node that changes its parent loses time and the chunks under way. So a plan
+is also made just before a version is sent, unless one was made between two broadcasts less than
+REPLAN_S ago; otherwise measurements would have no effect if versions follow each other closely. The
+plan in force is patched until another plan would save a set share of the time, so no node changes
+its parent because of small changes of measured rates. Only in a small fleet a new plan is made from
+scratch when a node that can serve joins or leaves. The first plan of a fleet that has just joined
+is made without measurements. If an uplink is measured for the first time after a plan, another plan
+is made NEWS_S after this plan.
 
-**Inputs.** Of each node: its uplink, from the chunks that its children have acknowledged; its
-downlink, if that limits it (`sites.py`); its round trip to its parent; its region and the price of
-its traffic, from its configuration; and the nodes that it caught sending wrong chunks, which serve
-no node until their quarantine ends.
+**Inputs.** The planner knows of each node: the rate of its uplink, from the chunks that its
+children have acknowledged; the rate of its downlink, if the downlink limits the node (`sites.py`);
+its round-trip time to its parent; its region and the price of its traffic, from its configuration;
+and which nodes have sent it wrong chunks. The latter serve no node until their quarantine ends.
 """
 
 from __future__ import annotations
@@ -70,19 +72,20 @@ from echo.wire.messages import LEARNER_ID, NodeStats, TopologyPlan
 # a circle is possible for a moment. The watchdog ends it, since every list ends with the learner.
 
 MAX_PARENTS = 6
-"""Most parents of one node, the learner included."""
+"""Largest number of parents of one node, the learner included."""
 
 Parents = Mapping[str, tuple[Hop, ...]]
 """Node id -> parents in order of preference."""
 
 
 def with_backups(fleet: Sites, parents: Tree, *, previous: Parents) -> Parents:
-    """Return the parents of every node in order of preference, with stand-ins.
+    """Return the parents of every node in order of preference: tree parent, then stand-ins.
 
     Args:
-        fleet: the nodes.
+        fleet: the learner and the nodes.
         parents: the parent of each node in the tree.
-        previous: lists in force; a list that is still valid is kept, and its node gets no message.
+        previous: the lists of parents in force; a list that is still valid is kept, so that its
+            node gets no message.
     """
     counts = num_children(parents)
     numbers = {name: index for index, name in enumerate(fleet.names)}
@@ -99,7 +102,7 @@ def with_backups(fleet: Sites, parents: Tree, *, previous: Parents) -> Parents:
 
 
 class _Rows:
-    """The tree in rows of equal distance from the learner."""
+    """A tree as rows of nodes with the same number of hops from the learner."""
 
     def __init__(self, fleet: Sites, parents: Sequence[int]) -> None:
         """Sort the nodes that can serve into rows, and number the children of each parent."""
@@ -117,11 +120,12 @@ class _Rows:
                 self._rows[self._depths[node]].append(node)
 
     def stand_ins(self, node: int, counts: Sequence[int]) -> list[int]:
-        """Return the parents of a node: its parent in the tree, stand-ins, and the learner last.
+        """Return the parents of a node, in order of preference, as numbers.
 
-        When a parent dies, the grandparent can serve one more child, so only the first child turns
-        to the grandparent first. The other children first turn to nodes beside the parent, spread
-        over the row.
+        The parent in the tree comes first, then stand-ins, and the learner last. If the parent
+        dies, the grandparent can serve one more child, so only the first child turns to the
+        grandparent. The other children first turn to nodes in the parent's row, each to a different
+        one if possible.
         """
         above = [self._parents[node]]
         while above[-1] > 0 and len(above) < MAX_PARENTS:
@@ -142,7 +146,11 @@ class _Rows:
     def can_keep(
         self, node: int, old: tuple[Hop, ...], numbers: Mapping[str, int], hops: Sequence[Hop]
     ) -> bool:
-        """Return whether an old list still begins with the parent and leads to the learner."""
+        """Return whether a former list of parents is still valid for a node.
+
+        It must begin with the parent in the tree, consist of nodes that can serve and are nearer to
+        the learner, and end with the learner.
+        """
         chosen = [numbers.get(name, -1) for name, _ in old]
         return (
             chosen[0] == self._parents[node]
@@ -166,16 +174,18 @@ class _Rows:
 # the next new plan uses a newcomer's own uplink. After many changes the plan is not patched.
 
 MOST_CHANGED = 0.25
-"""Share of changed links above which a plan is not patched."""
+"""Largest share of changed links with which a plan is patched."""
 
 
 def patched(fleet: Sites, previous: Parents, *, rate_bytes_per_s: float) -> list[int] | None:
-    """Return the tree of a former plan, fitted to the present nodes; None after many changes.
+    """Return the tree of a former plan, fitted to the present nodes.
+
+    None if too many links have changed.
 
     Args:
-        fleet: the present nodes.
+        fleet: the learner and the present nodes.
         previous: the parents of every node in the former plan.
-        rate_bytes_per_s: the former plan's rate for every receiver.
+        rate_bytes_per_s: the rate of the slowest receiver in the former plan.
     """
     parents = _surviving(fleet, previous)
     lost = [node for node in range(1, len(parents)) if parents[node] < 0]
@@ -220,29 +230,35 @@ def _below(children: list[list[int]], node: int) -> list[int]:
 
 
 class _Hosts:
-    """Finds parents for nodes without one."""
+    """Chooses parents for nodes that have lost theirs or are new."""
 
     def __init__(self, fleet: Sites, counts: list[int], share: float, former: int) -> None:
-        """Start with these facts about the fleet.
+        """Note these facts about the fleet, by which parents are chosen.
 
         Args:
-            fleet: the present nodes.
-            counts: children that each node serves, kept up to date by the caller.
+            fleet: the learner and the present nodes.
+            counts: number of children that each node serves; the caller keeps it up to date.
             share: bytes per second that a link should carry.
-            former: links that the learner served in the former plan.
+            former: number of children that the learner served in the former plan.
         """
         self._fleet, self._counts, self._share, self._former = fleet, counts, share, former
 
     def extend_latencies(
         self, latencies: list[float], parents: list[int], nodes: list[int]
     ) -> None:
-        """Note the distance of nodes from the learner, in seconds; parents before children."""
+        """Set the latency from the learner to each of `nodes`, in seconds.
+
+        `nodes` has each parent before its children.
+        """
         for node in nodes:
             hop_s = self._fleet.rtt_s(parents[node], node) / 2 + HOP_WORK_S
             latencies[node] = latencies[parents[node]] + hop_s
 
     def choose(self, reached: list[int], latencies: list[float], node: int) -> int:
-        """Return the parent for a node: the learner again only if no other node can serve."""
+        """Return the parent for a node, among the nodes that are reached already.
+
+        The learner gets more children than in the former plan only if no other node can serve.
+        """
         fleet = self._fleet
         hosts = [i for i in reached if fleet.uplinks[i] > 0]
         spare = {i: fleet.uplinks[i] / (self._counts[i] + 1) for i in hosts}
@@ -266,40 +282,42 @@ class _Hosts:
 Kind = Literal["chain", "tree", "star"]
 
 THRIFT = 0.05
-"""Plans within this share of the fastest count as equally fast."""
+"""Share of the fastest plan's time within which a plan counts as equally fast."""
 
 INSIGNIFICANT_S = 0.25
-"""Seconds within which plans also count as equally fast: a step takes far longer."""
+"""Seconds within which a plan also counts as equally fast: a step takes far longer."""
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
-"""Shares of the best rate to build trees for: flatter trees are faster for small payloads."""
+"""Shares of the best rate for which trees are built: flatter trees are faster for small payloads.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan that was considered."""
+    """A plan that was compared with others."""
 
     kind: Kind
     predicted_s: float
     rate_bytes_per_s: float
-    """Rate of the slowest receiver."""
+    """Predicted rate of the slowest receiver, bytes per second."""
     learner_copies: int
-    """Copies of the payload that the learner would send."""
+    """Number of copies of the payload that the learner would send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A plan: for each node the parents in order of preference."""
+    """A plan: the parents of each node, in order of preference, with its prediction."""
 
     kind: Kind
     parents: Parents
     """Node id -> ((node id, address), ...), the learner last."""
     predicted_s: float
-    """Time until the last node, stragglers apart, has the payload."""
+    """Predicted seconds until the last node, stragglers apart, has the payload."""
     rate_bytes_per_s: float
-    """Expected rate of the slowest receiver; a node with clearly less is limited by itself."""
+    """Predicted rate of the slowest receiver, bytes per second; a node that receives clearly less
+    is limited by its own downlink."""
     candidates: tuple[Candidate, ...]
-    """Plans that were considered, fastest first."""
+    """The plans that were compared, the fastest first."""
 
 
 def plan_topology(
@@ -312,17 +330,20 @@ def plan_topology(
     previous: Topology | None = None,
     min_gain: float = 0.1,
 ) -> Topology:
-    """Return the plan for a payload.
+    """Return the plan by which a payload of this size is distributed.
 
     Args:
         sites: every live node except the learner, in a stable order (that of joining).
-        learner: the learner; its address may be empty or None for "as you reached it".
-        payload_bytes: typical bytes of one version on the wire.
-        chunk_bytes: unit of forwarding.
-        rtt_s: (node id, node id) -> seconds of the round trip, an assumption where unknown.
+        learner: the learner. An empty address, or None, stands for the address at which a node has
+            reached the learner.
+        payload_bytes: typical size of one version on the wire, in bytes.
+        chunk_bytes: size of a chunk, the unit in which nodes forward.
+        rtt_s: returns the round-trip time between two node ids, in seconds; an assumed time if it
+            is unknown.
         previous: the plan in force. It is kept, patched for nodes that joined or left, while no
-            other is clearly better, because a change of parents costs connections.
-        min_gain: share of the predicted time that a new plan must save.
+            other plan is clearly better, because a change of parents costs new connections.
+        min_gain: share of the predicted time that a new plan must save to replace the plan in
+            force.
     """
     fleet = survey(sites, learner=learner, rtt_s=rtt_s)
     if not sites:
@@ -359,7 +380,7 @@ class _Plan:
 
     @property
     def cost(self) -> tuple[float, ...]:
-        """Sort key among plans that are equally fast: the smallest is chosen."""
+        """The sort key of equally fast plans, of which the one with the smallest key is chosen."""
         found = self.forecast
         price = round(found.egress_gb_price, 9)
         busiest = max(num_children(self.tree))
@@ -371,15 +392,15 @@ class _Plan:
         return Candidate(self.kind, self.seconds, rate, copies)
 
     def saves_less(self, other_s: float, min_gain: float) -> bool:
-        """Return whether a plan that takes `other_s` saves too little to replace this one."""
+        """Return whether a plan that takes `other_s` saves too little to replace this plan."""
         return self.seconds * (1 - min_gain) <= other_s
 
 
 def _by_region(plans: Sequence[_Plan]) -> list[_Plan]:
-    """Return the plans with the fewest links between regions, of those that are fast enough.
+    """Return the plans that have the fewest links between regions and are fast enough.
 
     Args:
-        plans: the fastest first, as in the result.
+        plans: the plans to choose from, the fastest first; the result has the same order.
     """
     enough_s = plans[0].seconds + max(REGION_COST * plans[0].seconds, INSIGNIFICANT_S)
     near = [plan for plan in plans if plan.seconds <= enough_s]
@@ -400,12 +421,15 @@ class _Planner:
         self._has_regions = len(set(fleet.regions)) > 1
 
     def keep(self, previous: Topology) -> _Plan | None:
-        """Return the plan in force, patched for nodes that joined or left."""
+        """Return the plan in force, patched for nodes that joined or left.
+
+        None if too many links have changed.
+        """
         tree = patched(self._fleet, previous.parents, rate_bytes_per_s=previous.rate_bytes_per_s)
         return None if tree is None else self._measured(previous.kind, tree)
 
     def compare(self) -> list[_Plan]:
-        """Return all candidates, the fastest first."""
+        """Return all candidates with their forecasts, the fastest first."""
         plans = [self._measured("star", star(self._fleet))]
         line = chain(self._fleet)
         if line is not None:
@@ -419,7 +443,10 @@ class _Planner:
         return sorted(plans, key=lambda plan: plan.seconds)
 
     def _bounded(self, does_spare_learner: bool, is_by_region: bool, best_s: float) -> list[_Plan]:
-        """Return a tree at the best rate, and at lower rates while such a tree could be faster."""
+        """Return a degree-bounded tree for the best rate, and trees for lower rates.
+
+        Lower rates are tried as long as their trees could be faster than `best_s`.
+        """
         plans: list[_Plan] = []
         for share in SHARES:
             tree = bounded_tree(
@@ -452,10 +479,12 @@ class _Planner:
 
 
 def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
-    """Return each node's parents, preferred first, in one chain: relays, workers, then leaves.
+    """Return each node's parents, preferred first, in a plan that is a single chain.
 
-    The learner does not send its address, as each node has already reached it. Suspects serve only
-    leaves, as the last entry before the learner, which a leaf may be unable to reach.
+    The chain has the relays first, then the workers that can be dialled; all other nodes are
+    leaves. The learner does not send its address, since each node has already reached it. Suspected
+    nodes serve only leaves, as the last parents before the learner, because a leaf may be unable to
+    reach the learner.
 
     Args:
         sites: every live node except the learner, in a stable order (that of joining).
@@ -476,23 +505,26 @@ def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
 
 
 PLAN_S = 1e-2
-"""Pause between two plans, per node: 10 s with 1000, so that many joins cause one plan."""
+"""Least pause between two plans, in seconds per node of the fleet: 10 s with 1000 nodes, so that
+many joins cause one plan."""
 REPLAN_S = 10.0
-"""Seconds between two plans while versions take long."""
+"""Seconds between two plans while versions take long to spread."""
 NEWS_S = 2.0
-"""Seconds between two plans when an uplink was first measured: several probes end together."""
+"""Seconds between two plans when an uplink was measured for the first time: several probes end at
+about the same time."""
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
 """Share of the predicted time that another plan must save, between and during broadcasts."""
 WORTHWHILE_S = 0.5
 MAX_REBUILT = 64
-"""Largest fleet whose plan is made from scratch when a node that can serve joins or leaves."""
+"""Largest number of nodes with which a plan is made from scratch when a node that can serve joins
+or leaves."""
 ASSUMED_PAYLOAD_BYTES = 1 << 30
-"""Size of a version before the first one is published."""
+"""Assumed size of a version, in bytes, before the first version is published."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Facts about the links at one instant."""
+    """What the planner knows about the links at one instant."""
 
     learner: Site
     sites: tuple[Site, ...]
@@ -507,7 +539,7 @@ class _View:
         previous: Topology | None = None,
         min_gain: float = 0.0,
     ) -> Topology:
-        """Return the plan for some of the sites."""
+        """Return the plan for these sites, with the links as they are in this view."""
         return plan_topology(
             sites,
             learner=self.learner,
@@ -531,15 +563,16 @@ class _View:
 
 
 class Planner:
-    """Holds the learner's plan in force, and decides when to make another."""
+    """Holds the learner's plan in force, and decides when to make another one."""
 
     def __init__(self, *, learner: Site, chunk_bytes: int) -> None:
-        """Start without nodes.
+        """Start with no nodes and no plan.
 
         Args:
-            learner: its address may be empty for "as you reached it"; its uplink counts until
-                transfers have measured it.
-            chunk_bytes: unit of forwarding, until a version has been published.
+            learner: the learner. An empty address stands for the address at which a node has
+                reached the learner. The rate of its uplink is used until transfers have measured
+                it.
+            chunk_bytes: size of a chunk, used until a version has been published.
         """
         self.learner = learner
         self.chunk_bytes = chunk_bytes
@@ -547,14 +580,15 @@ class Planner:
         self.epoch = 0
         self.topology: Topology | None = None
         self.downlink_limits: dict[str, float] = {}
-        """Downlinks of nodes that are limited by themselves, bytes per second, as last measured."""
+        """Rates of the downlinks of nodes that are limited by their own downlink, in bytes per
+        second, as last measured."""
         self._planned_at, self._rested_at, self._num_nodes = 0.0, 0.0, 0
         self.has_news = False
         """Whether an uplink was measured for the first time since the last plan."""
         self._listening: tuple[str, ...] = ()
 
     def expect(self, payload: Chunked | None) -> None:
-        """Plan for versions and chunks of this payload's sizes from now on."""
+        """Plan from now on for versions of the payload's size, in chunks of its size."""
         if payload is not None and payload.num_chunks:
             self.payload_bytes, self.chunk_bytes = payload.num_bytes, payload.chunk_size(0)
 
@@ -562,8 +596,8 @@ class Planner:
         """Return whether new measurements may justify another plan.
 
         Args:
-            now: the present.
-            is_between: whether one version has been sent and the next is about to be.
+            now: the present time.
+            is_between: whether one version has been sent completely and the next will be sent soon.
         """
         if self.topology is None or self.topology.predicted_s < WORTHWHILE_S:
             return False
@@ -575,7 +609,7 @@ class Planner:
         return now >= (self._rested_at if is_between else self._planned_at) + period_s
 
     def learn(self, stats: NodeStats, *, former: NodeStats) -> None:
-        """Note whether a node reports its uplink for the first time."""
+        """Note a node's statistics; a first report of its uplink makes another plan due."""
         if stats.uplink_bytes_per_s is not None and former.uplink_bytes_per_s is None:
             self.has_news = True
 
@@ -587,17 +621,18 @@ class Planner:
         now: float,
         is_between: bool = False,
     ) -> dict[str, TopologyPlan]:
-        """Plan again and return every node's plan, changed or not.
+        """Make a plan again and return the plan of every node, changed or not.
 
-        Workers on standby get no weights: they do not slow down those that generate, and their
-        unused traffic is not paid for. Activated again, they fetch what they lack like a late
-        joiner.
+        Workers on standby get no weights, so they do not slow down the workers that generate, and
+        no traffic for them is paid. When they are activated again, they fetch what they lack, like
+        a node that joins late.
 
         Args:
             nodes: every live node except the learner, in the order in which they joined.
-            uplink_bytes_per_s: the learner's own; None if unknown.
-            now: the present.
-            is_between: whether one version has been sent and the next is about to be.
+            uplink_bytes_per_s: the measured rate of the learner's own uplink; None if it is
+                unknown.
+            now: the present time.
+            is_between: whether one version has been sent completely and the next will be sent soon.
         """
         self._planned_at, self._num_nodes, self.has_news = now, len(nodes), False
         receivers = [node for node in nodes if not node.is_standby]
@@ -625,7 +660,10 @@ class Planner:
         now: float,
         is_between: bool = False,
     ) -> list[tuple[str, TopologyPlan]]:
-        """Plan again, as `plan`; return (node id, plan) of those whose parents change."""
+        """Make a plan again; return (node id, plan) of each node whose parents change.
+
+        For the arguments see `plan`.
+        """
         plans = self.plan(
             nodes, uplink_bytes_per_s=uplink_bytes_per_s, now=now, is_between=is_between
         )
@@ -640,9 +678,10 @@ class Planner:
     def forecast(
         self, nodes: Sequence[PlannedNode], *, uplink_bytes_per_s: float | None
     ) -> Callable[[Collection[str]], float]:
-        """Return a function: node ids -> seconds that a broadcast to only these of `nodes` takes.
+        """Return a function that predicts how long a broadcast to some of the nodes takes.
 
-        The returned function knows the links as they are now, and may be called in another thread.
+        The function gets node ids and returns seconds. It uses the links as they are known now, and
+        may be called in another thread.
         """
         view = self._survey(nodes, uplink_bytes_per_s)
         payload_bytes, chunk_bytes = self.payload_bytes, self._forwarded_bytes
@@ -655,7 +694,7 @@ class Planner:
         return broadcast_s
 
     def _survey(self, nodes: Sequence[PlannedNode], uplink_bytes_per_s: float | None) -> _View:
-        """Return the known facts about the links."""
+        """Return what is known about the links of these nodes and of the learner."""
         # Relays come first where no rate is known: they exist to serve.
         ordered = sorted(nodes, key=lambda node: node.role != "relay")
         suspects = {name for node in ordered for name in node.stats.suspects}
@@ -703,10 +742,10 @@ class Planner:
         }
 
     def _plan_behind_relays(self, sites: Sequence[Site]) -> dict[str, TopologyPlan]:
-        """Plan one chain, relays first.
+        """Make a plan that is a single chain with the relays first.
 
-        The learner tells no node its address, so a node that reaches it through a relay cannot take
-        weights from it.
+        It is used if the learner's address is not known: then a node that has reached the learner
+        through a relay cannot fetch weights from the learner.
         """
         self.epoch += 1
         return {

@@ -1,13 +1,14 @@
-"""Sites: nodes as the topology planner sees them, in numbers.
+"""Sites: the nodes as the topology planner sees them, by number.
 
-Nodes are counted from 1 in the order given, the learner is 0, so that plans are lists of integers.
+The learner has the number 0, and the nodes are numbered from 1 in the order given, so that plans
+are lists of integers.
 
 Rates that are not measured yet are assumed. An unknown uplink is the median of the known uplinks,
-the learner's included; an unknown uplink of the learner is the largest known one; if no uplink is
-known, all are equal. An unknown downlink is no limit, because downlinks are reported only for nodes
-that are limited by them. A node that cannot be dialled, or that is suspected of having sent a
-corrupt chunk, serves no other node: its uplink counts as 0. So do the uplinks of stragglers, whose
-downlink is too slow to feed children.
+the learner's included; an unknown uplink of the learner is the largest known uplink; if no uplink
+is known, all are assumed to be equal. An unknown downlink is assumed to be no limit, because
+downlinks are known only for nodes that are limited by them. A node that cannot be dialled, or that
+is suspected of having sent a corrupt chunk, serves no other node, so its uplink counts as 0. The
+uplink of a straggler counts as 0, too, because its downlink is too slow to feed children.
 """
 
 from __future__ import annotations
@@ -22,93 +23,104 @@ from echo.core.rollout import PolicyVersion
 from echo.wire.messages import NodeStats, TopologyPlan
 
 Hop = tuple[str, str]
-"""(node id, address); an empty address means: as this node reached it itself."""
+"""(node id, address) of a parent; an empty address stands for the address at which the node has
+reached this parent itself."""
 
 ASSUMED_BYTES_PER_S = 12.5e6
-"""100 Mbit/s each, if nothing is known: only the proportions between nodes matter then."""
+"""Assumed rate of each uplink, 100 Mbit/s, if no rate is known; then only the proportions between
+nodes matter."""
 
 STRAGGLER_SHARE = 0.5
-"""A node whose downlink is below this share of what the uplinks could give is not waited for."""
+"""Share of the rate that the uplinks could give every node; a node whose downlink is slower than
+this share is a straggler, for which no plan waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Facts about a node."""
+    """What the planner knows about a node."""
 
     node_id: str
     role: str
     address: str | None
-    """Address at which it serves weights; None for a node that can only dial out: always a leaf."""
+    """Address at which the node serves weights; None for a node that can only dial out and so is
+    always a leaf."""
     uplink_bytes_per_s: float | None = None
-    """Its uplink to all children together; None before a transfer has measured it."""
+    """Rate of the node's uplink to all children together, bytes per second; None before a transfer
+    has measured it."""
     downlink_bytes_per_s: float | None = None
-    """Its downlink; None unless it took less than was offered (`weights/link.py`)."""
+    """Rate of the node's downlink, bytes per second; None unless the node took less than its parent
+    could send (`weights/link.py`)."""
     region: str = ""
-    """Name of its region; empty for unknown, which is treated as no region."""
+    """Name of the node's region; empty if it is unknown, so that no link of the node counts as a
+    link between regions."""
     price_per_gb: float = 0.0
-    """Price of 1e9 bytes that leave its region."""
+    """Price of 1e9 bytes that leave the node's region."""
     is_suspect: bool = False
-    """Quarantined: always a leaf."""
+    """Whether the node is in quarantine and so is always a leaf."""
 
 
 @dataclass(slots=True)
 class PlannedNode:
-    """A live node as the weight plan sees it; the role keeps it up to date."""
+    """A live node as the planner sees it; the learner's role keeps it up to date."""
 
     node_id: str
     role: str
     advertise: str | None
-    """Address at which it serves weights; None for a node that can only dial out."""
+    """Address at which the node serves weights; None for a node that can only dial out."""
     region: str = ""
     price_per_gb: float = 0.0
     stats: NodeStats = field(default_factory=NodeStats)
-    """Its last heartbeat: rates, parent, the version that it fetches."""
+    """The statistics in the node's last heartbeat: rates, parent, the version that it fetches."""
     installed: PolicyVersion | None = None
     is_standby: bool = False
-    """Whether it is given no weights for now."""
+    """Whether the node is on standby and gets no weights."""
     plan: TopologyPlan | None = None
-    """Its parents in the plan that it was sent last."""
+    """The plan that the node was sent last; None before the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """The learner (0) and the nodes (1..), by number."""
+    """The learner (number 0) and the nodes (from number 1), each property as a tuple by number."""
 
     names: tuple[str, ...]
     addresses: tuple[str, ...]
-    """Address at which it is dialled; empty for "as you reached it" or not at all."""
+    """Address at which each is dialled; empty for a node that cannot be dialled, and for the
+    learner if nodes use the address at which they have reached it."""
     uplinks: tuple[float, ...]
-    """Bytes per second to others; 0 for a node that serves no other."""
+    """Rate of each uplink, bytes per second; 0 for a node that serves no other node."""
     downlinks: tuple[float, ...]
     stragglers: frozenset[int]
-    """Nodes whose downlink cannot keep up with the others, whatever the plan: leaves."""
+    """Numbers of the nodes whose downlink is too slow for any plan; they are leaves."""
     regions: tuple[str, ...]
     prices: tuple[float, ...]
     rtts_from: Callable[[str, str], float]
 
     @property
     def num_receivers(self) -> int:
-        """Nodes besides the learner."""
+        """Number of nodes, without the learner."""
         return len(self.names) - 1
 
     def rtt_s(self, first: int, second: int) -> float:
-        """Return the round trip between two nodes."""
+        """Return the round-trip time between two nodes, in seconds."""
         return self.rtts_from(self.names[first], self.names[second])
 
     def is_crossing(self, sender: int, receiver: int) -> bool:
-        """Return whether a link leads from one known region to another."""
+        """Return whether a link leads from one region to another; both must be known."""
         first, second = self.regions[sender], self.regions[receiver]
         return first != second and first != "" and second != ""
 
     @property
     def best_rate(self) -> float:
-        """Bytes per second that no plan can exceed for every receiver, stragglers apart."""
+        """The rate, in bytes per second, that no plan can exceed for every receiver.
+
+        Stragglers do not count.
+        """
         downlinks = (d for i, d in enumerate(self.downlinks) if i and i not in self.stragglers)
         return min(_uplink_rate(self.uplinks), min(downlinks, default=math.inf))
 
 
 def survey(sites: Sequence[Site], *, learner: Site, rtt_s: Callable[[str, str], float]) -> Sites:
-    """Number the nodes, and assume their unknown rates."""
+    """Return the sites by number, with assumed values for unknown rates."""
     everyone = [learner, *sites]
     measured = [rate for site in everyone if (rate := site.uplink_bytes_per_s)]
     uplink = statistics.median_low(measured) if measured else ASSUMED_BYTES_PER_S
@@ -135,7 +147,10 @@ def survey(sites: Sequence[Site], *, learner: Site, rtt_s: Callable[[str, str], 
 
 
 def _uplink_rate(uplinks: Sequence[float]) -> float:
-    """Return what all uplinks together could give to every receiver; the learner's comes first."""
+    """Return the rate that all uplinks together could give every receiver.
+
+    The learner's uplink is the first; no receiver can get more than it sends.
+    """
     return min(uplinks[0], math.fsum(uplinks) / max(1, len(uplinks) - 1))
 
 
@@ -156,7 +171,7 @@ def _known(rate: float | None, assumed: float) -> float:
 
 
 LIMIT_SHARE = 0.7
-"""A rate below this share of another one is clearly less."""
+"""Share of another rate below which a rate counts as clearly lower."""
 
 
 def downlink_limits(
@@ -166,13 +181,13 @@ def downlink_limits(
     *,
     root: str,
 ) -> dict[str, float]:
-    """Return the downlinks of the nodes that are limited by themselves, bytes per second.
+    """Return the downlink rates of nodes that their own downlink limits, bytes per second.
 
     Args:
         parents: the node from which each node fetched weights.
-        received: bytes per second that a node received, over busy time, where known.
-        uplinks: bytes per second that a node has sent, where known.
-        root: the learner, which holds every version.
+        received: bytes per second that each node received, over busy time, if known.
+        uplinks: bytes per second that each node has been able to send, if known.
+        root: the id of the learner, which holds every version.
     """
     loads: dict[str, float] = defaultdict(float)
     for node_id, parent in parents.items():

@@ -1,7 +1,7 @@
-"""Throughput of a plan, and the bound for any plan.
+"""The throughput of a plan, and the bound that no plan can exceed.
 
-Bound (Kumar and Ross 2006; Mundinger et al. 2008): every receiver gets the whole version, and every
-received byte was sent by a node, so no plan gives all N receivers more than
+Bound (Kumar and Ross 2006; Mundinger et al. 2008): every receiver gets the whole version, and a
+node has sent every received byte. So no plan gives all N receivers more than
 
     r* = min(u0, min d, (u0 + sum u) / N)
 
@@ -10,13 +10,14 @@ at
 
     rate(node) = min(rate(parent), uplink(parent) / children(parent), downlink(node))
 
-and its first chunk when the parent has it and has sent it to all its children:
+The first chunk reaches a node when the parent has it and has sent it to all its children:
 
     lag(node) = lag(parent) + children(parent) * chunk / uplink(parent) + round trip / 2 + work
 
-Then S - chunk bytes follow at that rate. With equal uplinks these are the closed formulas for the
-star (N S/u) and the chain (S/u + (N-1)(c/u + L) + L). Connections are taken to be warm: they are
-kept from version to version.
+Then the remaining S - chunk bytes follow at this rate, where S is the size of the version. With
+equal uplinks these are the closed formulas for the star (N S/u) and the chain (S/u + (N-1)(c/u + L)
++ L). TCP connections are assumed to be at full speed, because they are kept from one version to the
+next.
 """
 
 from __future__ import annotations
@@ -28,42 +29,42 @@ from dataclasses import dataclass
 from echo.weights.topology.sites import Sites
 
 HOP_WORK_S = 0.0005
-"""Time between arrival and forwarding of a chunk: hash, store, one turn of the loop."""
+"""Seconds from the arrival of a chunk to its forwarding: hash, store, one turn of the loop."""
 
 Tree = Sequence[int]
-"""The parent of each node by number; the learner's, at 0, is -1."""
+"""The number of each node's parent, by the node's number; -1 for the learner, number 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanThroughput:
-    """Forecast of a plan."""
+    """The forecast of how a plan distributes a payload."""
 
     predicted_s: float
-    """Time until the last receiver, stragglers apart, has the version."""
+    """Seconds until the last receiver, stragglers apart, has the version."""
     rate_bytes_per_s: float
-    """Rate of the slowest receiver that is no straggler."""
+    """Rate of the slowest receiver, stragglers apart, bytes per second."""
     learner_copies: int
-    """Copies of the payload that the learner sends."""
+    """Number of copies of the payload that the learner sends."""
     egress_gb_price: float
     """Price of the bytes that change regions, for each GB of payload."""
     crossings: int
-    """Copies of the payload that are sent from one region to another."""
+    """Number of copies of the payload that are sent from one region to another."""
 
 
 def fluid_rate(uplink: float, uplinks: Sequence[float], downlinks: Sequence[float]) -> float:
-    """Return the bound r*.
+    """Return the bound r*, in bytes per second, that no plan can exceed.
 
     Args:
-        uplink: the learner's.
-        uplinks: the receivers', 0 for those that cannot serve.
-        downlinks: the receivers'.
+        uplink: the rate of the learner's uplink.
+        uplinks: the rates of the receivers' uplinks; 0 for receivers that cannot serve.
+        downlinks: the rates of the receivers' downlinks.
     """
     total = uplink + math.fsum(uplinks)
     return min(uplink, min(downlinks), total / len(uplinks))
 
 
 def order(parents: Tree) -> list[int]:
-    """Return the learner and the nodes below it, nearest first, so each follows its parent."""
+    """Return the numbers of the learner and all nodes, each node after its parent."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -75,7 +76,7 @@ def order(parents: Tree) -> list[int]:
 
 
 def num_children(parents: Tree) -> list[int]:
-    """Return how many children each node serves."""
+    """Return how many children each node has in the tree, by the node's number."""
     counts = [0] * len(parents)
     for parent in parents:
         if parent >= 0:
@@ -86,7 +87,7 @@ def num_children(parents: Tree) -> list[int]:
 def throughput_of(
     fleet: Sites, parents: Tree, *, payload_bytes: int, chunk_bytes: int
 ) -> PlanThroughput:
-    """Return time, rate and price of a plan."""
+    """Return the predicted time, rate and price of a plan."""
     first_bytes = min(float(chunk_bytes), float(payload_bytes))
     counts = num_children(parents)
     lags, rates = [0.0] * len(parents), [math.inf] * len(parents)

@@ -1,14 +1,15 @@
-"""Build the trees that a plan is chosen from: star, chain, degree-bounded tree.
+"""Builds the trees from which a plan is chosen: star, chain and degree-bounded tree.
 
-A tree at the rate r gives each receiver one link of r, so a node with uplink u has floor(u / r)
-**slots** for children. Every receiver needs one slot. A node with slots takes one and brings at
-least one, so a tree can always be grown from the learner through the nodes with slots, most slots
-first, and completed with leaves. So a rate is possible if and only if there are enough slots, and
-bisection finds the largest such rate.
+A tree for the rate r gives each receiver one link of this rate, so a node with the uplink u has
+floor(u / r) **slots** for children. Every receiver needs one slot. A node with slots takes one slot
+and adds at least one, so a tree can always be grown from the learner through the nodes with slots,
+those with the most slots first, and be completed with leaves. So a rate is possible if and only if
+there are enough slots, and bisection finds the largest possible rate.
 
-Slots are assigned so that each region has one entry, and the learner's region has none: the version
-crosses into each region once. So the slots within each region also bound the rate. A region that
-would slow the version down by more than REGION_COST gets more entries.
+Slots are assigned so that one link enters each region, and none enters the learner's region: the
+version crosses into each other region once. So the slots within each region also limit the rate. If
+a single entry into a region would slow the version down by more than REGION_COST, the region gets
+more entries.
 """
 
 from __future__ import annotations
@@ -24,28 +25,30 @@ from echo.weights.topology.sites import Sites
 _Counts = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 WINDOW = 16
-"""Number of candidate parents that are compared by distance."""
+"""Largest number of candidate nodes that are compared by distance."""
 
 REGION_COST = 0.5
-"""Largest slowdown by one entry per region; beyond it a region gets more entries."""
+"""Largest slowdown, as a share, that a single entry into each region may cause; beyond it a region
+gets more entries."""
 
 HEADROOM = 1.25
-"""Multiple of the best possible rate for which slots are counted at most."""
+"""Largest multiple of the best possible rate for which slots are counted."""
 
 _STEPS = 50
-"""Bisections of the interval of the rate: enough for the precision of a float."""
+"""Number of bisections of the interval of the rate: enough for the precision of a float."""
 
 
 def star(fleet: Sites) -> list[int]:
-    """Return the star: the learner serves every node."""
+    """Return the tree in which the learner serves every node."""
     return [-1, *[0] * fleet.num_receivers]
 
 
 def chain(fleet: Sites) -> list[int] | None:
-    """Return a chain of the nodes with slots, the others as leaves; None with too few slots.
+    """Return a chain of the nodes with slots; the other nodes are leaves of this chain.
 
-    The chain goes region by region, the learner's first, and within a region to the nearest next
-    node. Leaves hang from its end and from nodes with unused uplink, of their own region first.
+    The chain goes region by region, the learner's region first, and within a region always to the
+    nearest node. A leaf's parent is the end of the chain or a node with unused uplink, in its own
+    region if possible. None if there are too few slots.
     """
     slots = slots_of(fleet, does_spare_learner=True)
     if slots is None:
@@ -78,13 +81,15 @@ def chain(fleet: Sites) -> list[int] | None:
 def bounded_tree(
     fleet: Sites, *, does_spare_learner: bool, is_by_region: bool = True, share: float = 1.0
 ) -> list[int] | None:
-    """Return a tree over all nodes, as fast as the slots allow; None if they do not suffice.
+    """Return a tree over all nodes that is as fast as the slots allow.
+
+    None if the slots do not suffice.
 
     Args:
-        fleet: the nodes.
+        fleet: the learner and the nodes.
         does_spare_learner: whether the learner sends the version exactly once.
-        is_by_region: whether each region has one entry, if its uplinks can feed it.
-        share: share of the largest rate to build for; a smaller one makes flatter trees.
+        is_by_region: whether one link enters each region whose own uplinks can feed it.
+        share: share of the largest possible rate to build for; a smaller share makes flatter trees.
     """
     groups = _numbered(fleet.regions) if is_by_region else [0] * len(fleet.names)
     slots = slots_of(fleet, does_spare_learner=does_spare_learner, share=share, groups=groups)
@@ -97,13 +102,17 @@ def bounded_tree(
 def slots_of(
     fleet: Sites, *, does_spare_learner: bool, share: float = 1.0, groups: Sequence[int] = ()
 ) -> list[int] | None:
-    """Return the number of children that each node can serve at the largest possible rate.
+    """Return how many children each node can serve at the largest possible rate.
+
+    None if the slots do not suffice at any rate.
 
     Args:
-        fleet: the nodes.
+        fleet: the learner and the nodes.
         does_spare_learner: whether the learner sends the version exactly once.
-        share: part of the largest rate to take.
-        groups: region of each node, as a number; all but the first are to be entered once.
+        share: share of the largest possible rate for which to count slots; a smaller share gives
+            more slots.
+        groups: the region of each node, as a number; one link enters each region, except the
+            learner's, which is 0.
     """
     needed = fleet.num_receivers
     uplinks = np.array(fleet.uplinks)
@@ -135,10 +144,10 @@ def slots_of(
 
 
 def _links_within(groups: Sequence[int]) -> list[int]:
-    """Return the least number of links that begin in each region.
+    """Return the least number of links that must begin in each region.
 
-    All nodes of a region but its entry are fed from within. In the learner's region all are, and
-    one more link leads to another region.
+    One node of a region is fed from outside, and the others from within. In the learner's region
+    all nodes are fed from within, and one more link leads to another region.
     """
     sizes = [0] * (max(groups) + 1)
     for group in groups[1:]:
@@ -154,7 +163,7 @@ def _numbered(regions: tuple[str, ...]) -> list[int]:
 
 
 def _deal(slots: list[int], groups: list[int]) -> list[int]:
-    """Return the number of children that each node gets."""
+    """Return how many children each node serves, given its slots and its region."""
     num_receivers = len(slots) - 1
     home, *others = _links_within(groups)
     own = [0] * (1 + len(others))
@@ -185,17 +194,17 @@ def _deal(slots: list[int], groups: list[int]) -> list[int]:
 
 
 class _Grower:
-    """Grows a tree from the learner outwards."""
+    """Grows a tree from the learner outwards, node by node."""
 
     def __init__(
         self, fleet: Sites, places: list[int], groups: list[int], load_s: list[float]
     ) -> None:
-        """Start at the learner.
+        """Start with a tree that has only the learner.
 
         Args:
-            fleet: the nodes.
-            places: children that each node may take.
-            groups: region of each node, as a number.
+            fleet: the learner and the nodes.
+            places: number of children that each node may serve.
+            groups: the region of each node, as a number.
             load_s: seconds that each node needs to send a byte to all its children.
         """
         self._fleet, self._places, self._groups, self._load_s = fleet, list(places), groups, load_s
@@ -204,16 +213,17 @@ class _Grower:
         num_groups = max(groups) + 1
         self._open: list[list[int]] = [[] for _ in range(num_groups)]
         self._surplus = [0] * num_groups
-        """Slots that a region has beyond its own need."""
+        """Number of slots that each region has beyond its own need."""
         for node, group in enumerate(groups):
             self._surplus[group] += places[node] - (node > 0)
         self._open[groups[0]].append(0)
 
     def grow(self) -> list[int]:
-        """Attach every node: nodes with slots first, most slots first, then the leaves.
+        """Attach every node and return the tree.
 
-        Nodes of the learner's region come before all others; otherwise that region would need an
-        entry from outside. Then come the nodes through which most others can be reached.
+        Nodes with slots are attached first, and then the leaves. Nodes of the learner's region come
+        before all others; otherwise this region would need a link from outside. Then the nodes of
+        regions with the most surplus slots follow, through which most other nodes can be reached.
         """
         places, groups = self._places, self._groups
         surplus = tuple(self._surplus)
@@ -247,12 +257,12 @@ class _Grower:
             del rooms[index]
 
     def _exporter(self) -> int:
-        """Return the region with the most surplus slots, of those with an open slot."""
+        """Return the region with the most surplus slots among the regions with an open slot."""
         regions = [group for group, rooms in enumerate(self._open) if rooms]
         return max(regions, key=lambda group: (self._surplus[group], -group))
 
     def _chunk_times(self, parents: list[int], node: int) -> list[float]:
-        """Return the arrival time of a first chunk of 1 MB at a node, for each parent."""
+        """Return the time at which a first chunk of 1 MB would reach a node from each parent."""
         lags, load_s, rtt_s = self._lags, self._load_s, self._fleet.rtt_s
         return [lags[p] + load_s[p] * 1e6 + rtt_s(p, node) / 2 for p in parents]
 
