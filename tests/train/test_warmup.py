@@ -134,4 +134,4 @@ def test_a_place_that_cannot_be_written_is_named(
 def test_the_learning_rate_rises_stays_and_falls() -> None:
     recipe = RECIPES["countdown"]
     rates = [recipe.learning_rate_at(step, 400) for step in (1, 50, 200, 281, 341, 400)]
-    assert rates == pytest.approx([4e-5, 2e-3, 2e-3, 2e-3, 1e-3, 1.6667e-5], rel=1e-3)
+    assert rates == pytest.approx([6e-5, 3e-3, 3e-3, 3e-3, 1.5e-3, 2.5e-5], rel=1e-3)
