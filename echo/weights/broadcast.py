@@ -273,7 +273,7 @@ class Broadcast:
         """Add a complete version that this node, the learner, has made, and announce it."""
         if len(image) != manifest.num_bytes:
             raise LocalProtocolError(
-                f"{manifest.version}: image of {len(image)} bytes, manifest says otherwise"
+                f"{manifest.version}: image of {len(image)} bytes, its manifest states another number"
             )
         has_chunk = bytearray(b"\1") * manifest.num_chunks
         self._store.add(Transfer(signed, manifest, image, has_chunk, manifest.num_chunks))
@@ -326,8 +326,8 @@ class Broadcast:
         cut off, so the node leaves it.
         """
         held = self.newest_complete
-        heard_of = (self._store.newest_known, self.receiver.offers.newest)
-        is_news = newest is not None and all(each is None or each < newest for each in heard_of)
+        known = (self._store.newest_known, self.receiver.offers.newest)
+        is_news = newest is not None and all(each is None or each < newest for each in known)
         is_behind = newest is not None and (held is None or held < newest)
         if not is_behind or self.progress()[1]:
             self._expected_since = None

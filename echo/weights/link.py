@@ -5,9 +5,9 @@ nothing):
 
     alone             --connect--> idle
     idle              --subscribe--> subscribed        --fetch--> requested
-    subscribed        --heard--> idle                  --fetch--> requested
+    subscribed        --message--> idle                --fetch--> requested
                       --silence--> subscribed_again    --silence_with_spare--> alone
-    subscribed_again  --heard--> idle                  --fetch--> requested
+    subscribed_again  --message--> idle                --fetch--> requested
                       --silence--> alone               --silence_with_spare--> alone
     requested         --lives--> fetching              --waits--> waiting
                       --silence--> requested_again     --silence_with_spare--> alone
@@ -286,7 +286,7 @@ class LinkEvent(StrEnum):
     """The node has sent Subscribe."""
     FETCH = "fetch"
     """The node has sent Fetch."""
-    HEARD = "heard"
+    MESSAGE = "message"
     """The parent has sent a message of any kind."""
     LIVES = "lives"
     """The parent has sent a chunk or table of the requested item."""
@@ -314,9 +314,9 @@ def _table() -> dict[LinkState, dict[LinkEvent, LinkState]]:
         s.ALONE: {e.CONNECT: s.IDLE},
         s.IDLE: {**over, e.SUBSCRIBE: s.SUBSCRIBED, e.FETCH: s.REQUESTED},
         s.SUBSCRIBED: {
-            **first, e.HEARD: s.IDLE, e.FETCH: s.REQUESTED, e.SILENCE: s.SUBSCRIBED_AGAIN
+            **first, e.MESSAGE: s.IDLE, e.FETCH: s.REQUESTED, e.SILENCE: s.SUBSCRIBED_AGAIN
         },
-        s.SUBSCRIBED_AGAIN: {**second, e.HEARD: s.IDLE, e.FETCH: s.REQUESTED},
+        s.SUBSCRIBED_AGAIN: {**second, e.MESSAGE: s.IDLE, e.FETCH: s.REQUESTED},
         s.REQUESTED: {
             **first,
             e.LIVES: s.FETCHING,
@@ -449,9 +449,9 @@ class ParentLink:
             self.progress_at = now
         self._move(LinkEvent.SUBSCRIBE)
 
-    def heard(self) -> None:
+    def on_message(self) -> None:
         """Note that the parent has sent a message of any kind."""
-        self._move(LinkEvent.HEARD)
+        self._move(LinkEvent.MESSAGE)
 
     def fetch(self, *, now: float) -> int:
         """Note that this node sends Fetch, and return the credit in bytes for it.
@@ -487,7 +487,7 @@ class ParentLink:
         if self.rate.bytes_per_s is not None:
             self.num_failures = 0
 
-    def settle(self, num_bytes: int, *, now: float) -> None:
+    def released(self, num_bytes: int, *, now: float) -> None:
         """Note that a chunk was written or discarded.
 
         The time for which the parent is silent is counted from now.

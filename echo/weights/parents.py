@@ -73,8 +73,9 @@ class Parents:
     @property
     def learner_addresses(self) -> list[str]:
         """The addresses at which the learner may be: those of the settings, then the plan's."""
-        told = self.learner_address
-        return [*self._addresses, *([told] if told and told not in self._addresses else [])]
+        planned = self.learner_address
+        is_new = planned and planned not in self._addresses
+        return [*self._addresses, *([planned] if is_new else [])]
 
     @property
     def parent(self) -> str:

@@ -232,11 +232,11 @@ class Receiver:
 
     # --- messages --------------------------------------------------------------------------------
 
-    def heard(self, peer: str) -> bool:
+    def _is_from_parent(self, peer: str) -> bool:
         """Note that a peer has sent a message; return whether the peer is the parent."""
         if peer != self.link.peer:
             return False
-        self.link.heard()
+        self.link.on_message()
         return True
 
     def receive(
@@ -249,7 +249,7 @@ class Receiver:
         Raises:
             RemoteProtocolError: if the parent broke a rule of the protocol.
         """
-        if not self.heard(peer):
+        if not self._is_from_parent(peer):
             return []
         match message:
             case Announce():
@@ -484,7 +484,7 @@ class Receiver:
             RemoteProtocolError: if a chunk's index is outside its item, or its bytes are missing.
         """
         item_id = (message.version, message.form)
-        is_parent, link, item = self.heard(peer), self.link, self.store.get(item_id)
+        is_parent, link, item = self._is_from_parent(peer), self.link, self.store.get(item_id)
         if not is_parent or item is None:
             return []
         indices = (message.index, *message.others)
@@ -551,7 +551,7 @@ class Receiver:
         for work, _ in done:
             item.writing.discard(work.index)
         if is_parent:
-            self.link.settle(size, now=now)
+            self.link.released(size, now=now)
         if self.store.get(item_id) is not item:
             # The item was dropped. The credit of its chunks is free again.
             return [*self._give_credit(size, now)] if is_parent else []

@@ -88,7 +88,7 @@ class Pace:
         self._before = 0, 0.0
         """Number of chunks sent in the period before, and the length of that period in seconds."""
 
-    def _look(self, now: float) -> None:
+    def _count(self, now: float) -> None:
         if self._runs_since is not None:
             self._busy_s += now - self._runs_since
             self._runs_since = now
@@ -98,14 +98,14 @@ class Pace:
 
     def run(self, now: float) -> None:
         """Note that from now on the child wants chunks and is not held back."""
-        self._look(now)
+        self._count(now)
         self._runs_since = now
         if self.began_at is None:
             self.began_at = now
 
     def rest(self, now: float) -> None:
         """Note that from now on the child wants no chunk, or is held back for a sibling."""
-        self._look(now)
+        self._count(now)
         self._runs_since = None
 
     def sent(self, num_chunks: int, now: float) -> None:
@@ -115,12 +115,12 @@ class Pace:
 
     def rate(self, now: float) -> float:
         """Return how many chunks per second the child has recently taken."""
-        self._look(now)
+        self._count(now)
         return self._rate(1e-3)
 
     def at_once(self, now: float) -> int:
         """Return how many chunks to send in one message: those of TOGETHER_S, at least one."""
-        self._look(now)
+        self._count(now)
         return min(MAX_CHUNKS, max(1, int(self._rate(SAMPLE_S) * TOGETHER_S)))
 
     def _rate(self, least_s: float) -> float:
@@ -162,7 +162,7 @@ class Child:
     held_at: float | None = None
     """Time since which the child is held back for a sibling; None if it is not."""
     last_seen_at: float = 0.0
-    told_waiting_at: float = 0.0
+    waiting_sent_at: float = 0.0
     waiting_s: float = 0.0
     """Seconds to the next Waiting, as the last Waiting to the child announced."""
     unanswered_since: float | None = None
@@ -182,7 +182,7 @@ class Child:
         self.ranges = message.ranges
         self.num_segments, self.credit_bytes = message.num_segments, 0
         self.give(message.credit_bytes)
-        self.acked_at = self.told_waiting_at = now
+        self.acked_at = self.waiting_sent_at = now
         self.waiting_s = 0.0
         self.lead = 0
         self.pace.run(now)
@@ -218,7 +218,7 @@ class Child:
     def sent(self, num_chunks: int, now: float) -> None:
         """Note that chunks were sent to the child."""
         self.pace.sent(num_chunks, now)
-        self.told_waiting_at, self.waiting_s = now, 0.0
+        self.waiting_sent_at, self.waiting_s = now, 0.0
         self.held_at = None
 
 
@@ -304,11 +304,11 @@ class Sender:
 
         A child that knows these items already gets no message.
         """
-        says = self.store.announcement()
+        announced = self.store.announcement()
         newest = self.store.newest_known
-        if says is None or newest is None:
+        if announced is None or newest is None:
             return []
-        version, offers, manifest = says
+        version, offers, manifest = announced
         told = (version, tuple((offer.version, offer.base) for offer in offers), manifest is None)
         actions: list[Action] = []
         for peer in peers or tuple(self.children):
@@ -350,7 +350,7 @@ class Sender:
         if newest is None or newest < version:
             # Unknown here, as after a restart: the child keeps its chunks and asks again.
             child.awaiting = item_id
-            return [self._tell_waiting(peer, child, item_id, now)]
+            return [self._send_waiting(peer, child, item_id, now)]
         # Announce again, so that the child can pick another item.
         child.awaiting = child.announced = None
         gone = self._send(peer, Gone(version=version, form=form))
@@ -586,7 +586,7 @@ class Sender:
         """The time at which the next Waiting is due; None if no child waits."""
         return earliest(
             *[
-                _tell_at(child)
+                _waiting_due_at(child)
                 for child in self.children.values()
                 if (child.fetching is not None or child.awaiting is not None) and self._waits(child)
             ]
@@ -596,7 +596,7 @@ class Sender:
         """Send children that wait the chunks that they may have now, or else a Waiting."""
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
-            if not self._waits(child) or now < _tell_at(child):
+            if not self._waits(child) or now < _waiting_due_at(child):
                 continue
             if child.awaiting is not None:
                 actions += self._await(peer, child, child.awaiting, now)
@@ -604,7 +604,7 @@ class Sender:
             sent = self._serve(peer, child, now) if child.held_at is not None else []
             actions += sent
             if not sent and child.fetching is not None:
-                actions.append(self._tell_waiting(peer, child, child.fetching, now))
+                actions.append(self._send_waiting(peer, child, child.fetching, now))
         return actions
 
     def _await(self, peer: str, child: Child, item: ItemId, now: float) -> list[Action]:
@@ -614,12 +614,12 @@ class Sender:
         child.awaiting = None  # It has been announced; if that was lost, the child asks again.
         return []
 
-    def _tell_waiting(self, peer: str, child: Child, item: ItemId, now: float) -> Send:
+    def _send_waiting(self, peer: str, child: Child, item: ItemId, now: float) -> Send:
         """Return a Waiting for a child, which says when the next message follows."""
-        is_looked_after = child.held_at is not None or child.awaiting is not None
-        doubled = WAITING_PERIOD_S if is_looked_after else 2 * child.waiting_s
+        is_awaited = child.held_at is not None or child.awaiting is not None
+        doubled = WAITING_PERIOD_S if is_awaited else 2 * child.waiting_s
         child.waiting_s = min(max(doubled, WAITING_PERIOD_S), MAX_WAITING_S)
-        child.told_waiting_at = now
+        child.waiting_sent_at = now
         version, form = item
         return self._send(peer, Waiting(version=version, form=form, again_s=child.waiting_s))
 
@@ -627,6 +627,6 @@ class Sender:
         return Send(peer, encode(message, payload, source=self.node_id))
 
 
-def _tell_at(child: Child) -> float:
+def _waiting_due_at(child: Child) -> float:
     """Return the time at which the next Waiting to a child is due."""
-    return child.told_waiting_at + max(child.waiting_s, WAITING_PERIOD_S)
+    return child.waiting_sent_at + max(child.waiting_s, WAITING_PERIOD_S)

@@ -84,7 +84,7 @@ class Watchdog:
         gives_up_at = self._gives_up_at(item)
         if item is not None and gives_up_at is not None and now >= gives_up_at:
             waited_s = now - (self._since or 0.0)
-            return f"it only says that it waits for {item[0]}, for {waited_s:.1f} s", False
+            return f"it reports only that it waits for {item[0]}, for {waited_s:.1f} s", False
         chunk_bytes = self._store.chunk_bytes(item)
         silent_at = link.deadline(chunk_bytes)
         if silent_at is None or now < silent_at:

@@ -53,7 +53,7 @@ def make(*, rtt_s: float | None = 0.04, first: int = 2 * CHUNK) -> ParentLink:
 def take(link: ParentLink, *, now: float, num_bytes: int = CHUNK) -> tuple[int, int]:
     """Take a chunk that is written at once."""
     link.received(num_bytes, now=now)
-    link.settle(num_bytes, now=now)
+    link.released(num_bytes, now=now)
     return link.took(num_bytes, chunk_bytes=CHUNK)
 
 
@@ -73,7 +73,7 @@ EVENTS: dict[LinkEvent, Callable[[ParentLink], object]] = {
     LinkEvent.DISCONNECT: lambda link: link.connect(None, rtt_s=None),
     LinkEvent.SUBSCRIBE: lambda link: link.subscribe(now=1.0),
     LinkEvent.FETCH: lambda link: link.fetch(now=1.0),
-    LinkEvent.HEARD: lambda link: link.heard(),
+    LinkEvent.MESSAGE: lambda link: link.on_message(),
     LinkEvent.LIVES: lambda link: link.lives(now=1.0),
     LinkEvent.WAITS: lambda link: link.waits(again_s=1.0, now=1.0),
     LinkEvent.COMPLETE: lambda link: link.complete(),

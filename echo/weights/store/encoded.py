@@ -264,11 +264,11 @@ class EncodedVersion(Chunked):
             table.manifest or b"", public_key=public_key, run_id=table.run_id, max_bytes=max_bytes
         )
         hashes = b"".join(part.table.result_hashes for part in self._parts) + table.result_hashes
-        said = (table.version, table.image_bytes, table.image_chunk_bytes, hashes)
-        is_so = (
+        stated = (table.version, table.image_bytes, table.image_chunk_bytes, hashes)
+        found = (
             manifest.version, manifest.num_bytes, manifest.chunk_bytes, manifest.chunk_hashes
         )  # fmt: skip
-        if said != is_so:
+        if stated != found:
             raise RemoteProtocolError(
                 f"the segments of {self.version} promise another image than its manifest"
             )
