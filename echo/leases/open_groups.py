@@ -75,7 +75,7 @@ class OpenGroups:
         """Note that a group is granted or ended, so that the next new group has a higher id."""
         self.next_group_id = max(self.next_group_id, group_id + 1)
 
-    def settle(self, group_id: int) -> None:
+    def close(self, group_id: int) -> None:
         """End all leases of a group, whose result is stored or no longer wanted."""
         self.finished.add(group_id)
         self.leases.finish(group_id)
@@ -92,7 +92,7 @@ class OpenGroups:
             worker_id: the worker that could not finish the group, if one was asked to.
             cause: the cause that the worker reports.
         """
-        self.settle(group_id)
+        self.close(group_id)
         self._counters.add(f"discarded/{reason}")
         record = Discarded(group=group_id, reason=reason, step=self.step)
         return [AppendRecord(record, worker_id, cause)]

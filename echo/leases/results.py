@@ -246,7 +246,7 @@ class Results:
         assert group.result is not None, "it was stored without a result"
         node_id, attempt = group.result
         first, others = group.find(attempt, node_id), group.others(attempt)
-        self._groups.settle(group_id)
+        self._groups.close(group_id)
         self._counters.add("accepted")
         if first is not None and others:
             self._counters.add("hedges/lost" if first.copy_of is None else "hedges/won")

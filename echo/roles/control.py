@@ -191,13 +191,13 @@ class ControlLink:
 
     def leave_silent(self, *, now: float) -> list[Action]:
         """Dial the next address, because no message of the learner has arrived for too long."""
-        text = f"nothing heard from the learner for {self._joining.dead_after_s:.0f} s"
+        text = f"no message from the learner for {self._joining.dead_after_s:.0f} s"
         return [Note("warning", text, "silent learner"), *self.dial_next(now)]
 
     def _describe_failure(self) -> str:
         """Return the error text for an operator whose learner could not be reached."""
         role, run_id = self._settings.role, self._joining.run_id
-        since = f"run {run_id} was last heard of" if run_id else f"this {role} started"
+        since = f"run {run_id} last answered" if run_id else f"this {role} started"
         text = (
             f"no learner reached at {', '.join(self._parents.learner_addresses)} for "
             f"{self._settings.reconnect_for_s:.0f} s, since {since}; check that it runs, that its "

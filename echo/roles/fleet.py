@@ -9,9 +9,9 @@ from echo.leases.book import LeaseBook
 from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
 
-MAX_NAMES_TOLD = 3
+MAX_NAMES_LISTED = 3
 """Silent nodes that a line names; it gives the number of the others."""
-MAX_WORKERS_TOLD = 8
+MAX_WORKERS_LISTED = 8
 """Workers whose state is in the line that describes a wait of the learner."""
 
 
@@ -61,16 +61,16 @@ class FleetView:
             return f"{missing} groups; {why}"
         held = [(self._leases.num_leases(member.node_id), member) for member in workers]
         held.sort(key=lambda each: -each[0])
-        fleet = [member.describe(number) for number, member in held[:MAX_WORKERS_TOLD]]
-        if others := held[MAX_WORKERS_TOLD:]:
+        fleet = [member.describe(number) for number, member in held[:MAX_WORKERS_LISTED]]
+        if others := held[MAX_WORKERS_LISTED:]:
             fleet.append(f"{len(others)} others have {sum(number for number, _ in others)}")
         return f"{missing} of {num_groups} groups; {'; '.join(fleet)}"
 
     def describe_silent(self, silent: Sequence[Member], *, now: float) -> str:
         """Return one line about the nodes (one or more) that are dropped as silent."""
         names = [member.node_id for member in silent]
-        if len(names) > MAX_NAMES_TOLD:
-            names[MAX_NAMES_TOLD:] = [f"{len(names) - MAX_NAMES_TOLD} others"]
+        if len(names) > MAX_NAMES_LISTED:
+            names[MAX_NAMES_LISTED:] = [f"{len(names) - MAX_NAMES_LISTED} others"]
         silent_s = min(now - member.last_seen_at for member in silent)
         num_groups = sum(self._leases.num_leases(member.node_id) for member in silent)
         verb = "is" if len(silent) == 1 else "are"

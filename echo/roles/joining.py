@@ -170,9 +170,10 @@ def answer_fault(
     if known is not None and found != known:
         return "wrong_signing_key", (
             f"the signing key has the fingerprint {show_fingerprint(found)}, this node's join "
-            "string (or the run directory, where links are not encrypted) says "
+            "string (or the run directory, where links are not encrypted) states "
             f"{show_fingerprint(known)}. Either the line in runs/NAME/keys/join on the learner's "
-            "machine is another one by now: copy it again; or somebody between poses as the learner"
+            "machine has changed since: copy it again. Or another process answers in the learner's "
+            "name"
         )
     try:
         key = Ed25519PublicKey.from_public_bytes(answer.public_key)
@@ -181,7 +182,7 @@ def answer_fault(
         what = "settings and files that this node is to take over"
         return "wrong_signature", (
             f"the learner's key has not signed {what if isinstance(answer, Welcome) else 'it'}: "
-            "somebody on the way has changed or made them"
+            "a process between the learner and this node has changed or forged them"
         )
     return None
 
@@ -968,7 +969,7 @@ class Admission:
                 member = Member.of(event, now=now)
             elif isinstance(event, Restarted):
                 member = Member.of(event.hello, now=now)
-            assert member is not None, "the table moves nobody who has not said Hello"
+            assert member is not None, "the table moves no node without a Hello"
             self.roster.move(member, step.then)
         return step.handle(self, source, member, event, payload, now)
 

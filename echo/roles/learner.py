@@ -296,7 +296,7 @@ class Learner(Role):
             is_new_way = peer != former and self._admission.is_missing_hello(source, message)
             if is_new_way or not is_genuine:
                 return self._routes.to(source, Rehello())
-            return self._on_heard(source, message, payload, now)
+            return self._on_genuine(source, message, payload, now)
         finally:
             if peer != former and not self._admission.proves_name(source, message):
                 self._routes.restore(source, former)
@@ -313,7 +313,7 @@ class Learner(Role):
         text = f"refused a {type(message).__name__} under the name of {source}: {error}; {over}"
         return self._complaints.note(name, "forged", text, now=now)
 
-    def _on_heard(
+    def _on_genuine(
         self, source: str, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
         reason = self.shutdown.reason
@@ -339,7 +339,7 @@ class Learner(Role):
                     self.roster.release(member)
                 level = "warning" if message.has_failed else "info"
                 note = Note(level, f"{member.node_id} left: {one_line(message.reason)}")
-                return [note, *self.drop(member, now=now), *self.shutdown.tell()]
+                return [note, *self.drop(member, now=now), *self.shutdown.send_finish()]
         raise LocalProtocolError(f"{type(message).__name__} is no work of a node")
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
@@ -356,7 +356,7 @@ class Learner(Role):
             return self._routes.to(member.node_id, Finish(reason=reason))
         has_new_suspects = message.stats.suspects != member.stats.suspects
         probe = self.plans.before_heartbeat(member, message, now=now)
-        refused = _tell_refusal(member, message)
+        refused = _note_refusal(member, message)
         has_progress = member.beat(message, now=now)
         actions = self._routes.to(
             member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
@@ -365,10 +365,10 @@ class Learner(Role):
         if has_new_suspects or self.plans.planner.is_due(now=now):
             actions += self.plans.replan(now)
         self._grants.want(now=now)
-        heard = self._scheduler.on_heartbeat(
+        answers = self._scheduler.on_heartbeat(
             member.worker, message, has_progress=has_progress, now=now
         )
-        return [*actions, *heard]
+        return [*actions, *answers]
 
     def _grant(self, now: float) -> list[Action]:
         """Grant the groups that admission and capacities allow, now or at the next deadline."""
@@ -536,7 +536,7 @@ class Learner(Role):
     """The handler of each event."""
 
 
-def _tell_refusal(member: Member, message: Heartbeat) -> list[Action]:
+def _note_refusal(member: Member, message: Heartbeat) -> list[Action]:
     """Report the version that an engine refuses, and why, at the first heartbeat with it."""
     stats, known = message.stats, member.stats
     version = stats.refused_version

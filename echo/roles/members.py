@@ -293,14 +293,14 @@ class Shutdown:
     def finish(self, reason: str) -> list[Action]:
         """Send Finish to all nodes; to relays only once all other nodes have gone."""
         self.reason = reason
-        return self.tell()
+        return self.send_finish()
 
     def dismiss_all(self) -> list[Action]:
         """Send Finish to all remaining nodes, also to relays and to nodes that send later."""
         self.is_last_call = True
-        return self.tell()
+        return self.send_finish()
 
-    def tell(self) -> list[Action]:
+    def send_finish(self) -> list[Action]:
         """Send Finish to every node that may leave, if the run has ended."""
         if self.reason is None:
             return []

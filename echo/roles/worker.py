@@ -405,7 +405,7 @@ class Worker(DialingRole):
             if calls.engine.sampler == "engine" and not calls.is_sampling:
                 # No call continues the interrupted groups soon: ship them now.
                 actions += self.ship(interval_s=0.0, now=now)
-        return [*actions, *self._send_due(now), *self._settle(now)]
+        return [*actions, *self._send_due(now), *self._leave_when_done(now)]
 
     def _decided(self, decisions: Iterable[Decision], now: float) -> list[Action]:
         """Carry out decisions of `EngineCalls`; return the actions among them unchanged."""
@@ -591,7 +591,7 @@ class Worker(DialingRole):
         stops = [] if self._calls is None else self._calls.leave()
         return [*self._beat(now), *self._decided(stops, now)]
 
-    def _settle(self, now: float) -> list[Action]:
+    def _leave_when_done(self, now: float) -> list[Action]:
         """Hand over unfinished groups once the engine has stopped, and leave once all is done."""
         if not self.is_leaving:
             return []

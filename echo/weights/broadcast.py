@@ -273,7 +273,7 @@ class Broadcast:
         """Add a complete version that this node, the learner, has made, and announce it."""
         if len(image) != manifest.num_bytes:
             raise LocalProtocolError(
-                f"{manifest.version}: image of {len(image)} bytes, its manifest states another number"
+                f"{manifest.version}: image of {len(image)} bytes, unlike its manifest"
             )
         has_chunk = bytearray(b"\1") * manifest.num_chunks
         self._store.add(Transfer(signed, manifest, image, has_chunk, manifest.num_chunks))

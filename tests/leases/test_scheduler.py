@@ -286,7 +286,7 @@ def test_returned_groups_are_granted_before_new_ones_and_settled_ones_never() ->
     for group_id in (12, 13, 14):
         granting.leases.revoke(granting.leases.grant(group_id, "w0", now=0.0))
     granting.groups.next_group_id = 15
-    granting.groups.settle(13)
+    granting.groups.close(13)
     assert granted(granting, make_worker("w1", (2, 3), 3)) == {"w1": [12, 14, 15]}
 
 

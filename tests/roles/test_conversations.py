@@ -171,7 +171,7 @@ def test_the_time_without_the_learner_is_counted_from_when_it_was_lost(
         reason, text = world.end(name) or ("", "")
         assert reason == "learner_unreachable"
         assert address in text
-        assert re.search(r"for 20 s, since run run-\w+ was last heard of", text)
+        assert re.search(r"for 20 s, since run run-\w+ last answered", text)
 
 
 @pytest.mark.slow
