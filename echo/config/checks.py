@@ -94,7 +94,7 @@ def _check_exact_version(config: Config) -> Iterator[Problem]:
     if not rollout.exact_version:
         return
     if rollout.over_submission > 1:
-        text = f"must be 1 with {key}: what a stop leaves unfinished would begin anew each time"
+        text = f"must be 1 with {key}: what a stop leaves unfinished would begin again each time"
         yield _problem(text, "rollout.over_submission", key)
     if config.agent.listen is not None:
         text = "cannot be with agent.listen: newer weights would wait for as long as agents like"
@@ -246,7 +246,7 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
         (
             "worker.advertise",
             config.worker.listen is None,
-            "worker.listen is not set, so nobody can dial this worker",
+            "worker.listen is not set, so no node can dial this worker",
             "worker.listen",
         ),
         (

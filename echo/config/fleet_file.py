@@ -103,7 +103,7 @@ def _read_tables(kind: type[FleetFile], tables: Table, source: str) -> Layer:
     problems = []
     for name, value in tables.items():
         if name not in tables_of(kind):
-            text = f"[{name}]: {SCHEMAS[kind].say_unknown((name,))}"
+            text = f"[{name}]: {SCHEMAS[kind].describe_unknown((name,))}"
             problems.append(Problem((), text, Setting(None, source)))
         elif not isinstance(value, list if repeats(kind, name) else dict):
             text = f"must be {expected_table(kind, name)}"

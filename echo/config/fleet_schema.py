@@ -357,7 +357,7 @@ def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
     return leaf or (table if table is not None and table.is_table else None)
 
 
-def _say_unknown(kind: type[FleetFile], path: KeyPath) -> str:
+def _describe_unknown(kind: type[FleetFile], path: KeyPath) -> str:
     """Return the error text for a path that is not a key, with the key that was probably meant."""
     tables, known, name = tables_of(kind), _leaves(kind), path[-1]
     if path[0] not in tables and path[0] in tables_of(ScenarioFile):
@@ -408,7 +408,7 @@ def _schema(kind: type[FleetFile], what: str) -> Schema:
         "job.max_staleness=4 or offers.fra-4090.count=3",
         sections=lambda: (),
         find=partial(_find, kind),
-        say_unknown=partial(_say_unknown, kind),
+        describe_unknown=partial(_describe_unknown, kind),
         place=partial(_place, kind),
     )
 

@@ -74,7 +74,7 @@ class Schema:
     """Returns the names of the tables that set nothing when they are empty."""
     find: Callable[[KeyPath], Leaf | None]
     """Returns the key at a path, or the table of the user's own keys that contains the path."""
-    say_unknown: Callable[[KeyPath], str]
+    describe_unknown: Callable[[KeyPath], str]
     """Returns the error text for a path that is not a key, with the key that was probably meant."""
     place: Callable[[KeyPath, Settings], str]
     """Returns the text that names a path in messages."""
@@ -133,9 +133,9 @@ def read_layer(schema: Schema, table: Mapping[str, Any], source: str) -> Layer:
             continue  # an empty section sets nothing
         leaf = schema.find(path)
         if leaf is None:
-            text: str | None = schema.say_unknown(path)
+            text: str | None = schema.describe_unknown(path)
         else:
-            text = _say_altered([*path[len(leaf.path) :], value], in_table=leaf.is_table)
+            text = _describe_altered([*path[len(leaf.path) :], value], in_table=leaf.is_table)
         if text:
             layer.problems.append(Problem((path,), text, setting))
         else:
@@ -217,7 +217,7 @@ MAX_DEPTH = 32
 """Largest allowed depth of nested tables and lists in a value."""
 
 
-def _say_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
+def _describe_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
     """Return why a message or config.json cannot hold this value unchanged; None if they can.
 
     Args:
@@ -230,14 +230,14 @@ def _say_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
         if depth == MAX_DEPTH:
             return f"more than {MAX_DEPTH} tables and lists stand within each other"
         inner = (*value, *value.values()) if isinstance(value, Mapping) else value
-        found = (_say_altered(part, in_table=in_table, depth=depth + 1) for part in inner)
+        found = (_describe_altered(part, in_table=in_table, depth=depth + 1) for part in inner)
         return next(filter(None, found), None)
     if isinstance(value, str) and (_NO_UTF8.search(value) or ("\0" in value and not in_table)):
         return f"{brief(one_line(value))} has a character that UTF-8 or file names cannot hold"
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return f"{brief(value)} has more than 64 bits; write a smaller number, or text in quotes"
     if in_table and isinstance(value, float) and not math.isfinite(value):
-        return f"{value} is no number that a worker could be told; write a finite one, or text"
+        return f"{value} is no number that a message can carry; write a finite one, or text"
     if in_table and isinstance(value, date | time):
         return f"{value} is a date or time, which workers would get as text; put it in quotes"
     return None
@@ -270,12 +270,12 @@ def value_problems(
         elif len(path) > len(leaf.path):  # in a table of the user's own keys
             text = str(detail["msg"]).replace("Input should be", "must be")
         else:
-            text = say_expected(leaf, detail["input"])
+            text = describe_expected(leaf, detail["input"])
         by_path.setdefault(path, Problem((path,), text))
     return list(by_path.values())
 
 
-def say_expected(leaf: Leaf, value: object) -> str:
+def describe_expected(leaf: Leaf, value: object) -> str:
     """Return text on the values that a key accepts, and on the value that was probably meant."""
     has_choice = isinstance(value, str) and len(leaf.choices) > 1
     near = nearest(str(value), leaf.choices) if has_choice else None

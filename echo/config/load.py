@@ -31,13 +31,13 @@ from echo.config.layers import (
     Settings,
     as_error,
     brief,
+    describe_expected,
     merge,
     nest,
     read_file,
     read_layer,
     read_override,
     read_toml,
-    say_expected,
     unreported,
     value_problems,
 )
@@ -69,7 +69,7 @@ MAX_GUESSES = 3
 """Largest number of keys of other sections that the error for an unknown key suggests."""
 
 
-def _say_unknown(path: KeyPath) -> str:
+def _describe_unknown(path: KeyPath) -> str:
     """Return the error text for a path that is not a key, with the key that was probably meant."""
     section, name = path[0], path[-1]
     if section in sections() and len(path) == 1:
@@ -116,7 +116,7 @@ RUN = Schema(
     override_form="section.key=value",
     sections=sections,
     find=find_leaf,
-    say_unknown=_say_unknown,
+    describe_unknown=_describe_unknown,
     place=lambda path, _: ".".join(path),
 )
 """The schema of the configuration file of a run."""
@@ -177,7 +177,7 @@ def parse_config(
         for problem in problems
         if problem.is_idle and (is_saved or _cause_in_override(problem, user))
     ]
-    notes = [] if is_saved else [_say_idle(problem, settings) for problem in idle]
+    notes = [] if is_saved else [_describe_idle(problem, settings) for problem in idle]
     if idle:
         gone = {problem.paths[0][:2] for problem in idle}
         kept = {p: s for p, s in user.items() if p[:2] not in gone or s.source == OVERRIDE}
@@ -195,7 +195,7 @@ def _cause_in_override(problem: Problem, user: Settings) -> bool:
     return idle is not None and idle.source != OVERRIDE and by_line
 
 
-def _say_idle(problem: Problem, settings: Settings) -> str:
+def _describe_idle(problem: Problem, settings: Settings) -> str:
     """Return the note on a setting of the file that has no effect because of a `--set`."""
     path, *causes = problem.paths
     setting = problem.setting or settings[path]
@@ -238,7 +238,7 @@ def _choose_kinds(user: Settings) -> tuple[dict[str, str], list[Problem]]:
         elif isinstance(kind, str) and OWN_KIND in classes and _IMPORT_PATH.fullmatch(kind):
             kinds[section] = OWN_KIND
         else:
-            problems.append(Problem((path,), say_expected(leaf, kind), user[path]))
+            problems.append(Problem((path,), describe_expected(leaf, kind), user[path]))
     return kinds, problems
 
 

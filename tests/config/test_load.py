@@ -367,7 +367,11 @@ def test_an_unknown_key_finds_its_match(table: dict[str, Any], text: str) -> Non
         ("sync", {"max_staleness": 2**63}, "= 9223372036854775808: 9223372036854775808 has more"),
         ("task", {"options": {"a": [{"b": -(2**63) - 1}]}}, "-9223372036854775809 has more than"),
         ("task", {"options": {"a": 16**5000}}, "000... has more than 64 bits; write a smaller"),
-        ("task", {"options": {"a": math.nan}}, "nan is no number that a worker could be told"),
+        (
+            "task",
+            {"options": {"a": math.nan}},
+            "nan is no number that a message can carry",
+        ),
         ("model", {"chat_template_kwargs": {"a": [-math.inf]}}, "-inf is no number"),
         ("task", {"options": {"a": date(2026, 1, 2)}}, "2026-01-02 is a date or time, which"),
         ("task", {"options": {"a": "\ud800"}}, '"\\\\ud800" has a character that UTF-8'),
