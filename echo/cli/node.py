@@ -22,7 +22,7 @@ from rich.console import Console
 
 from echo.cli import interrupts
 from echo.cli.interrupts import Interrupted
-from echo.cli.output import LogFormatter, exit_code, fail, make_log, others_in_log, tell
+from echo.cli.output import LogFormatter, exit_code, fail, make_log, others_in_log, print_texts
 from echo.cli.parsers import node_parser
 from echo.config.fields import Role, has_secret, override_of
 from echo.config.load import (
@@ -167,7 +167,7 @@ def check_start(
         has_model = True
     except EchoError as error:
         problems.append(str(error))
-    data = _look_at_data(config, role, has_model=has_model)
+    data = _check_data(config, role, has_model=has_model)
     problems += [*data.problems, *map(str, _taken_addresses(config, role))]
     problems += _unwritable_places(config, role, log_events)
     if role == "learner":
@@ -254,7 +254,7 @@ def check_model(config: Config, role: str) -> None:
         check_unquantised(local_path(start))
 
 
-def _look_at_data(config: Config, role: Role, *, has_model: bool) -> StartCheck:
+def _check_data(config: Config, role: Role, *, has_model: bool) -> StartCheck:
     """Return the problems of a learner's task and data, and a preview; nothing for other roles."""
     if role != "learner":
         return StartCheck()
@@ -540,7 +540,7 @@ def run_learner(
     return code
 
 
-def tell_finished(config: Config) -> bool:
+def report_finished(config: Config) -> bool:
     """Return whether a run has made all of `run.max_steps`, and print a line if it has.
 
     Each process of a learner calls this function and reads the run's directory; only the process of
@@ -555,7 +555,7 @@ def tell_finished(config: Config) -> bool:
         return False
     if _is_first_rank():
         text = f"the run is finished: it has made {step} steps, run.max_steps = {max_steps}; its "
-        tell([f"{text}weights are in {run_dir / 'final'}; --set run.max_steps=... goes on"])
+        print_texts([f"{text}weights are in {run_dir / 'final'}; --set run.max_steps=... goes on"])
     return True
 
 
@@ -650,7 +650,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `echo-rl node` and return its exit code."""
     arguments = node_parser().parse_args(argv)
     if arguments.help_config:
-        tell([schema_help(arguments.role)])
+        print_texts([schema_help(arguments.role)])
         return 0
     try:
         config = configuration_of(arguments)
@@ -663,7 +663,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 check = check_start(
                     config, arguments.role, resume=resume, log_events=arguments.log_events
                 )
-                tell([dry_run(config, arguments.role, num_ranks=_num_ranks(), check=check)])
+                print_texts([dry_run(config, arguments.role, num_ranks=_num_ranks(), check=check)])
                 if check.problems:
                     raise ConfigError(in_one("start", check.problems))
             return 0
@@ -737,7 +737,7 @@ def _goes_on(arguments: argparse.Namespace, config: Config) -> bool:
     return bool(arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir)))
 
 
-LOOK_S = 0.2
+POLL_S = 0.2
 """Seconds between two checks for the join string of a learner that is about to start."""
 
 
@@ -761,7 +761,7 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: 
         config = read_run_file(path, overrides, None)
     except ConfigError:
         return []  # is told with what is wrong for the role
-    if _is_join_told(config, role) or not config.security.curve:
+    if _is_join_known(config, role) or not config.security.curve:
         return []
     own = _own_join(config)
     if patience and _is_own_learner(config, role):
@@ -775,7 +775,7 @@ def join_awaited(config: Config, role: str) -> Path | None:
 
     A node waits for the join string of a learner on this machine that has not started yet.
     """
-    if role == "learner" or not config.security.curve or _is_join_told(config, role):
+    if role == "learner" or not config.security.curve or _is_join_known(config, role):
         return None
     own = _own_join(config)
     return own if _is_own_learner(config, role) and not own.exists() else None
@@ -797,7 +797,7 @@ def _own_join(config: Config) -> Path:
     return config.run_dir / "keys" / "join"
 
 
-def _is_join_told(config: Config, role: str) -> bool:
+def _is_join_known(config: Config, role: str) -> bool:
     """Return whether the settings contain a join string, or name the file that contains it."""
     return config.security.join is not None or any(map(has_secret, _dialled(config, role)))
 
@@ -832,7 +832,7 @@ def _wait_for(path: Path, *, patience_s: float) -> None:
             is_told = True
             tell_of = f"waiting for {path}, which the learner writes when it starts"
             print(f"{tell_of}; on another machine set {ECHO_JOIN} to its line", file=sys.stderr)
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def read_run_file(path: Path, overrides: Sequence[str], role: Role | None) -> Config:
@@ -888,7 +888,7 @@ def run_role(
     Raises:
         EchoError: if the node cannot start. In this case nothing has been written, not even a log.
     """
-    if resume and tell_finished(config):
+    if resume and report_finished(config):
         return 0
     check_join(config, role)
     check_model(config, role)  # packages that take seconds to import come after it

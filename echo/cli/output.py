@@ -170,7 +170,7 @@ def _moved(stream: TextIO, to: int, line: StatusLine) -> Iterator[None]:
             terminal.close()
 
 
-def tell(texts: Iterable[str]) -> None:
+def print_texts(texts: Iterable[str]) -> None:
     """Print each text on a line; stop quietly if the reader closes the pipe, as `head` does."""
     try:
         for text in texts:

@@ -20,7 +20,7 @@ MODEL_CONFIG = "word-problems.toml"
 """Name of the configuration file of a quickstart with a pretrained model."""
 EXIT_CODES_HELP = (
     "Exit codes: 0 done; 1 failed, or a simulation did not finish; 2 wrong command line or "
-    "configuration; 3 unusable data or model; 4 the network failed, or nobody answered; 5 refused "
+    "configuration; 3 unusable data or model; 4 the network failed, or no node answered; 5 refused "
     "by the learner; 130, 143 and 129 interrupted by Ctrl-C, SIGTERM and a closed terminal: a "
     "learner has saved its run, a worker has handed over what it had begun."
 )

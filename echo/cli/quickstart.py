@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from echo.cli import interrupts
-from echo.cli.node import read_run_file, show_summary, tell_finished
+from echo.cli.node import read_run_file, report_finished, show_summary
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, MODEL_CONFIG, quickstart_parser
 from echo.config.fields import override_of
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             config = read_run_file(config_path, arguments.set, "learner")
             check_addresses(config)
-            if tell_finished(config):
+            if report_finished(config):
                 return 0
             with ExitStack() as held:
                 free_ports_of(config_path, held)

@@ -280,7 +280,7 @@ class Network:
         is_cut = listener is not None and self._is_cut(client.port, listener.port)
         if listener is None or is_cut:
             self._leave(end)
-            client.on_refused(end, "nothing gets through" if is_cut else "nobody listens there")
+            client.on_refused(end, "nothing gets through" if is_cut else "no node listens there")
             return
         far = LinkEnd(listener, None, end.number)
         self._ends.setdefault(listener, {})[far] = None
@@ -306,12 +306,12 @@ class Network:
         Messages already sent still arrive for `linger_s` seconds; after them the other side is
         notified. The client of this end gets no further events of the connection.
         """
-        is_told = end.is_open and not end.is_stalled
+        is_notified = end.is_open and not end.is_stalled
         self._leave(end)
-        if is_told:
+        if is_notified:
             soonest_at = self.now + end.route.latency_s
             at = max(soonest_at, min(end.arrived_at, soonest_at + linger_s))
-            self.at(at, self._hear_end, end.far, reason)
+            self.at(at, self._on_end, end.far, reason)
 
     def close(self, client: Client, *, linger_s: float = 0.0) -> None:
         """End a process and notify its peers; messages it has sent arrive for `linger_s`."""
@@ -343,7 +343,7 @@ class Network:
         if not ends:
             self._ends.pop(end.client, None)
 
-    def _hear_end(self, end: LinkEnd, reason: str) -> None:
+    def _on_end(self, end: LinkEnd, reason: str) -> None:
         """Notify an end that the other side has closed the connection.
 
         This waits until all messages of the other side have arrived.
@@ -351,7 +351,7 @@ class Network:
         if end.is_stalled or end.is_over:
             return
         if end.far.done_at > self.now:
-            self.at(end.far.done_at, self._hear_end, end, reason)
+            self.at(end.far.done_at, self._on_end, end, reason)
             return
         self._lose(end, reason)
 

@@ -180,13 +180,13 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _await_next(self) -> None:
-        """Schedule `_look` for the time at which the next group is complete."""
+        """Schedule `_wake` for the time at which the next group is complete."""
         at = self.engine.next_at
         if at != self._done_at and at < float("inf"):
             self._done_at = at
-            asyncio.get_running_loop().call_at(at, self._look, at)
+            asyncio.get_running_loop().call_at(at, self._wake, at)
 
-    def _look(self, at: float) -> None:
+    def _wake(self, at: float) -> None:
         if at != self._done_at or self.has_ended:
             return
         self._done_at = -1.0

@@ -264,9 +264,9 @@ def _key_of(example: Example) -> str:
     """
     text = example.prompt
     if not isinstance(text, str):
-        said = [(part["role"], plain_message(part)["content"]) for part in text]
-        is_alone = [role for role, _ in said] == ["user"]
-        text = said[0][1] if is_alone else " ".join(f"{role}: {content}" for role, content in said)
+        turns = [(part["role"], plain_message(part)["content"]) for part in text]
+        is_alone = [role for role, _ in turns] == ["user"]
+        text = turns[0][1] if is_alone else " ".join(f"{role}: {words}" for role, words in turns)
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 

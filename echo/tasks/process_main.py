@@ -224,8 +224,8 @@ class Performer:
                 return None
             case "reply":
                 reply = self._environment.reply(self._state(call.episode), call.text)
-                said = self._awaited(reply)
-                return None if said is None else _messages(said, where)
+                answer = self._awaited(reply)
+                return None if answer is None else _messages(answer, where)
             case "outcome":
                 outcome = self._environment.outcome(self._state(call.episode))
                 return _opinion(self._awaited(outcome), where)
@@ -290,7 +290,7 @@ class Performer:
     def _state(self, episode: str) -> Any:
         if episode not in self._states:
             raise _Refused(
-                f"the episode {episode} is not known here; its process was started anew",
+                f"the episode {episode} is not known here; its process was restarted",
                 reason="reward_lost",
             )
         return self._states[episode]
@@ -349,11 +349,11 @@ def _shown(value: object) -> str:
         return f"{type(value).__name__} beyond all bounds"
 
 
-def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
+def _messages(answer: str | Message | list[Message], where: str) -> list[Message]:
     """Return an environment's reply as a list of messages; text becomes one user message."""
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
-    messages = [said] if isinstance(said, dict) else said
+    if isinstance(answer, str):
+        return [{"role": "user", "content": answer}]
+    messages = [answer] if isinstance(answer, dict) else answer
     for message in messages:
         if fault := fault_of_message(message):
             raise _Refused(
@@ -379,8 +379,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _is_about_loop(error: BaseException) -> bool:
-    is_told = re.search(r"[Ee]vent loop|different loop", str(error))
-    return isinstance(error, RuntimeError) and is_told is not None
+    is_loop = re.search(r"[Ee]vent loop|different loop", str(error))
+    return isinstance(error, RuntimeError) and is_loop is not None
 
 
 def what_it_raised(error: BaseException) -> str:

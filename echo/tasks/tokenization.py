@@ -508,8 +508,8 @@ class TextCodec:
             )
         for number, turn in enumerate(turns, 1):
             plain = plain_message(turn)
-            said = plain["content"].rpartition("</think>")[2].strip()
-            forms = (said, json.dumps(said, ensure_ascii=False)[1:-1])
+            content = plain["content"].rpartition("</think>")[2].strip()
+            forms = (content, json.dumps(content, ensure_ascii=False)[1:-1])
             lost = [] if any(form in text for form in forms) else ["content"]
             if plain.pop("tool_calls", None):
                 try:

@@ -148,10 +148,10 @@ def test_a_node_without_its_learner_says_so_once_a_minute_and_why(make_world: Ma
     world.run(149.0)
     told = [note for note in world.notes("w1") if "giving up in" in note]
     assert len(told) == 3
-    assert all(note.endswith("s: nobody listens there") for note in told)
+    assert all(note.endswith("s: no node listens there") for note in told)
     world.run(2.0)
     _, text = world.end("w1") or ("", "")
-    assert text.endswith("\n  last attempt: nobody listens there")
+    assert text.endswith("\n  last attempt: no node listens there")
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def test_who_does_not_listen_is_not_reached_until_it_does() -> None:
     node, late = net.node("a"), net.node("late")
     net.network.dial(node, "tcp://late:1")
     net.clock.run(3.0)
-    assert [(kind, what) for _, kind, what in node.heard] == [("refused", "nobody listens there")]
+    assert [(kind, what) for _, kind, what in node.heard] == [("refused", "no node listens there")]
     late.port.address = "tcp://late:1"
     net.network.listen(late)
     net.network.dial(node, "tcp://late:1")

@@ -165,7 +165,7 @@ def test_a_spot_machine_that_is_replaced_at_once_works_on() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(SimLearner, "write_metrics"), (SimWorker, "work"), (SimWorker, "_look")],
+    [(SimLearner, "write_metrics"), (SimWorker, "work"), (SimWorker, "_wake")],
     ids=["in the learner", "in a worker", "in a call of the loop"],
 )
 def test_a_fault_of_the_program_ends_the_run_with_its_name(

@@ -87,7 +87,7 @@ def test_a_cut_ends_both_sides_and_mending_it_joins_them_again() -> None:
 def test_whoever_cannot_connect_is_told_each_time_and_pauses_longer() -> None:
     async def scenario(pair: Pair) -> None:
         nobody = pair.child.dial("tcp://nobody:1")
-        failure = DialFailed(nobody, "nobody listens there", is_refused=False)
+        failure = DialFailed(nobody, "no node listens there", is_refused=False)
         # No trip to nowhere: at once, then after pauses of .2, .4 and .4 s.
         for at in (0.202, 0.404, 0.806, 1.208, 1.61):
             assert await pair.child.receive() == [failure]
