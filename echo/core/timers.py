@@ -125,20 +125,22 @@ class OncePerMinute:
 
     def __init__(self) -> None:
         """Start with no lines counted."""
-        self._said: RecentMap[tuple[str, str], tuple[float, int]] = RecentMap(max_entries=MAX_LINES)
+        self._logged: RecentMap[tuple[str, str], tuple[float, int]] = RecentMap(
+            max_entries=MAX_LINES
+        )
         self._minute_at = -math.inf
         self._num_lines = 0
 
-    def say(self, peer: str, reason: str, text: str, *, now: float) -> str | None:
+    def line(self, peer: str, reason: str, text: str, *, now: float) -> str | None:
         """Return the line to log about a peer, or None if the line must be omitted."""
-        said_at, num_left_out = self._said.get((peer, reason)) or (-math.inf, 0)
+        logged_at, num_left_out = self._logged.get((peer, reason)) or (-math.inf, 0)
         if now >= self._minute_at + MINUTE_S:
             self._minute_at, self._num_lines = now, 0
-        if now < said_at + MINUTE_S or self._num_lines >= MAX_LINES:
-            self._said[peer, reason] = said_at, num_left_out + 1
+        if now < logged_at + MINUTE_S or self._num_lines >= MAX_LINES:
+            self._logged[peer, reason] = logged_at, num_left_out + 1
             return None
         self._num_lines += 1
-        self._said[peer, reason] = now, 0
+        self._logged[peer, reason] = now, 0
         return f"{text} ({num_left_out} more of these before)" if num_left_out else text
 
 

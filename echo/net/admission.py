@@ -25,9 +25,9 @@ from echo.net.transport import PeerId, TransportOptions
 MAX_STRANGER_BYTES = 256
 """Largest frame, in bytes, that a connection without a token may send; frames of a handshake are
 shorter."""
-LOOK_S = 0.1
+CHECK_S = 0.1
 """Seconds between two checks for connections whose unfinished message is too long."""
-CONNECTIONS_PER_LOOK = 512
+CONNECTIONS_PER_CHECK = 512
 """Largest number of connections in one check, which takes a system call for each; the next check
 continues with the others."""
 _BYTES_RECEIVED = struct.Struct("=128xQ")
@@ -106,10 +106,10 @@ class AcceptedConnections:
     def close_unfinished(self) -> int:
         """Close connections whose unfinished message is too long; return how many were closed.
 
-        One call checks CONNECTIONS_PER_LOOK connections.
+        One call checks CONNECTIONS_PER_CHECK connections.
         """
         num_closed = 0
-        for descriptor in list(itertools.islice(self._whole_bytes, CONNECTIONS_PER_LOOK)):
+        for descriptor in list(itertools.islice(self._whole_bytes, CONNECTIONS_PER_CHECK)):
             self._whole_bytes.move_to_end(descriptor)
             received = _bytes_received(descriptor)
             if descriptor in self._has_spoken:

@@ -236,30 +236,30 @@ class ZmqChannel:
             raise
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(endpoint)
-        self._is_reading_on = self._will_look = self._is_closed = False
+        self._is_reading_on = self._will_check = self._is_closed = False
         self._loop.add_reader(self._monitor.FD, self._read_some_news)
-        self._loop.add_reader(self.socket.FD, self.look)
+        self._loop.add_reader(self.socket.FD, self.check)
         self.read_news()  # only a reader that has seen EAGAIN is woken
 
     def has_whole_message(self) -> bool:
         """Return whether a whole message can be received now.
 
-        Reading EVENTS may consume an edge of the descriptor, so `look` is scheduled.
+        Reading EVENTS may consume an edge of the descriptor, so `check` is scheduled.
         """
-        self.look_soon()  # reading EVENTS may consume the edge
+        self.check_soon()  # reading EVENTS may consume the edge
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Read the socket's EVENTS, and call `on_readable` if messages have arrived."""
-        self._will_look = False
+        self._will_check = False
         if not self._is_closed and int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE:
             self._on_readable()
 
-    def look_soon(self) -> None:
-        """Schedule a call of `look` for the next turn of the loop, unless one is scheduled."""
-        if not self._will_look:
-            self._will_look = True
-            self._loop.call_soon(self.look)
+    def check_soon(self) -> None:
+        """Schedule a call of `check` for the next turn of the loop, unless one is scheduled."""
+        if not self._will_check:
+            self._will_check = True
+            self._loop.call_soon(self.check)
 
     def read_news(self, at_most: int | None = None) -> bool:
         """Read and report at most `at_most` events of connections; return whether none is left."""

@@ -197,7 +197,7 @@ class DialledLink:
         if news is News.UP:
             bulk.is_up = True
             bulk.channel.outbox(b"").send([b""], 0)
-            bulk.channel.look_soon()
+            bulk.channel.check_soon()
         elif news is News.OVER and bulk.is_up:
             self._is_over = True  # its messages under way are lost, as if the link had ended
             self._host.note(self)
@@ -221,7 +221,7 @@ class DialledLink:
         if self._channel is None or self._outbox is None or self._is_over:
             return False
         is_sent = self._outbox.send(frames, num_bytes)
-        self._channel.look_soon()
+        self._channel.check_soon()
         return is_sent
 
     def close(self) -> None:
@@ -394,10 +394,10 @@ async def read_greeting(
         raw.setblocking(False)
         async with asyncio.timeout(within_s):
             await loop.sock_connect(raw, (ip_address, port))
-        said = b""
+        received = b""
         with contextlib.suppress(OSError):  # the other side may end the connection at any time
             async with asyncio.timeout(within_s):
                 await loop.sock_sendall(raw, SIGNATURE)
-                while len(said) < GREETING_BYTES and (part := await loop.sock_recv(raw, 256)):
-                    said += part
-        return said
+                while len(received) < GREETING_BYTES and (part := await loop.sock_recv(raw, 256)):
+                    received += part
+        return received

@@ -23,7 +23,7 @@ import sys
 from typing import Protocol
 
 from echo.core.errors import TransportError
-from echo.net.admission import LOOK_S, AcceptedConnections, largest_message
+from echo.net.admission import CHECK_S, AcceptedConnections, largest_message
 from echo.net.channel import BULK_ASK, Burst, Host, News, ZmqChannel, ZmqOutbox
 from echo.net.kernel import descriptor_limit
 from echo.net.transport import Connected, Disconnected, Frame, PeerId, format_address, parse_address
@@ -166,7 +166,7 @@ class Listener:
         self._accepted = AcceptedConnections(
             host.options.max_strangers, largest_message(host.options)
         )
-        self._look: asyncio.TimerHandle | None = None
+        self._checking: asyncio.TimerHandle | None = None
         """The next scheduled call of `_close_unfinished`; None before the first connection."""
         self._closing: asyncio.Handle | None = None
         """The next scheduled call of `_close_strangers`; None if none is scheduled."""
@@ -204,8 +204,8 @@ class Listener:
             self._host.totals.failed_handshakes += 1
         elif news is News.ACCEPTED:
             self._accepted.add(descriptor)
-            if self._look is None:
-                self._look = self._host.loop.call_later(LOOK_S, self._close_unfinished)
+            if self._checking is None:
+                self._checking = self._host.loop.call_later(CHECK_S, self._close_unfinished)
             if self._accepted.has_excess and self._closing is None:
                 self._closing = self._host.loop.call_soon(self._close_strangers)
         elif news is News.OVER:
@@ -218,7 +218,7 @@ class Listener:
 
     def close(self, linger_s: float) -> None:
         """Close the channel, and with it all connections of inbound peers."""
-        for handle in (self._closing, self._look):
+        for handle in (self._closing, self._checking):
             if handle is not None:
                 handle.cancel()
         self.channel.close(linger_s)
@@ -230,7 +230,7 @@ class Listener:
         num_closed = self._accepted.close_excess() if is_current else 0
         if num_closed:
             text = (
-                "closed connections that said nothing: more than "
+                "closed connections that sent nothing: more than "
                 f"{self._host.options.max_strangers} were open at once; if they are nodes of this "
                 "run, raise the limit of open files (ulimit -n)"
             )
@@ -252,7 +252,7 @@ class Listener:
             text = "closed a connection over which a message came that was too long, in many frames"
             self._host.warn("", "unfinished", text)
             self._host.totals.discarded_messages += num_closed
-        self._look = self._host.loop.call_later(LOOK_S, self._close_unfinished)
+        self._checking = self._host.loop.call_later(CHECK_S, self._close_unfinished)
 
     def _admit(self, identity: bytes, burst: Burst) -> Inbound | None:
         descriptor = self.channel.descriptor()

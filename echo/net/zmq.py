@@ -278,9 +278,9 @@ class ZmqTransport(Transport):
                     inbound.bulk.remove(queue)
                     inbound.bulk.append(queue)
                 is_sent = queue.send(frames, num_bytes)
-                self._listener.channel.look_soon()
+                self._listener.channel.check_soon()
                 if inbound.bulk and self._bulk_listener is not None:
-                    self._bulk_listener.channel.look_soon()
+                    self._bulk_listener.channel.check_soon()
         if is_sent:
             self.totals.messages_out += 1
             self.totals.bytes_out += num_bytes
@@ -372,7 +372,7 @@ class ZmqTransport(Transport):
 
         So redials and several links to one place do not repeat the warning.
         """
-        line = self._warnings.say(place, reason, text, now=self.loop.time())
+        line = self._warnings.line(place, reason, text, now=self.loop.time())
         if line is not None:
             _log.warning("%s", line)
 
@@ -411,7 +411,7 @@ class ZmqTransport(Transport):
                 "open, raise their limit (ulimit -n)"
             ) from error
         channel.socket.connect(format_address(host, port))
-        channel.look()
+        channel.check()
         return channel
 
     def curve_of(self, server_key: bytes | None) -> dict[int, int | bytes]:
@@ -451,7 +451,7 @@ class ZmqTransport(Transport):
         )
         channel.socket.setsockopt(zmq.USE_FD, bound.detach())
         channel.socket.bind(format_address(host, port))
-        channel.look()
+        channel.check()
 
     def _drain(self, burst: Burst) -> None:
         for source in list(self._noted):

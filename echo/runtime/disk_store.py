@@ -304,7 +304,7 @@ class MemoryStore(VersionStore):
         if len(storage) != manifest.num_bytes:
             raise StorageError(
                 f"the image of {manifest.version} has {len(storage)} bytes, its manifest says "
-                f"{manifest.num_bytes}; drop it and fetch the version anew"
+                f"{manifest.num_bytes}; drop it and fetch the version again"
             )
         return held_chunks(manifest, storage)
 
@@ -403,7 +403,7 @@ def _refuse_other_format(directory: Path) -> None:
     if other := ", ".join(sorted(formats - {str(FORMAT)})):
         raise StorageError(
             f"network.store_dir = {directory} holds versions in format {other}, this release has "
-            f"format {FORMAT}; delete it, or name another directory: versions are fetched anew"
+            f"format {FORMAT}; delete it, or name another directory: versions are fetched again"
         )
 
 

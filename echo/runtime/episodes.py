@@ -162,9 +162,9 @@ class EpisodeRunner:
         watcher: Watcher,
         version: PolicyVersion | None,
     ) -> None:
-        everybody = [play for group in groups for play in group]
+        plays = [play for group in groups for play in group]
         try:
-            self._each(self._begin, everybody, watcher)
+            self._each(self._begin, plays, watcher)
             for turn in range(self._max_turns):
                 # One fault fails the whole group, so its other episodes stop.
                 running = [
@@ -187,7 +187,7 @@ class EpisodeRunner:
                 self._each(partial(self._reply, is_last=is_last), running, watcher)
             self._take_rewards(groups, watcher)
         finally:
-            for play in everybody:
+            for play in plays:
                 if play.episode is not None:
                     # When the node ends, `close` may already have ended the threads and the host.
                     with suppress(RuntimeError):
@@ -238,7 +238,7 @@ class EpisodeRunner:
                 what = f"{self._host.name} on {play.opening.example}"
                 text = f"{what}: what it says cannot be turned into tokens: {error}"
                 raise RewardError(text) from error
-            if not play.add_said(ids):
+            if not play.add_answer(ids):
                 play.reason = "length"
                 self._host.count("env/token_limit")
 
@@ -310,7 +310,7 @@ class _Play:
         self._parts.append((ids, completion.logprobs, completion.policy_versions, mask))
         self._num_tokens += len(ids)
 
-    def add_said(self, ids: Sequence[int]) -> bool:
+    def add_answer(self, ids: Sequence[int]) -> bool:
         """Append the environment's tokens; if they and one more do not fit, return False."""
         if self._num_tokens + len(ids) >= self._max_tokens:
             return False

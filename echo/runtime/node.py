@@ -95,9 +95,9 @@ class Topics:
         self._logged_at: dict[str, float] = {}
         self._waiting: dict[str, tuple[Note, int]] = {}
 
-    def tell(self, note: Note, *, now: float) -> None:
+    def log(self, note: Note, *, now: float) -> None:
         """Log a note; if its topic was logged within REPEAT_S, only count it."""
-        self.tell_due(now=now)
+        self.log_due(now=now)
         self._waiting.pop(note.ends, None)
         if note.topic in self._logged_at:
             _, number = self._waiting.get(note.topic, (note, 0))
@@ -107,7 +107,7 @@ class Topics:
             self._logged_at[note.topic] = now
         self._write(note, note.text)
 
-    def tell_due(self, *, now: float) -> None:
+    def log_due(self, *, now: float) -> None:
         """Log the notes counted during each topic's last minute; forget a topic without any."""
         due = [topic for topic, at in self._logged_at.items() if now >= at + REPEAT_S]
         for topic in due:
@@ -279,12 +279,12 @@ class Node:
                         failed = role.dial_failed(peer, reason, is_refused=is_refused, now=self.now)
                         self.perform(failed)
             self._is_reading = False
-            self._settle()
+            self._finish_turn()
 
     def _refuse_public(self, event: Received) -> None:
         """Drop a message that may arrive only over an encrypted connection."""
-        text = "dropped a message that came unencrypted and is no chunk: from somebody on the way"
-        self._topics.tell(Note("warning", text, text), now=self.now)
+        text = "dropped an unencrypted message that is no chunk: its sender is no node of this run"
+        self._topics.log(Note("warning", text, text), now=self.now)
 
     def _receive(self, peer: str, frames: list[Frame]) -> list[Action]:
         """Pass a message to the role; an exception drops the peer that has sent it."""
@@ -295,8 +295,8 @@ class Node:
                 raise  # a fault of this node's disk or data
             source, _, kind = describe(frames)
             source = one_line(source or peer)
-            text = f"internal error in a {one_line(kind)} from {source}: parting with it"
-            line = self._reports.say(source, kind, f"{text}; please report this", now=self.now)
+            text = f"internal error in a {one_line(kind)} from {source}: closing its link"
+            line = self._reports.line(source, kind, f"{text}; please report this", now=self.now)
             if line is not None:
                 self.log.exception("%s", line)
             return self._role.expel(peer, frames, now=self.now)
@@ -316,7 +316,7 @@ class Node:
                 case HangUp():
                     self.transport.hang_up(action.peer)
                 case Note():
-                    self._topics.tell(action, now=self.now)
+                    self._topics.log(action, now=self.now)
                 case Stop():
                     self.stop(action.reason, action.error)
                 case Work():
@@ -324,7 +324,7 @@ class Node:
                 case _:
                     self.on_action(action)
         if not self._is_reading:
-            self._settle()
+            self._finish_turn()
 
     def report(self, event: Any) -> None:
         """Pass an event to the role, and carry out the actions that it returns."""
@@ -332,9 +332,9 @@ class Node:
             self.event_log.write("reported", event, now=self.now)
         self.perform(self._role.handle(event, now=self.now))
 
-    def _settle(self) -> None:
+    def _finish_turn(self) -> None:
         """Log due notes and set the timer, after one decision or a burst of them."""
-        self._topics.tell_due(now=self.now)
+        self._topics.log_due(now=self.now)
         self._arm()
 
     def _dial(self, action: Dial) -> None:
@@ -343,7 +343,7 @@ class Node:
         except TransportError as error:
             # The address comes from another node's message. After a timeout the role tries another
             # address.
-            self._topics.tell(Note("warning", str(error), f"dial {action.address}"), now=self.now)
+            self._topics.log(Note("warning", str(error), f"dial {action.address}"), now=self.now)
         else:
             self._role.dialled(action.address, action.purpose, peer)
 
@@ -516,13 +516,13 @@ async def start_transport(
     await (transport.bind() if listens_later else transport.start())
     if keys is None and listen is not None and not is_loopback(listen):
         _log.warning(
-            "security.curve is false: whoever reaches %s can read the weights and join the run",
+            "security.curve is false: any host that reaches %s can read the weights and join",
             listen,
         )
     return transport
 
 
-def tell_of_kernel(*addresses: str | None, profile: str, log: logging.Logger) -> None:
+def warn_of_kernel(*addresses: str | None, profile: str, log: logging.Logger) -> None:
     """Log in one line the kernel settings that slow down long links.
 
     Nothing is logged if all links stay on this machine. The line is a warning only for links over a
@@ -598,8 +598,8 @@ def node_settings(
     advertise = advertised(listen, section.advertise)
     if listen is not None and advertise is None:
         log.warning(
-            "%s.listen is a wildcard and %s.advertise is not set: nobody can be told to fetch "
-            "weights from here; set it to the address at which others reach this %s",
+            "%s.listen is a wildcard and %s.advertise is not set: no node can be sent "
+            "here to fetch weights; set it to the address at which others reach this %s",
             *3 * (role,),
         )
     return NodeSettings(

@@ -54,7 +54,7 @@ async def build_relay(
             user.
     """
     transport = await node.start_transport(network, section.listen, join.keys(), listens_later=True)
-    node.tell_of_kernel(section.listen, *join.addresses(), profile=profile, log=log)
+    node.warn_of_kernel(section.listen, *join.addresses(), profile=profile, log=log)
     try:
         relay = assemble_relay(section, network, join, transport, log=log)
         # Only after its files are open: strangers' connections could use up the file descriptors.

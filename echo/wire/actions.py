@@ -146,5 +146,5 @@ class Complaints:
 
     def note(self, node_id: str, reason: str, text: str, *, now: float) -> list[Action]:
         """Return a Note; or no action if this node and reason were reported within a minute."""
-        line = self._lines.say(node_id, reason, text, now=now)
+        line = self._lines.line(node_id, reason, text, now=now)
         return [] if line is None else [Note("warning", line)]

@@ -89,19 +89,19 @@ def test_the_earliest_is_the_least_of_those_that_are(instants: list[float | None
 
 def test_a_line_is_said_once_a_minute_for_each_peer_and_reason() -> None:
     lines = OncePerMinute()
-    assert lines.say("w1", "stale", "too old", now=0.0) == "too old"
-    assert lines.say("w1", "stale", "too old", now=59.0) is None
-    assert lines.say("w1", "stale", "too old", now=59.5) is None
-    assert lines.say("w1", "other", "else", now=59.5) == "else"
-    assert lines.say("w2", "stale", "too old", now=59.5) == "too old"
-    assert lines.say("w1", "stale", "older", now=60.0) == "older (2 more of these before)"
+    assert lines.line("w1", "stale", "too old", now=0.0) == "too old"
+    assert lines.line("w1", "stale", "too old", now=59.0) is None
+    assert lines.line("w1", "stale", "too old", now=59.5) is None
+    assert lines.line("w1", "other", "else", now=59.5) == "else"
+    assert lines.line("w2", "stale", "too old", now=59.5) == "too old"
+    assert lines.line("w1", "stale", "older", now=60.0) == "older (2 more of these before)"
 
 
 def test_made_up_names_do_not_fill_the_log() -> None:
     lines = OncePerMinute()
-    said = [lines.say(f"w{i}", "stale", "x", now=i / 1000) for i in range(10 * MAX_LINES)]
+    said = [lines.line(f"w{i}", "stale", "x", now=i / 1000) for i in range(10 * MAX_LINES)]
     assert sum(line is not None for line in said) == MAX_LINES
-    assert lines.say("w0", "stale", "x", now=60.5) is not None
+    assert lines.line("w0", "stale", "x", now=60.5) is not None
 
 
 def test_the_entry_written_longest_ago_is_forgotten() -> None:

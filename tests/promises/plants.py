@@ -111,12 +111,12 @@ def publish_as_measured(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(PublishPace, "is_due", is_due)
 
-    def look(self: BatchWait, *, now: float) -> Any:
-        self.look_at = now + 0.5
+    def check(self: BatchWait, *, now: float) -> Any:
+        self.check_at = now + 0.5
         return ""
 
     patch.setattr(PublishPace, "limit", lambda self, max_staleness: None)
-    patch.setattr(BatchWait, "look", look)
+    patch.setattr(BatchWait, "check", check)
 
 
 @plant(5)

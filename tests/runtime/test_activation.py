@@ -186,7 +186,7 @@ def test_who_was_not_looked_at_yet_takes_no_part_in_a_question_and_its_answer(
     assert activation.decide(role, question, answer, now=world.now) == ([], None)
     # As in large fleets, where nobody is looked at ten times a second.
     world.run_until(lambda: world.step >= 4)
-    monkeypatch.setattr(cost, "LOOKS_PER_S", 0.05)
+    monkeypatch.setattr(cost, "POLLS_PER_S", 0.05)
     world.worker("late", worker={"price_per_h": 0.2})
     world.run(20.0)
     assert world.is_alive("learner")

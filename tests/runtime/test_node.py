@@ -215,7 +215,7 @@ def test_what_came_unencrypted_is_dropped_unless_it_is_a_chunk_of_a_neighbour(
         assert heard == [right, [b"last"]]
 
     play(scenario)
-    assert caplog.text.count("came unencrypted and is no chunk") == 1
+    assert caplog.text.count("unencrypted message that is no chunk") == 1
 
 
 class HandleLoop(asyncio.SelectorEventLoop):
@@ -265,10 +265,10 @@ def test_notes_of_a_topic_are_told_once_a_minute_with_their_number(
     topics = Topics(logging.getLogger("test.topics"))
     with caplog.at_level(logging.INFO):
         for second in range(130):
-            topics.tell(Note("info", f"lease {second} expired", "expired"), now=float(second))
-            topics.tell_due(now=float(second))
-        topics.tell(Note("info", "no topic"), now=130.0)
-        topics.tell(Note("info", "no topic"), now=130.0)
+            topics.log(Note("info", f"lease {second} expired", "expired"), now=float(second))
+            topics.log_due(now=float(second))
+        topics.log(Note("info", "no topic"), now=130.0)
+        topics.log(Note("info", "no topic"), now=130.0)
     assert [record.getMessage() for record in caplog.records] == [
         "lease 0 expired",
         "lease 59 expired (59 like it in the last minute)",
@@ -282,10 +282,10 @@ def test_a_topic_that_is_over_is_told_of_no_more(caplog: pytest.LogCaptureFixtur
     topics = Topics(logging.getLogger("test.topics"))
     with caplog.at_level(logging.INFO):
         for second in range(3):
-            topics.tell(Note("warning", "lost the link", "lost link"), now=float(second))
-        topics.tell(Note("info", "joined", ends="lost link"), now=3.0)
-        topics.tell_due(now=100.0)
-        topics.tell(Note("warning", "lost the link", "lost link"), now=100.0)
+            topics.log(Note("warning", "lost the link", "lost link"), now=float(second))
+        topics.log(Note("info", "joined", ends="lost link"), now=3.0)
+        topics.log_due(now=100.0)
+        topics.log(Note("warning", "lost the link", "lost link"), now=100.0)
     told = [record.getMessage() for record in caplog.records]
     assert told == ["lost the link", "joined", "lost the link"]
 
@@ -368,7 +368,7 @@ def test_a_fault_in_handling_a_message_ends_its_sender_and_not_the_node(
 
     play(scenario)
     [record] = [each for each in caplog.records if each.levelno >= logging.ERROR]
-    assert record.getMessage().startswith("internal error in a Goodbye from w1: parting with it")
+    assert record.getMessage().startswith("internal error in a Goodbye from w1: closing its link")
     assert "IndexError" in caplog.text
 
 

@@ -213,7 +213,7 @@ class Told(Task):
 
 
 USER = [{"role": "user", "content": "1+1"}]
-IGNORES_TOOLS = "the chat template does not mention the tools: the policy is not told of them"
+IGNORES_TOOLS = "the chat template does not mention the tools: the policy does not see them"
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,14 @@ def test_the_first_worker_is_waited_for_longest(
     waiting = make_waiting(role, reconnect_for_s=reconnect_for_s)
     waiting.begin(now=100.0)
     for second in range(100, 281):
-        assert waiting.look(now=float(second)) == "no_worker"
+        assert waiting.check(now=float(second)) == "no_worker"
     assert len(told(caplog)) == 3  # one a minute
     text = f"waiting for workers at {ADDRESS} for 2min, since this learner began"
     assert told(caplog)[1].startswith(text)
     limit_s = max(FIRST_WORKER_S, reconnect_for_s)
-    waiting.look(now=99.0 + limit_s)
+    waiting.check(now=99.0 + limit_s)
     with pytest.raises(TransportError, match=f"no worker at {ADDRESS} for .*h.*--resume"):
-        waiting.look(now=100.0 + limit_s)
+        waiting.check(now=100.0 + limit_s)
 
 
 def test_workers_that_are_gone_are_waited_for_as_long_as_they_try(
@@ -64,22 +64,22 @@ def test_workers_that_are_gone_are_waited_for_as_long_as_they_try(
     waiting.begin(now=0.0)
     world.worker("w1")
     world.run_until(lambda: "w1" in role.roster.nodes)
-    waiting.look(now=1000.0)
+    waiting.check(now=1000.0)
     world.kill("w1")
     world.run_until(lambda: not role.roster.nodes)
-    waiting.look(now=1299.0)
+    waiting.check(now=1299.0)
     text = f"waiting for workers at {ADDRESS} for 4.98min, since w1 left"
     assert told(caplog)[-1].startswith(text)
     with pytest.raises(TransportError, match=f"no worker at {ADDRESS} for 5min, since w1 left"):
-        waiting.look(now=1300.0)
+        waiting.check(now=1300.0)
     # Nobody looks during a step: the time of a wait counts from its beginning.
     waiting.begin(now=5000.0)
-    waiting.look(now=5299.0)
+    waiting.check(now=5299.0)
     # A worker whose engine is still being built is here.
     world.worker("w2", build_s=math.inf)
     world.run_until(lambda: "w2" in role.roster.nodes)
-    waiting.look(now=5300.0)
-    waiting.look(now=5599.0)
+    waiting.check(now=5300.0)
+    waiting.check(now=5599.0)
 
 
 def test_what_keeps_groups_from_workers_is_told_once(
@@ -90,20 +90,20 @@ def test_what_keeps_groups_from_workers_is_told_once(
     world.run_until(lambda: role.leases.num_running > 0)
     waiting = make_waiting(role)
     waiting.begin(now=0.0)
-    assert waiting.look(now=100.0) == ""  # something runs
+    assert waiting.check(now=100.0) == ""  # something runs
     [member] = role.roster.members("worker")
     role.leases.drop_worker("w1")
     member.worker.is_stuck = True
     for second in range(101, 200):
-        assert waiting.look(now=float(second)) == "busy"
+        assert waiting.check(now=float(second)) == "busy"
     assert told(caplog) == [
         "nothing can be granted for 5s: no worker takes a group; waiting for 2 of 2 groups; w1 has "
         "0 (waiting for leases)"
     ]
     member.worker.installed = None
-    assert waiting.look(now=200.0) == "no_weights"
+    assert waiting.check(now=200.0) == "no_weights"
     role.handle(StepTaken(100), now=200.5)
-    assert waiting.look(now=201.0) == "outdated"
+    assert waiting.check(now=201.0) == "outdated"
     now = "nothing can be granted: the newest version is too old for the next step; waiting for 2"
     assert told(caplog)[-1].startswith(now)
 
@@ -120,13 +120,13 @@ def test_before_an_agent_has_asked_no_worker_is_said_to_take_no_group(
         role.leases.revoke(record)
     waiting = make_waiting(role)
     waiting.begin(now=0.0)
-    assert waiting.look(now=1.0) == waiting.look(now=10.0) == "no_agent"
+    assert waiting.check(now=1.0) == waiting.check(now=10.0) == "no_agent"
     assert told(caplog) == [
         "no agent has asked for a group for 9s: have agents call a worker's endpoint; waiting for "
         "2 of 2 groups; w1 has 0 (waiting for leases)"
     ]
     member.worker.capacity, member.worker.is_stuck = 1, True
-    assert waiting.look(now=11.0) == "busy"
+    assert waiting.check(now=11.0) == "busy"
 
 
 def test_nobody_who_has_leases_is_said_to_wait_for_some(make_world: MakeWorld) -> None:

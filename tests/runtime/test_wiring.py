@@ -106,7 +106,7 @@ def test_a_plain_listener_on_a_network_is_warned_of(caplog: pytest.LogCaptureFix
     asyncio.run(scenario("tcp://127.0.0.1:0"))
     assert "security.curve" not in caplog.text
     asyncio.run(scenario("tcp://0.0.0.0:0"))
-    assert "security.curve is false: whoever reaches tcp://0.0.0.0:0 can read" in caplog.text
+    assert "security.curve is false: any host that reaches tcp://0.0.0.0:0 can read" in caplog.text
 
 
 def test_no_address_of_a_node_bears_the_secret() -> None:
@@ -123,11 +123,11 @@ def test_the_kernel_matters_for_links_between_machines(
     log = logging.getLogger("a node's")
     caplog.set_level(logging.INFO)
     near = (None, "tcp://127.0.0.1:1", f"tcp://localhost:1#{KEY}")
-    node.tell_of_kernel(*near, profile="wan", log=log)
+    node.warn_of_kernel(*near, profile="wan", log=log)
     assert caplog.text == ""
     for profile, level in (("wan", "WARNING"), ("lan", "INFO")):
         caplog.clear()
-        node.tell_of_kernel(None, "tcp://10.0.0.5:1", profile=profile, log=log)
+        node.warn_of_kernel(None, "tcp://10.0.0.5:1", profile=profile, log=log)
         assert {record.levelname for record in caplog.records} == {level}
         [message] = caplog.messages
         assert "tcp_wmem allows 4194304 bytes; bbr may not be chosen" in message

@@ -84,7 +84,7 @@ class _State:
 
     incarnation: str
     throughput: Throughput
-    looked_at: float
+    measured_at: float
     active_s: float = 0.0
     """Seconds in which it had weights and was not on standby."""
     loaded_s: float = 0.0
@@ -128,7 +128,7 @@ class Activation:
 
     # --- measuring -------------------------------------------------------------------------------
 
-    def look(self, role: Learner, *, now: float) -> list[Action]:
+    def measure(self, role: Learner, *, now: float) -> list[Action]:
         """Measure the workers since the last call; call it at least once per heartbeat."""
         members = role.roster.members("worker")
         newest = role.broadcast.newest_complete
@@ -149,10 +149,10 @@ class Activation:
             slots = max(1, member.worker.capacity // 2)
             load = role.leases.num_leases(member.node_id) / slots
             state.throughput.look(load=load, tokens_sampled=member.tokens_sampled, now=now)
-            state.loaded_s += min(1.0, load) * (now - state.looked_at)
+            state.loaded_s += min(1.0, load) * (now - state.measured_at)
             if not member.is_standby and member.installed is not None:
-                state.active_s += now - state.looked_at
-            state.looked_at = now
+                state.active_s += now - state.measured_at
+            state.measured_at = now
             if member.installed is not None and member.installed != state.installed:
                 self._installed(role, state, member.installed, now)
         if len(self._states) > len(members):
@@ -165,7 +165,7 @@ class Activation:
         state.took_s = now - max(self._published_at.get(version, now), state.free_at)
         if state.installed is not None and version == role.broadcast.newest_complete:
             # Not for a worker's first version, which it may have kept from before.
-            shown = role.plans.version_bytes / (state.took_s + LOOK_S)
+            shown = role.plans.version_bytes / (state.took_s + POLL_S)
             self._shown_bytes_per_s = max(self._shown_bytes_per_s, shown)
         state.installed, state.free_at = version, now
 
@@ -564,11 +564,11 @@ class CostMeter:
 # Each decision goes to the ledger, and the costs with each step, so that a resume goes on counting.
 
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """Seconds between two looks at the installed versions: the resolution of broadcast times."""
 METER_S = 1.0
 """Seconds between two updates of the costs, each of which may ask a question."""
-LOOKS_PER_S = 10_000
+POLLS_PER_S = 10_000
 """Most workers measured per second; in larger fleets each is measured less often."""
 
 
@@ -628,7 +628,7 @@ class CostControl:
         self.train_s: float | None = None
         """Seconds of the last optimizer step."""
         self._waiting_since: float | None = None
-        self._metered_at = self._looked_at = -math.inf
+        self._metered_at = self._measured_at = -math.inf
         self._total_at_start = spent
         self._num_tokens = 0.0
         self._total_at_step = spent
@@ -637,12 +637,12 @@ class CostControl:
     # --- watching --------------------------------------------------------------------------------
 
     @property
-    def is_calm(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether activation is off and every published version has reached the workers."""
         return self._activation is None and not self._pace.is_awaited
 
-    def look(self, *, now: float) -> list[Action]:
-        """Measure the workers' versions; call it every LOOK_S, or METER_S while `is_calm`."""
+    def measure(self, *, now: float) -> list[Action]:
+        """Measure the workers' versions; call it every POLL_S, or METER_S while `is_idle`."""
         if self._progress.activity:
             self._waiting_since = None
         elif self._waiting_since is None:
@@ -653,10 +653,10 @@ class CostControl:
             self._pace.received(installed, now=now, train_s=self.train_s)
         if self._activation is None or self._role.shutdown.reason is not None:
             return []
-        if now < self._looked_at + len(roster.nodes) / LOOKS_PER_S:
+        if now < self._measured_at + len(roster.nodes) / POLLS_PER_S:
             return []
-        self._looked_at = now
-        return self._activation.look(self._role, now=now)
+        self._measured_at = now
+        return self._activation.measure(self._role, now=now)
 
     def review(self, *, now: float) -> Question | None:
         """Count costs once in METER_S; return a question for a thread to answer, if one is due."""
@@ -675,14 +675,14 @@ class CostControl:
             return []
         actions, decision = self._activation.decide(self._role, question, answer, now=now)
         if decision is not None:
-            self._tell(decision)
+            self._record(decision)
         return actions
 
     def _meter_now(self, now: float) -> None:
         role = self._role
         self._meter.update(role.roster, bytes_sent=role.broadcast.bytes_sent, now=now)
 
-    def _tell(self, decision: ActivationDecision) -> None:
+    def _record(self, decision: ActivationDecision) -> None:
         self._last_decision = str(decision)
         self._log.info("activation: %s", self._last_decision)
         fields = asdict(decision)

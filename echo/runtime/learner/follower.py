@@ -62,7 +62,7 @@ class Reporter:
         self._bound, self._costs, self._rewards = bound, costs, rewards
         self._log = log
         self._task_metrics = TaskMetrics()
-        self._has_told_share = False
+        self._has_warned_of_share = False
 
     @property
     def is_watching(self) -> bool:
@@ -111,8 +111,8 @@ class Reporter:
             totals["learner"] = self._rewards.counts()
         row = self._task_metrics.row(totals)
         share = row.get(TRAINED_SHARE, 1.0)
-        if share < MIN_TRAINED_SHARE and not self._has_told_share:
-            self._has_told_share = True
+        if share < MIN_TRAINED_SHARE and not self._has_warned_of_share:
+            self._has_warned_of_share = True
             self._log.warning(
                 "%.0f %% of the tokens that agents have sampled are trained on: their calls do not "
                 "go on from earlier ones, so each begins a new chain, and of a session one chain "

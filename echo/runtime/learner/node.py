@@ -63,7 +63,7 @@ from echo.roles.review import ReviewDue, SamplesTrained
 from echo.runtime.learner.bound import AdaptiveBound
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.commits import Commits
-from echo.runtime.learner.cost import LOOK_S, METER_S, ActivationSettings, CostControl
+from echo.runtime.learner.cost import METER_S, POLL_S, ActivationSettings, CostControl
 from echo.runtime.learner.evaluation import Evaluations, EvaluationSchedule, Evaluator
 from echo.runtime.learner.failed_steps import FailedSteps
 from echo.runtime.learner.follower import Follower, Reporter
@@ -290,9 +290,9 @@ class LearnerNode(Node):
         else:
             super().perform(batch)
 
-    def _settle(self) -> None:
-        """Settle as `Node` does, and request a commit of any records still queued."""
-        super()._settle()
+    def _finish_turn(self) -> None:
+        """Finish the turn as `Node` does, and request a commit of any records still queued."""
+        super()._finish_turn()
         self._commits.want()
 
     def on_action(self, action: Action) -> None:
@@ -356,14 +356,14 @@ class LearnerNode(Node):
         costs, pool = self._costs, self.threads.pool("activation")
         has_published = self._versions.has_published
         while True:
-            if costs.is_calm:
+            if costs.is_idle:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(METER_S):
                         await has_published.wait()
             has_published.clear()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             now = self.now
-            if actions := costs.look(now=now):
+            if actions := costs.measure(now=now):
                 self.perform(actions)
             question = costs.review(now=now)
             if costs.is_spent:
@@ -440,7 +440,7 @@ class LearnerNode(Node):
                 self.log.warning("%s", self._progress.describe_zero_signal(self.role.step))
                 return None
             if await self._waiting.wait() and not self.is_stopping:
-                await self._look()
+                await self._check_wait()
         return None
 
     async def _find_failure(self) -> EchoError | None:
@@ -463,10 +463,10 @@ class LearnerNode(Node):
             # Grant others in their place now, without waiting for the next heartbeat.
             self.report(GrantsDue())
 
-    async def _look(self) -> None:
+    async def _check_wait(self) -> None:
         """Look again which worker can be given a group, and from which version."""
         self.report(ReviewDue())
-        wait_reason = self._waiting.look(now=self.now)
+        wait_reason = self._waiting.check(now=self.now)
         if wait_reason == "outdated" and not self._versions.is_current:
             await self._publish()
             self._progress.begin("", now=self.now)
@@ -511,7 +511,7 @@ class LearnerNode(Node):
         # The last picture shows who took part, so it is drawn before they leave.
         self._progress.begin("done", now=self.now)
         self._reporter.display(now=self.now)
-        await self._shutdown.tell("the run is finished")
+        await self._shutdown.announce("the run is finished")
         if self.role.step >= self._sections.run.max_steps:
             self._ledger.append(Finished(step=self.role.step))
         await self._disk_pool.run(self._ledger.close)
@@ -530,7 +530,7 @@ class LearnerNode(Node):
         """Save for a later --resume, tell every node of the end, and stop with the failure."""
         await self._close_records()
         self._reporter.display(now=self.now)
-        await self._shutdown.tell("the run cannot go on, see the learner's log")
+        await self._shutdown.announce("the run cannot go on, see the learner's log")
         self.stop("failed", failure)
 
     async def _close_records(self) -> None:

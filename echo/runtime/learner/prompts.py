@@ -241,7 +241,7 @@ class PromptSource:
         tools = self._task.tools(example)
         if tools and not self._text.shows_tools(tools, example.prompt):
             yield (
-                "the chat template does not mention the tools: the policy is not told of them; "
+                "the chat template does not mention the tools: the policy does not see them; "
                 "describe them in a message, or set model.chat_template to one that does"
             )
         yield from self._text.oddities(example.prompt, tools)

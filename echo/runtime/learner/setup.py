@@ -819,7 +819,7 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
     transport = await wiring.start_transport(
         config.network, config.learner.listen, keys, listens_later=True
     )
-    wiring.tell_of_kernel(config.learner.listen, profile=config.profile, log=log)
+    wiring.warn_of_kernel(config.learner.listen, profile=config.profile, log=log)
     try:
         if keys is not None:
             invite(config, keys, secret, transport, log=log)

@@ -54,7 +54,7 @@ class RunShutdown:
         """Give the nodes of a former process the time to come back, from now on."""
         self._missing_until = self._clock() + self.return_s
 
-    async def tell(self, reason: str) -> None:
+    async def announce(self, reason: str) -> None:
         """Tell every node, also those that have yet to come back; return when all have gone."""
         self._report(RunEnded(reason))
         # Each heartbeat and each Hello is answered with Finish. Workers may need the relays for it.

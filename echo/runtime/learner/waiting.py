@@ -26,7 +26,7 @@ from echo.roles.learner import Learner
 
 FIRST_WORKER_S = 4 * 3600.0
 """Least time that a learner waits for its first worker."""
-TELL_S = 60.0
+WARN_S = 60.0
 """Seconds between two lines about missing workers."""
 
 _WAIT_REASONS = {
@@ -56,46 +56,46 @@ class BatchWait:
         self._log = log
         self._last_worker: str | None = None
         self._alone_since = 0.0
-        self._told_at = 0.0
+        self._warned_at = 0.0
         self._wait_reason: WaitReason = ""
         self._wait_reason_since = 0.0
-        self._is_told = False
+        self._has_warned = False
         self._has_news = asyncio.Event()
-        self.look_at = 0.0
+        self.check_at = 0.0
         """Time of the loop at which to look next."""
 
     def begin(self, *, now: float) -> None:
         """Start a wait: times without a worker, or with a reason, count from now."""
-        self._alone_since = self._told_at = self._wait_reason_since = now
-        self._wait_reason, self._is_told = "", False
-        self.look_at = now + self._role.settings.leases.heartbeat_s
+        self._alone_since = self._warned_at = self._wait_reason_since = now
+        self._wait_reason, self._has_warned = "", False
+        self.check_at = now + self._role.settings.leases.heartbeat_s
 
     def wake(self) -> None:
         """End the present wait, or the next: the loop looks again whether it has a batch."""
         self._has_news.set()
 
     async def wait(self) -> bool:
-        """Wait for `wake`, at most until `look_at`; return whether `look_at` has passed."""
+        """Wait for `wake`, at most until `check_at`; return whether `check_at` has passed."""
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(self.look_at):
+            async with asyncio.timeout_at(self.check_at):
                 await self._has_news.wait()
         self._has_news.clear()
-        return asyncio.get_running_loop().time() >= self.look_at
+        return asyncio.get_running_loop().time() >= self.check_at
 
-    def look(self, *, now: float) -> WaitReason:
+    def check(self, *, now: float) -> WaitReason:
         """Look for workers, and return what keeps groups from being granted to them.
 
         Raises:
             TransportError: if there has been no worker for too long.
         """
-        self.look_at = now + self._role.settings.leases.heartbeat_s
+        self.check_at = now + self._role.settings.leases.heartbeat_s
         nodes = self._role.roster.nodes.values()
         worker = next((node.node_id for node in nodes if node.role == "worker"), None)
         if worker is None:
             self._alone(now)
         else:
             self._last_worker = worker
-            self._alone_since = self._told_at = now
+            self._alone_since = self._warned_at = now
         wait_reason = self._role.wait_reason()
         self._note(wait_reason, now)
         return wait_reason
@@ -111,8 +111,8 @@ class BatchWait:
                 "workers and go on with --resume (network.reconnect_for_s sets how long to wait "
                 "for workers that are gone)"
             )
-        if now >= self._told_at + TELL_S:
-            self._told_at = now
+        if now >= self._warned_at + WARN_S:
+            self._warned_at = now
             self._log.warning(
                 "waiting for workers at %s for %s, %s; without one the run ends in %s",
                 self._address, format_duration(alone_s), since, format_duration(limit_s - alone_s),
@@ -121,14 +121,14 @@ class BatchWait:
     def _note(self, wait_reason: WaitReason, now: float) -> None:
         """Log a reason once, after it has held for `dead_after_s`; log "outdated" at once."""
         if wait_reason != self._wait_reason:
-            self._wait_reason, self._wait_reason_since, self._is_told = wait_reason, now, False
+            self._wait_reason, self._wait_reason_since, self._has_warned = wait_reason, now, False
         lasted_s = now - self._wait_reason_since
         dead_after_s = self._role.settings.admission.dead_after_s
         is_urgent = wait_reason == "outdated" or lasted_s >= dead_after_s
         what = _WAIT_REASONS.get(wait_reason)
-        if what is None or self._is_told or not is_urgent:
+        if what is None or self._has_warned or not is_urgent:
             return
-        self._is_told = True
+        self._has_warned = True
         how_long = f" for {format_duration(lasted_s)}" if lasted_s else ""
         text = what.format(how_long)
         self._log.warning("%s; waiting for %s", text, self._role.describe_wait())

@@ -489,7 +489,7 @@ class WorkerNode(DialingNode):
             self.report(CallRefused(call, str(error)))
             return
         text, frames = describe_error(error), "".join(traceback.format_exception(error))
-        line = self._reports.say("engine", text, f"the engine has raised: {text}", now=self.now)
+        line = self._reports.line("engine", text, f"the engine has raised: {text}", now=self.now)
         if line is not None:
             self.log.warning("%s", line, exc_info=error)
         # If memory is too small for one rollout, a test with one token would prove nothing.
@@ -501,7 +501,7 @@ class WorkerNode(DialingNode):
         if not is_usable:
             if isinstance(error, EchoError):
                 raise error
-            why = f"the engine samples nothing any more since it raised {text}; start it anew"
+            why = f"the engine samples nothing any more since it raised {text}; restart the worker"
             raise EngineError(why) from error
 
     # --- agents, where rollouts come from them ---------------------------------------------------

@@ -102,7 +102,7 @@ async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
         config.network, config.worker.listen, keys, listens_later=True
     )
     listen, profile = config.worker.listen, config.profile
-    wiring.tell_of_kernel(listen, *join.addresses(), profile=profile, log=log)
+    wiring.warn_of_kernel(listen, *join.addresses(), profile=profile, log=log)
     try:
         worker = assemble_worker(config, transport, log=log)
         # Only after its files are open: strangers' connections could use up the file descriptors.
