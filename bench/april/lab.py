@@ -165,6 +165,10 @@ class ContentPublisher:
         self._content = content
         self._key = key
 
+    def prepare(self) -> bool:
+        """Return True: a version can be made at any time."""
+        return True
+
     def make(self, weights: Weights, version: PolicyVersion) -> Publication:
         """Return the present weights as a version."""
         tensors, image = self._content.image(version)

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from echo.core.errors import EngineError, StorageError
-from echo.core.rollout import PolicyVersion
+from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
 from echo.core.units import format_bytes
 from echo.weights.delta import (
     SPARSE_SHARE,
@@ -680,18 +679,21 @@ def _wait_for(device: torch.device) -> None:
 #     on the GPU       weights -> image there --+--> changed words --> coded blocks on the host
 #                            last image there --+                        |
 #                               host image of the last version ----------+--> host image of this one
-# "In host memory" needs no lasting GPU memory. The GPU copies the whole image into pinned pages, on
-# a separate stream. The trainer waits for that stream before it changes the weights
-# (train/weights.py); until then the copy has the time of a forward and a backward pass.
+# "In host memory" needs no lasting GPU memory. The GPU copies the whole image from the weights into
+# pinned pages, on a separate stream. The trainer waits for that stream before it changes the
+# weights (train/weights.py); until then the copy has the time of a forward and a backward pass.
 # "On the GPU" copies about 4 % of the image, and the host need not search for changes. The GPU
 # holds two images: the new image is rounded before the next step, and compared with the last image
-# during that step. The host decodes the coded blocks on the same base as receivers do, so the
-# host's image, which is hashed and signed, equals the image of the receivers. The whole image is
-# copied, and its delta coded on the host, if more than SPARSE_SHARE of the words changed, if the
-# set or layout of the tensors changed, and after a restart.
-# The host alternates between the memory of two images. It allocates both with the first version and
-# touches all pages, because first touches cost more than the rest of making a version. Memory that
-# a reader may still read is not reused.
+# during that step. Nothing reads the weights by then, so no update waits for the comparison. The
+# host decodes the coded blocks on the same base as receivers do, so the host's image, which is
+# hashed and signed, equals the image of the receivers. The whole image is copied, and its delta
+# coded on the host, if more than SPARSE_SHARE of the words changed, if the set or layout of the
+# tensors changed, and after a restart.
+# Host and GPU each write two images in turns. An image is overwritten only once its copy has
+# arrived and nothing reads it any more. Until then the learner puts off the next version, but not
+# its next step (`prepare`). The host makes memory for both images with the first version and
+# touches all pages, because first touches cost more than the rest of making a version. If an older
+# image is read for long, a thread makes memory for a third image.
 
 
 _log = logging.getLogger(__name__)
@@ -795,24 +797,30 @@ class VersionImages:
         self._block_bytes = block_bytes
         self._is_on_device = False if block_bytes % ALIGNMENT_BYTES else is_on_device
         self._stream = copy_stream
-        self._thread = self._threads(1, "image")
+        self._comparing: CopyStream | None = None
+        """Stream that compares and copies images on a GPU; the trainer does not wait for it."""
+        self._thread = ThreadPoolExecutor(1, "image")
         self._ready: Future[CodedDelta | None] | None = None
+        self._growing: Future[None] | None = None
         self._last: _Last | None = None
         self._spare: Tensor | None = None
         """Device memory of the image before the last one, reused for the next image."""
         # Host memory of the last version's image and of the image being made.
-        self._memory = RecycledMemory(2, image_memory)
+        self._memory = RecycledMemory(2, image_memory, max_pieces=KEEP_VERSIONS + 1)
 
-    def _threads(self, number: int, name: str) -> ThreadPoolExecutor:
-        """Return a thread pool whose GPU work runs on the copy stream, concurrent with training."""
-        stream = self._stream
-        begin = None if stream is None else partial(torch.cuda.set_stream, stream)
-        return ThreadPoolExecutor(number, name, initializer=begin)
+    def prepare(self) -> bool:
+        """Return whether `make` would wait for nothing; if memory is lacking, begin to make it."""
+        if any(each is not None and not each.done() for each in (self._ready, self._growing)):
+            return False
+        if self._memory.can_grow and not self._memory.has_free:
+            self._growing = self._thread.submit(self._memory.grow)
+            return False
+        return self._memory.has_free
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
         """Return the image of a version; its bytes may arrive later (`VersionImage.ready`)."""
-        if self._ready is not None:
-            wait([self._ready])
+        under_way: list[Future[Any] | None] = [self._ready, self._growing]
+        wait([each for each in under_way if each is not None])
         specs, tensors = lay_out(weights, self._dtype, self._unrounded)
         device = self._device(weights)
         if device is not None:
@@ -865,15 +873,23 @@ class VersionImages:
         if new is None:
             new = torch.zeros(image_bytes(specs), dtype=torch.uint8, device=device)
         write_image(specs, tensors, new)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         memory = self._memory.take(new.numel())
         self._last = _Last(version, specs, memory, new)
+        if device.type == "cuda":
+            if self._comparing is None:
+                # Of high priority: its few kernels would otherwise wait behind the step's kernels.
+                self._comparing = torch.cuda.Stream(device, priority=-1)
+            self._comparing.wait_stream(torch.cuda.current_stream(device))
         self._ready = self._thread.submit(self._bring, self._last, last)
         return VersionImage(specs, memory, self._ready)
 
     def _bring(self, made: _Last, last: _Last | None) -> CodedDelta | None:
         """Complete an image on the host; return its delta if the device has coded one."""
+        # Without a stream this changes nothing. The device has run all of it at the end.
+        with torch.cuda.stream(self._comparing):
+            return self._bring_there(made, last)
+
+    def _bring_there(self, made: _Last, last: _Last | None) -> CodedDelta | None:
         try:
             if last is not None:
                 delta = DeviceDelta(
@@ -895,7 +911,7 @@ class VersionImages:
     def _follow(self, last: _Last, made: _Last, delta: DeviceDelta) -> CodedDelta:
         """Make the host's image by applying the coded changes to the host's last image."""
         held, memory = last.memory, made.memory
-        with self._threads(min(PACKERS, os.cpu_count() or 1), "changes") as pool:
+        with ThreadPoolExecutor(min(PACKERS, os.cpu_count() or 1), "changes") as pool:
             blocks = tuple(delta.encode(held, pool))
             pieces = _pieces(len(memory), self._block_bytes)
 

@@ -43,6 +43,10 @@ class Versions:
     def coder(self) -> Versions:
         return self
 
+    def prepare(self) -> bool:
+        """Return True: a version can be made at any time."""
+        return True
+
     def make(self, weights: Any, version: PolicyVersion) -> Publication:
         """Return a publication of `version` whose image is noise, the same in every call."""
         image = bytearray(random.Random(f"{version}").randbytes(self.num_bytes))

@@ -133,8 +133,9 @@ class TrainedWeights:
                 )
             self._policy.round()
             if self._device.type == "cuda":
-                # Otherwise the update's seconds would count for the next part of the step.
-                torch.cuda.synchronize(self._device)
+                # Otherwise the update's seconds would count for the next part of the step. A wait
+                # for the whole device would be one for the publication beside the step as well.
+                torch.cuda.current_stream(self._device).synchronize()
         finally:
             self.drop_gradients()
         return norm

@@ -87,6 +87,14 @@ class PublishPace:
         last = self._published_step
         return last is None or step - last >= min(self.period, self._max_staleness + 1)
 
+    def is_overdue(self, step: int) -> bool:
+        """Return whether no version published so far may be sampled for the next step.
+
+        Before that, a version that is due may be put off.
+        """
+        last = self._published_step
+        return last is None or step - last > self._max_staleness
+
     @property
     def choices(self) -> range:
         """The possible publish periods: the fixed one, or all that the staleness bound allows."""

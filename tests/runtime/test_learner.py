@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,42 @@ def test_pull_refreshes_before_every_request_and_trains_on_policy(make_world: Ma
         elif record["kind"] == "accepted":
             assert record["versions"] == [[1, step]]
     assert step == 5
+
+
+@pytest.mark.parametrize("is_slow", ["seal", "reader"])
+def test_a_slow_version_puts_off_the_next_one_and_no_step(
+    make_world: MakeWorld, is_slow: str
+) -> None:
+    """A version is slow to arrive on the host, or slowly read from its memory."""
+    world = make_world(sync={"max_staleness": 10, "publish_period": 1})
+    if is_slow == "seal":
+        in_pool(world, 3.5 * world.train_s, lambda pool, name: name == "seal")
+    world.learner(run={"max_steps": 16})
+    world.worker("w1")
+    trained_at: list[float] = []
+    read: list[memoryview] = []
+
+    def has_ended() -> bool:
+        if world.step > len(trained_at):
+            trained_at.append(world.now)
+            if world.step == 8:
+                read.clear()
+            elif is_slow == "reader" and world.step in (3, 4):
+                read.append(world.node("learner")._versions.newest.memory[:1])
+        return world.end("learner") is not None
+
+    world.run_until(has_ended)
+    gaps = [end - begin for begin, end in pairwise(trained_at)]
+    assert max(gaps[1:]) < 1.5 * world.train_s, "the first groups are sampled one by one"
+    published = [step for _, step in world.published()]
+    put_off = [end - begin for begin, end in pairwise(published)]
+    if is_slow == "seal":
+        assert set(put_off[1:-1]) == {4}, "as soon as the version before is coded"
+    else:
+        # There is memory for a third image, but not for a fourth, until the readers have ended.
+        assert 3 <= max(put_off) <= 5
+        assert published[-5:] == [12, 13, 14, 15, 16]
+    world.audit(is_finished=True)
 
 
 def test_the_last_weights_are_published_whatever_the_period_and_a_resume_only_finishes(

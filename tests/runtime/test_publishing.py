@@ -440,6 +440,8 @@ def test_the_period_counts_from_the_last_version_whatever_its_step() -> None:
     pace = PublishPace(period=4, is_auto=False, max_staleness=6)
     pace.published(version(9), num_bytes=1, now=0.0)  # as after a resume
     assert due_steps(pace, range(10, 20)) == [13, 17]
+    assert not pace.is_overdue(17 + 6), "the next step may be trained on what 17 has sampled"
+    assert pace.is_overdue(17 + 7)
     pace.limit(2)
     assert due_steps(pace, range(20, 30)) == [20, 23, 26, 29]
     # A raised bound gives the period back, and the next version is not put off to a multiple of it.
@@ -648,6 +650,39 @@ def test_two_images_on_the_device_are_written_in_turns(begun: Begun) -> None:
             assert_same(publish(images, learner.weights, step), published_whole(learner, step))
     on_device = [call for call in made.mock_calls if "device" in call.kwargs]
     assert len(on_device) == 1
+
+
+@pytest.mark.slow
+def test_an_image_is_overwritten_once_it_has_arrived_and_nothing_reads_it(begun: Begun) -> None:
+    """With a slow copy and a slow reader. Until then `prepare` is False, and nothing waits."""
+    (learner, images), gate = begun, threading.Event()
+    bring = engine_weights._bring
+    with mock.patch.object(
+        engine_weights, "_bring", lambda tensors: gate.wait(10) and bring(tensors)
+    ):
+        late = unsealed(images, learner.weights, 1)
+        assert not images.prepare()
+        gate.set()
+        reader, expected = memoryview(late.image)[100:200], bytes(late.image)[100:200]
+    del late
+    addresses = {np.frombuffer(reader, np.uint8).ctypes.data - 100}
+    for step in range(2, 6):
+        while not images.prepare():  # a thread makes memory for a third image, once
+            wait_for_thread = images._growing
+            assert wait_for_thread is not None
+            wait_for_thread.result()
+        learner.step(1.0, 1e-4)
+        made = publish(images, learner.weights, step)
+        assert_same(made, published_whole(learner, step))
+        addresses.add(np.frombuffer(made.image, np.uint8).ctypes.data)
+        assert reader == expected
+    assert len(addresses) == 3
+    other = memoryview(made.image)[:1]
+    publish(images, learner.weights, 6)
+    assert not images.prepare(), "two images are read, and the third is the newest"
+    del reader
+    assert images.prepare()
+    del other
 
 
 @pytest.mark.slow

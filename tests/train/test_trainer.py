@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -314,6 +315,35 @@ def test_a_version_that_comes_down_late_has_the_weights_of_its_step(
     assert made.ready.result() is None
     assert made.memory == before
     assert weights.publish_image(trainer.tensors(), "bfloat16")[1] != before
+
+
+def test_no_step_waits_for_a_version_that_is_compared_on_the_device(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing reads the weights by then, but a copy of them."""
+    trainer, stream, gate = make_trainer(), LateStream(monkeypatch), threading.Event()
+    trainer.weights.copy_stream = stream  # type: ignore[assignment]
+    monkeypatch.setattr(stream, "wait_stream", mock.Mock(side_effect=AssertionError))
+    images = weights.VersionImages(
+        "bfloat16",
+        block_bytes=1 << 14,
+        is_on_device=True,
+        copy_stream=stream,  # type: ignore[arg-type]
+    )
+    first = images.make(trainer.tensors(), PolicyVersion(1, 0))
+    assert first.ready is not None
+    first.ready.result()
+    bring = weights._bring
+    monkeypatch.setattr(weights, "_bring", lambda tensors: gate.wait(10) and bring(tensors))
+    trainer.step(make_groups())
+    _, expected = weights.publish_image(trainer.tensors(), "bfloat16")
+    made = images.make(trainer.tensors(), PolicyVersion(1, 1))
+    trainer.step(make_groups())
+    assert made.ready is not None
+    assert not made.ready.done()
+    gate.set()
+    made.ready.result()
+    assert made.memory == expected
 
 
 # --------------------------------------------------------------------------------------- update

@@ -716,6 +716,23 @@ def test_memory_of_another_size_is_not_kept() -> None:
     assert len(memory._lent) + len(memory._free) == 1
 
 
+def test_memory_grows_up_to_a_number_of_pieces() -> None:
+    memory = RecycledMemory(2, max_pieces=3)
+    assert memory.has_free
+    assert not memory.can_grow, "the first image makes its memory"
+    held = [memory.take(1000), memory.take(1000)]
+    assert not memory.has_free
+    assert memory.can_grow
+    memory.grow()
+    assert memory.has_free
+    assert not memory.can_grow
+    held.append(memory.take(1000))
+    assert not memory.has_free
+    held.pop()
+    assert memory.has_free
+    assert len(memory.take(1000)) == 1000
+
+
 def test_memory_for_the_images_to_come_is_made_with_the_first() -> None:
     memory = RecycledMemory(2)
     held = memory.take(1000)

@@ -229,8 +229,11 @@ class LearnerNode(Node):
             progress=run.progress,
             trainer_pool=trainer_pool,
             report=self.report,
+            wake=self.wake,
             clock=self._clock,
         )
+        self._is_put_off = False
+        """Whether a version is due that cannot be made at once."""
         self._weights_check = WeightsCheck(
             sections.model, sections.run_dir, run.progress, trainer=trainer_pool, log=log
         )
@@ -408,6 +411,9 @@ class LearnerNode(Node):
             self._evict()
             is_lower = self.bound.adapt(role.step, result.metrics, staleness)
             if is_lower or self.pace.is_due(role.step):
+                self._is_put_off = True
+            # If no version may be sampled any more, there is nothing to train on meanwhile.
+            if self._is_put_off and (self.pace.is_overdue(role.step) or self._versions.prepare()):
                 await self._publish()
             waited_s = started_at - waited_from
             self._progress.stepped(
@@ -427,6 +433,9 @@ class LearnerNode(Node):
                 self.log.warning("%s", self._costs.describe_spent(self.role.step))
                 return None
             self._evict()
+            if self._is_put_off and self._versions.prepare():
+                await self._publish()
+                self._progress.begin("", now=self.now)
             num_groups = self._sections.batch.groups_per_step
             groups = self._buffer.take(num_groups, step=self.role.step)
             if groups is not None:
@@ -478,6 +487,7 @@ class LearnerNode(Node):
 
     async def _publish(self) -> None:
         """Hand the present weights to the broadcast, and to the evaluation when it is due."""
+        self._is_put_off = False
         publication = await self._versions.publish()
         if self._evaluations is not None:
             self._evaluations.published(publication)
@@ -512,6 +522,7 @@ class LearnerNode(Node):
         self._progress.begin("done", now=self.now)
         self._reporter.display(now=self.now)
         await self._shutdown.announce("the run is finished")
+        await self._versions.wait()
         if self.role.step >= self._sections.run.max_steps:
             self._ledger.append(Finished(step=self.role.step))
         await self._disk_pool.run(self._ledger.close)
@@ -536,6 +547,7 @@ class LearnerNode(Node):
     async def _close_records(self) -> None:
         await self._take_no_more_groups()
         await self._checkpoint()
+        await self._versions.wait()  # it may yet note the version that it seals
         await self._disk_pool.run(self._ledger.close)
 
     async def _take_no_more_groups(self) -> None:

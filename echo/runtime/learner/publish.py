@@ -187,6 +187,9 @@ class Images(Protocol):
     def helpers(self) -> Sequence[ImageHelper]:
         """Other processes that code and hash parts of the images."""
 
+    def prepare(self) -> bool:
+        """Return whether `make` would wait for nothing; if memory is lacking, begin to make it."""
+
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
         """Return the image of a version."""
 
@@ -211,6 +214,10 @@ class Publisher:
         self._chunk_bytes = chunk_bytes
         self._model_digest = model_digest
         self._attribution = attribution
+
+    def prepare(self) -> bool:
+        """Return whether `make` would wait for nothing; if memory is lacking, begin to make it."""
+        return self._images.prepare()
 
     def make(self, weights: Weights, version: PolicyVersion) -> Publication:
         """Return the weights as a publication; called in the trainer's thread."""
@@ -446,26 +453,24 @@ class VersionEncoder:
         self.coded_bytes: dict[PolicyVersion, int] = {}
         """Bytes of the delta of each of the last 16 versions that were sent as a delta."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no version is being coded."""
+        return self._last is None or self._last.done()
+
     async def wait(self) -> None:
         """Wait for the version that is being coded."""
         if self._last is not None:
             await asyncio.wait([self._last])
 
-    async def publish(self, publication: Publication) -> asyncio.Task[None] | None:
-        """Publish a version; return the task that codes it, None if it is sent in full only.
+    async def publish(self, publication: Publication) -> asyncio.Task[None]:
+        """Begin to publish a version; return the task that codes and seals it.
 
         Waits until the previous version is coded, so the learner is never more than one version
         ahead of its coder.
         """
         await self.wait()
-        manifest = publication.manifest
-        base = self._base(manifest)
-        form = self._schedule.begin(manifest.num_bytes, has_base=base is not None)
-        if form != "delta":
-            publication, base = await self._seal(publication), None
-        if form == "full":
-            return None
-        self._last = self._spawn(self._code(publication, base), name="encoded_versions")
+        self._last = self._spawn(self._make_forms(publication), name="encoded_versions")
         return self._last
 
     def _base(self, manifest: Manifest) -> Transfer | None:
@@ -497,9 +502,12 @@ class VersionEncoder:
         self._schedule.made((manifest.version, FULL), manifest.num_bytes)
         return publication
 
-    async def _code(self, publication: Publication, base: Transfer | None) -> None:
-        version = publication.manifest.version
-        if base is not None:
+    async def _make_forms(self, publication: Publication) -> None:
+        """Send a version in the forms that the schedule selects."""
+        manifest = publication.manifest
+        version, base = manifest.version, self._base(manifest)
+        form = self._schedule.begin(manifest.num_bytes, has_base=base is not None)
+        if form == "delta" and base is not None:
             if not await self._pool.run(_has_changed_little, base, publication):
                 publication = await self._pool.run(self._coder.seal, publication)
             num_bytes = await self._send(publication, base)
@@ -508,7 +516,9 @@ class VersionEncoder:
                 self.coded_bytes[version] = num_bytes
                 while len(self.coded_bytes) > 16:
                     del self.coded_bytes[min(self.coded_bytes)]
-        if self._schedule.is_keyframe_due(self._offers(), version):
+        else:
+            publication = await self._seal(publication)
+        if form != "full" and self._schedule.is_keyframe_due(self._offers(), version):
             await self._send(publication, None)
 
     def _offers(self) -> dict[ItemId, int]:
@@ -564,6 +574,7 @@ class PublishedVersions:
         progress: Progress,
         trainer_pool: Pool,
         report: Callable[[Any], None],
+        wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         """Start before the first version.
@@ -579,6 +590,7 @@ class PublishedVersions:
             progress: counts the time that publishing takes.
             trainer_pool: the trainer's thread.
             report: passes an event to the role, and carries out its actions.
+            wake: called when a version is coded and sealed, as the next one may be due.
             clock: returns the loop's time, seconds.
         """
         self.newest: Publication | None = None
@@ -589,6 +601,11 @@ class PublishedVersions:
         self._encoder, self._commits = encoder, commits
         self._pace, self._ledger, self._progress = pace, ledger, progress
         self._pool, self._report, self._clock = trainer_pool, report, clock
+        self._wake = wake
+
+    def prepare(self) -> bool:
+        """Return whether `publish` would wait for no other version to be coded or read."""
+        return self._encoder.is_idle and self._publisher.prepare()
 
     @property
     def is_current(self) -> bool:
@@ -609,15 +626,20 @@ class PublishedVersions:
         self._pace.published(version, num_bytes=num_bytes, now=self._clock())
         self.has_published.set()
         self._report(Publishing())
-        await self._encoder.publish(publication)
+        coding = await self._encoder.publish(publication)
+        coding.add_done_callback(lambda _: self._wake())
         self._progress.published(self._clock() - began_at)
         return publication
+
+    async def wait(self) -> None:
+        """Wait until the newest version is coded and sealed."""
+        await self._encoder.wait()
 
     async def make_unpublished(self) -> Publication:
         """Return the trainer's current weights as a publication, without publishing it."""
         # Wait until the previous version is coded: then only the previous version's image is in
         # memory, and the memory of older images can be reused.
-        await self._encoder.wait()
+        await self.wait()
         version = PolicyVersion(self._role.lineages[-1].lineage, self._role.step)
         return await self._pool.run(self.make_version, version)
 

@@ -59,7 +59,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from echo.core.errors import RankError
-from echo.core.rollout import PolicyVersion
+from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
 from echo.engine.weights import (
     CodedDelta,
     CopyStream,
@@ -124,7 +124,8 @@ def begin_to_write(
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         write()
-    copied: torch.cuda.Event = stream.record_event()
+    # A thread that waits for such an event sleeps; otherwise it would keep a core busy.
+    copied: torch.cuda.Event = stream.record_event(torch.cuda.Event(blocking=True))
     return copied.synchronize
 
 
@@ -435,11 +436,23 @@ class LeadImages:
         self._made: dict[int, tuple[int, int]] = {}
         """Descriptor and size of each memory not yet sent to the other ranks, by number."""
         links = self._rendezvous.links
-        self._memory = RecycledMemory(2, self._make_piece if links else image_memory)
+        self._memory = RecycledMemory(
+            2, self._make_piece if links else image_memory, max_pieces=KEEP_VERSIONS + 1
+        )
         self._last: memoryview | None = None
         self._thread = ThreadPoolExecutor(1, "image")
         self._ready: Future[CodedDelta | None] | None = None
+        self._growing: Future[None] | None = None
         self.helpers = tuple(LocalRank(link.coding, self._numbers) for link in links.values())
+
+    def prepare(self) -> bool:
+        """Return whether `make` would wait for nothing; if memory is lacking, begin to make it."""
+        if any(each is not None and not each.done() for each in (self._ready, self._growing)):
+            return False
+        if self._memory.can_grow and not self._memory.has_free:
+            self._growing = self._thread.submit(self._memory.grow)
+            return False
+        return self._memory.has_free
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
         """Return the image of a version, which is filled during the next step.
@@ -451,8 +464,9 @@ class LeadImages:
         Raises:
             RankError: if another rank's process has ended.
         """
-        if self._ready is not None:
-            self._ready.result()
+        for each in (self._ready, self._growing):
+            if each is not None:
+                each.result()
         image, size = self._memory.take(image_bytes(self._specs)), self._ranks.size
         with self._together():
             self._send_memory(image)

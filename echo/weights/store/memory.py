@@ -43,6 +43,8 @@ class RecycledMemory:
         self,
         num_pieces: int = 1,
         make: Callable[[int], npt.NDArray[np.uint8]] = touched_memory,
+        *,
+        max_pieces: int = 1,
     ) -> None:
         """Start with no memory; the first `take` makes it.
 
@@ -50,11 +52,29 @@ class RecycledMemory:
             num_pieces: least number of pieces that will be in use at the same time. The first
                 `take` makes all of them, so that no later version waits for its pages.
             make: returns a piece of zeros of the given number of bytes.
+            max_pieces: largest number of pieces that `grow` makes, and that are kept for later
+                images.
         """
-        self._num_pieces = num_pieces
+        self._num_pieces, self._max_pieces = num_pieces, max_pieces
         self._make = make
         self._free: list[npt.NDArray[np.uint8]] = []
         self._lent: list[tuple[npt.NDArray[np.uint8], weakref.ref[npt.NDArray[np.uint8]]]] = []
+
+    @property
+    def has_free(self) -> bool:
+        """Whether `take` has memory to reuse, or has never been called."""
+        are_read = [exporter() is not None for _, exporter in self._lent]
+        return bool(self._free) or not are_read or not all(are_read)
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether `grow` may be called: there are fewer than `max_pieces`, and one is in use."""
+        return bool(self._lent) and self._num_pieces < self._max_pieces
+
+    def grow(self) -> None:
+        """Make a further piece, of the last image's size; in any thread, but not beside `take`."""
+        self._free.append(self._make(self._lent[-1][0].nbytes))
+        self._num_pieces += 1
 
     def take(self, num_bytes: int) -> memoryview:
         """Return memory of this size, which has zeros or the bytes of an earlier image."""
