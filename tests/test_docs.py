@@ -214,6 +214,8 @@ def check_command(name: str, words: list[str]) -> None:
             assert all(is_key(text.partition("=")[0]) for text in simulated.sweep)
         case "echo-ledger":
             parsers.ledger_parser().parse_args(words)
+        case "echo-rollouts":
+            parsers.rollouts_parser().parse_args(words)
         case "echo-setup":
             check_setup(words)
         case "echo-test":

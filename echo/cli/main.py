@@ -42,6 +42,9 @@ COMMANDS = {
         "learner",
     ),
     "ledger": Command("print what happened to every group of a run", parsers.ledger_parser),
+    "rollouts": Command(
+        "show prompts, completions and rewards of a run", parsers.rollouts_parser, "learner"
+    ),
 }
 """The commands by name. Function `main` of the module echo.cli.NAME gets the command line after the
 name."""

@@ -227,6 +227,33 @@ def ledger_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def rollouts_parser() -> argparse.ArgumentParser:
+    """Return the argument parser of `echo-rl rollouts`."""
+    parser = _parser(
+        "rollouts",
+        "Show the rollouts of a run: prompt, completion, reward, worker, versions, staleness and "
+        "end. The run may be under way, finished or crashed. Without options: the newest rollouts.",
+        EXIT_CODES_HELP,
+    )
+    parser.add_argument("run", type=_path, metavar="RUN", help="the run's directory")
+    parser.add_argument("--step", type=int, metavar="N", help="those that step N trained")
+    parser.add_argument("--group", type=int, metavar="G", help="those of group G")
+    parser.add_argument(
+        "--grep", type=_text, metavar="TEXT", help="those with TEXT in prompt or completion"
+    )
+    order = parser.add_mutually_exclusive_group()
+    for name, which in (
+        ("best", "the K of highest reward"),
+        ("worst", "the K of lowest reward"),
+        ("random", "K at random"),
+    ):
+        order.add_argument(f"--{name}", type=int, metavar="K", help=which)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object per line")
+    form.add_argument("--parquet", type=_path, metavar="FILE", help="write a Parquet file")
+    return parser
+
+
 def _add_output(parser: argparse.ArgumentParser, *, out: Path, files: str) -> None:
     parser.add_argument(
         "--out", type=_path, default=out, metavar="DIR", help=f"where {files} go (default: {out})"

@@ -41,7 +41,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -580,22 +580,7 @@ class Ledger(LedgerQueue):
         Raises:
             StorageError: if the group's file is missing or damaged.
         """
-        path = self._groups_dir / place.file
-        where = f"group {group_id} cannot be read back from {path}"
-        try:
-            with path.open("rb") as file:
-                file.seek(place.offset)
-                data = memoryview(file.read(place.length))
-            found = blake3(data).hexdigest()
-            if found != place.hash:
-                raise StorageError(
-                    f"{where}: the BLAKE3 hash of the {place.length} bytes at {place.offset} is "
-                    f"{found}, the ledger has {place.hash}"
-                )
-            header_bytes = int.from_bytes(data[:4], "little")
-            group = decode_group(data[4 : 4 + header_bytes], data[4 + header_bytes :])
-        except (OSError, RemoteProtocolError) as error:
-            raise StorageError(f"{where}: {error}") from error
+        group = read_group(self.run_dir, group_id, place)
         self._unended.setdefault(place.file, set()).add(group_id)
         return group
 
@@ -792,6 +777,35 @@ def read_records(run_dir: Path) -> Iterator[AnyRecord]:
             raise _damaged(run_dir / FILE, f"record {seq}: {error}") from error
 
 
+def read_group(run_dir: Path, group_id: int, place: Place) -> Group:
+    """Read an accepted group from its file.
+
+    Args:
+        run_dir: the run's directory.
+        group_id: number of the group, for the error.
+        place: the place of the group's bytes, from its `accepted` record.
+
+    Raises:
+        StorageError: if the group's file is missing or damaged.
+    """
+    path = run_dir / GROUPS / place.file
+    where = f"group {group_id} cannot be read back from {path}"
+    try:
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            data = memoryview(file.read(place.length))
+        found = blake3(data).hexdigest()
+        if found != place.hash:
+            raise StorageError(
+                f"{where}: the BLAKE3 hash of the {place.length} bytes at {place.offset} is "
+                f"{found}, the ledger has {place.hash}"
+            )
+        header_bytes = int.from_bytes(data[:4], "little")
+        return decode_group(data[4 : 4 + header_bytes], data[4 + header_bytes :])
+    except (OSError, RemoteProtocolError) as error:
+        raise StorageError(f"{where}: {error}") from error
+
+
 def lock_run(run_dir: Path) -> int:
     """Lock a run for this process until the returned descriptor is closed.
 
@@ -965,6 +979,56 @@ def deliveries_of(records: Iterable[AnyRecord]) -> list[Delivery]:
                     )
                 )
     return found
+
+
+class StoredGroup(NamedTuple):
+    """An accepted group, and what became of it on the surviving line of the run."""
+
+    accepted: Accepted
+    step: int | None
+    """The optimizer step that trained the group; None if no step did."""
+    consumed_at: int | None
+    """Number of optimizer steps done before that step, from which staleness counts."""
+    discarded: str
+    """Why the group was discarded; "" if it was not."""
+
+    @property
+    def end(self) -> str:
+        """How the group ended, as text."""
+        if self.step is not None:
+            return f"trained in step {self.step}"
+        return f"discarded: {self.discarded}" if self.discarded else "not trained yet"
+
+
+def stored_groups(records: Iterable[AnyRecord]) -> list[StoredGroup]:
+    """Return all accepted groups in the order in which they were accepted.
+
+    The files of groups that ended long ago may be deleted (see the module's docstring).
+    """
+    accepted: dict[int, Accepted] = {}
+    reasons: dict[int, str] = {}
+    lineages: list[Lineage] = []
+    steps: list[Trained] = []
+    for record in records:
+        match record:
+            case Accepted():
+                accepted[record.group] = record
+            case Discarded():
+                reasons[record.group] = record.reason
+            case Trained():
+                steps.append(record)
+            case Began():
+                lineages.append(Lineage(record.lineage, record.fork_step))
+    trained = {group: step for step in _surviving(steps, lineages) for group in step.groups}
+    return [
+        StoredGroup(
+            record,
+            step=trained[group].step if group in trained else None,
+            consumed_at=trained[group].consumed_at if group in trained else None,
+            discarded=reasons.get(group, ""),
+        )
+        for group, record in accepted.items()
+    ]
 
 
 def _surviving(steps: Iterable[Trained], lineages: Sequence[Lineage]) -> list[Trained]:

@@ -1,0 +1,272 @@
+"""`echo-rl rollouts RUN`: what the model said, and what it was rewarded for.
+
+The command reads the ledger and the group files of a run; the run may be under way. The learner
+deletes a group file when all its groups have ended and a checkpoint has replaced the one before, so
+the rollouts of long-past steps are gone.
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import numpy as np
+
+from echo.cli.output import run_command, tell
+from echo.cli.parsers import rollouts_parser
+from echo.config.memory import find_model
+from echo.core.errors import ConfigError, DataError, StorageError
+from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.records.ledger import StoredGroup, read_group, read_records, stored_groups
+from echo.records.run_files import read_config
+from echo.tasks.tokenization import load_tokenizer
+from echo.ui.rollouts import Part, ShownRollout, render
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CHOICES = ("step", "group", "grep", "best", "worst", "random", "parquet")
+"""Options with which all rollouts are read, and not only the newest."""
+NUM_NEWEST = 8
+"""Number of rollouts that are shown without options."""
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that is used."""
+
+    def decode(self, ids: list[int], /, **options: Any) -> Any:
+        """Return the text of these tokens."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show rollouts of a run and return the exit code."""
+    return run_command(_run, rollouts_parser().parse_args(argv))
+
+
+def _run(arguments: Namespace, console: Console) -> int:
+    stored = stored_groups(read_records(arguments.run))
+    tokenizer = _tokenizer(arguments.run)
+    chosen = [each for each in stored if _is_asked_for(each, arguments)]
+    is_plain = not arguments.json and all(getattr(arguments, name) is None for name in CHOICES)
+    read = _newest if is_plain else _rollouts
+    found = _ordered(list(read(arguments.run, chosen, tokenizer)), arguments)
+    if not found:
+        raise DataError(_none_found(arguments, stored, chosen))
+    if arguments.json:
+        tell(msgspec.json.encode(_row(each)).decode() for each in found)
+    elif arguments.parquet is not None:
+        _write_parquet(arguments.parquet, [_row(each) for each in found])
+        console.print(f"{len(found)} rollouts in {arguments.parquet}")
+    else:
+        for before, each in zip([None, *found], found, strict=False):
+            # The rollouts of a group share its prompt.
+            console.print(render(each, has_prompt=before is None or before.group != each.group))
+        if is_plain:
+            console.print(
+                f"the newest {len(found)} rollouts of {len(stored)} accepted groups; others: "
+                "--step, --group, --grep, --best, --worst, --random (see --help)"
+            )
+    return 0
+
+
+def _is_asked_for(each: StoredGroup, arguments: Namespace) -> bool:
+    return (arguments.step is None or each.step == arguments.step) and (
+        arguments.group is None or each.accepted.group == arguments.group
+    )
+
+
+def _none_found(
+    arguments: Namespace, stored: Sequence[StoredGroup], chosen: Sequence[StoredGroup]
+) -> str:
+    """Return why no rollout was found."""
+    if not stored:
+        return f"{arguments.run}: no group has been accepted yet"
+    if chosen and arguments.grep is None:
+        return (
+            f"{arguments.run}: the rollouts of these {len(chosen)} groups are deleted; a run keeps "
+            "those that a resume may need, and those beside them"
+        )
+    if chosen:
+        return f"{arguments.run}: no rollout that is still kept has {arguments.grep!r} in it"
+    steps = [each.step for each in stored if each.step is not None]
+    groups = [each.accepted.group for each in stored]
+    trained = f"steps {min(steps)} to {max(steps)}" if steps else "no step yet"
+    return (
+        f"{arguments.run}: no such rollouts; it has groups {min(groups)} to {max(groups)} and "
+        f"{trained}"
+    )
+
+
+def _newest(
+    run_dir: Path, stored: Sequence[StoredGroup], tokenizer: Tokenizer
+) -> Iterator[ShownRollout]:
+    """Yield rollouts of the newest group, then of the group before it, and so on."""
+    number = 0
+    for each in reversed(stored):
+        for rollout in _rollouts(run_dir, [each], tokenizer):
+            if number < NUM_NEWEST:
+                yield rollout
+            number += 1
+        if number >= NUM_NEWEST:
+            return
+
+
+def _rollouts(
+    run_dir: Path, stored: Sequence[StoredGroup], tokenizer: Tokenizer
+) -> Iterator[ShownRollout]:
+    """Yield the rollouts of the groups whose files are still there.
+
+    Raises:
+        StorageError: if a file is damaged.
+    """
+    for each in stored:
+        try:
+            group = read_group(run_dir, each.accepted.group, each.accepted.place)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                continue
+            raise
+        prompt = _decode(tokenizer, group.prompt_ids.tolist())
+        for index, rollout in enumerate(group.rollouts):
+            yield _shown(each, group, index, rollout, prompt, tokenizer)
+
+
+def _shown(
+    stored: StoredGroup,
+    group: Group,
+    index: int,
+    rollout: Rollout,
+    prompt: str,
+    tokenizer: Tokenizer,
+) -> ShownRollout:
+    steps = rollout.policy_versions[rollout.completion_mask, 1]
+    staleness = None
+    if stored.consumed_at is not None and len(steps):
+        lags = stored.consumed_at - steps
+        staleness = int(lags.min()), int(lags.max())
+    return ShownRollout(
+        group=group.group_id,
+        attempt=group.attempt,
+        index=index,
+        worker=group.worker_id,
+        end=stored.end,
+        step=stored.step,
+        reward=rollout.reward,
+        group_mean=float(np.mean(group.rewards)),
+        finish_reason=rollout.finish_reason,
+        staleness=staleness,
+        prompt=prompt,
+        parts=list(_parts(rollout, tokenizer)),
+    )
+
+
+def _parts(rollout: Rollout, tokenizer: Tokenizer) -> Iterator[Part]:
+    """Yield the parts of a completion, by version and by whether the policy sampled them."""
+    ids = rollout.token_ids.tolist()
+    kinds = [
+        (*version, is_sampled)
+        for version, is_sampled in zip(
+            rollout.policy_versions.tolist(), rollout.completion_mask.tolist(), strict=True
+        )
+    ]
+    end, shown = 0, ""
+    for (lineage, step, is_sampled), tokens in groupby(kinds):
+        number = len(list(tokens))
+        end += number
+        # A character may consist of several tokens, so a part is what its tokens add to the text.
+        text = _decode(tokenizer, ids[:end])
+        yield Part(
+            text=text[len(shown) :],
+            num_tokens=number,
+            version=PolicyVersion(lineage, step),
+            is_sampled=is_sampled,
+        )
+        shown = text
+
+
+def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollout]:
+    """Return the rollouts that have the text: the best, the worst, some at random, or all."""
+    for name in ("best", "worst", "random"):
+        number = getattr(arguments, name)
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name} {number}: must be at least 1")
+    if arguments.grep is not None:
+        found = [each for each in found if arguments.grep in each.prompt + each.completion]
+    if arguments.best is not None:
+        return sorted(found, key=lambda each: -each.reward)[: arguments.best]
+    if arguments.worst is not None:
+        return sorted(found, key=lambda each: each.reward)[: arguments.worst]
+    if arguments.random is not None:
+        return random.sample(found, min(arguments.random, len(found)))
+    return found
+
+
+def _row(rollout: ShownRollout) -> dict[str, Any]:
+    """Return a rollout as a row of JSON or Parquet."""
+    low, high = rollout.staleness or (None, None)
+    return {
+        "group": rollout.group,
+        "attempt": rollout.attempt,
+        "index": rollout.index,
+        "worker": rollout.worker,
+        "end": rollout.end,
+        "step": rollout.step,
+        "reward": rollout.reward,
+        "finish_reason": rollout.finish_reason,
+        "staleness_min": low,
+        "staleness_max": high,
+        "prompt": rollout.prompt,
+        "completion": rollout.completion,
+        "parts": [
+            {
+                "text": part.text,
+                "num_tokens": part.num_tokens,
+                "lineage": part.version.lineage,
+                "step": part.version.step,
+                "is_sampled": part.is_sampled,
+            }
+            for part in rollout.parts
+        ],
+    }
+
+
+def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "--parquet needs pyarrow, which is not installed: pip install pyarrow, or use --json"
+        ) from error
+    try:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    except OSError as error:
+        raise StorageError(f"--parquet {path}: cannot be written: {error}") from error
+
+
+def _tokenizer(run_dir: Path) -> Tokenizer:
+    """Return the tokenizer of the run's model.
+
+    Raises:
+        DataError: if it cannot be found.
+    """
+    if (run_dir / "final").is_dir():
+        return load_tokenizer(run_dir / "final")
+    model: Any = read_config(run_dir).get("model") or {}
+    name = model.get("name")
+    directory = find_model(name, model.get("revision")) if isinstance(name, str) else None
+    if directory is None:
+        raise DataError(
+            f"{run_dir}: the tokenizer of model.name = {name!r} is not on this machine; run the "
+            "command where the learner runs"
+        )
+    return load_tokenizer(directory)

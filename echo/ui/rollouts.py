@@ -1,0 +1,98 @@
+"""Rollouts as text for a terminal.
+
+The text of a model may hold escape sequences: only printable characters and line breaks reach the
+terminal, all others as Python's escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from echo.core.rollout import PolicyVersion
+from echo.core.units import one_line
+
+VERSION_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
+"""Styles of a completion's parts by version, in turns; a completion of one version has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Consecutive tokens of a completion that one version sampled, or that the task inserted."""
+
+    text: str
+    num_tokens: int
+    version: PolicyVersion
+    is_sampled: bool
+    """Whether the policy sampled the tokens; others, such as answers of tools, are not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRollout:
+    """A rollout with its texts, and what the ledger has about its group."""
+
+    group: int
+    attempt: int
+    index: int
+    """Number of the rollout in its group."""
+    worker: str
+    end: str
+    """How the group ended, for example "trained in step 7"."""
+    step: int | None
+    """The step that trained it; None if none did."""
+    reward: float
+    group_mean: float
+    """Mean reward of the rollout's group."""
+    finish_reason: str
+    staleness: tuple[int, int] | None
+    """The least and the greatest staleness of its tokens in steps; None if it was not trained."""
+    prompt: str
+    parts: Sequence[Part]
+
+    @property
+    def completion(self) -> str:
+        """The whole completion, with the texts that the task inserted."""
+        return "".join(part.text for part in self.parts)
+
+
+def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
+    """Return a rollout with a header line, its prompt if asked for, and its completion."""
+    text = Text.assemble(
+        (f"group {rollout.group}.{rollout.index}", "bold"),
+        f"  {rollout.end}  reward ",
+        (f"{rollout.reward:g}", "bold"),
+        f" (group {rollout.group_mean:.3g})  {one_line(rollout.worker)}  ",
+        ", ".join(_versions(rollout.parts)),
+        "" if rollout.staleness is None else f"  staleness {_span(rollout.staleness)}",
+        f"  ended by {rollout.finish_reason}",
+        (f"\n{_indented(rollout.prompt, 2)}" if has_prompt else "", "dim"),
+        "\n    ",
+    )
+    versions = list(dict.fromkeys(part.version for part in rollout.parts))
+    for part in rollout.parts:
+        style = VERSION_STYLES[versions.index(part.version) % len(VERSION_STYLES)]
+        if not part.is_sampled:
+            style = "dim italic"
+        elif len(versions) == 1:
+            style = ""
+        text.append(_indented(part.text, 4)[4:], style=style)
+    return text.append("\n")
+
+
+def _indented(text: str, width: int) -> str:
+    """Return a model's text with its lines indented, and other control characters escaped."""
+    return "\n".join(" " * width + one_line(line) for line in text.split("\n"))
+
+
+def _versions(parts: Sequence[Part]) -> Iterator[str]:
+    """Yield each version with the number of tokens that it sampled."""
+    for version in dict.fromkeys(part.version for part in parts if part.is_sampled):
+        number = sum(p.num_tokens for p in parts if p.is_sampled and p.version == version)
+        yield f"{version} {number} tokens"
+
+
+def _span(bounds: tuple[int, int]) -> str:
+    low, high = bounds
+    return str(low) if low == high else f"{low}-{high}"

@@ -1,0 +1,193 @@
+"""`echo-rl rollouts` on a run directory with a real ledger, group file and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from echo.cli.rollouts import main
+from echo.core.rollout import Group, Rollout
+from echo.engine.model import build_tokenizer
+from echo.records.ledger import GROUPS, Began, Ledger
+from echo.wire.codec import encode_group
+
+V3, V4 = [1, 3], [1, 4]
+
+
+def make_group(group_id: int, prompt: str, answers: dict[str, float]) -> Group:
+    """Return a group in which the first two tokens are of v3 and the others of v4."""
+    tokenizer = build_tokenizer()
+    rollouts = []
+    for answer, reward in answers.items():
+        ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        size = len(ids)
+        rollouts.append(
+            Rollout(
+                token_ids=np.array(ids, np.int32),
+                sampler_logprobs=np.full(size, -1.0, np.float32),
+                policy_versions=np.array([V3] * 2 + [V4] * (size - 2), np.int32),
+                completion_mask=np.ones(size, np.bool_),
+                reward=reward,
+                finish_reason="stop",
+            )
+        )
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return Group(
+        group_id=group_id,
+        attempt=0,
+        worker_id="w1",
+        prompt_ids=np.array(ids, np.int32),
+        rollouts=tuple(rollouts),
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two groups: step 6 has trained the first one."""
+    ledger = Ledger(tmp_path, spool_bytes=1 << 20)
+    ledger.append(Began(lineage=1, fork_step=0))
+    groups = [
+        make_group(0, "12+34=", {"0046": 1.0, "0047": 0.0}),
+        make_group(1, "56+78=", {"0134": 0.75, "0135": 0.25}),
+    ]
+    for group in groups:
+        ledger.store(group, *encode_group(group))
+    ledger.commit()
+    ledger.trained(groups[:1], lineage=1, consumed_at=5)
+    ledger.close()
+    build_tokenizer().save_pretrained(tmp_path / "final")
+    return tmp_path
+
+
+def rows(capsys: pytest.CaptureFixture[str], *words: str | Path) -> list[dict[str, object]]:
+    assert main([*map(str, words), "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_rollout_is_shown_with_all_that_is_known_of_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run), "--step", "6", "--best", "1"]) == 0
+    told = capsys.readouterr().out
+    header = (
+        "group 0.0  trained in step 6  reward 1 (group 0.5)  w1  v3 2 tokens, v4 2 tokens  "
+        "staleness 1-2  ended by stop"
+    )
+    assert told.splitlines()[:3] == [header, "  12+34=", "    0046"]
+
+
+def test_without_options_the_newest_are_shown_and_their_number(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run)]) == 0
+    told = capsys.readouterr().out
+    assert told.index("56+78=") < told.index("12+34=")
+    assert told.count("56+78=") == 1, "once for the rollouts of its group"
+    assert "not trained yet" in told
+    assert "the newest 4 rollouts of 2 accepted groups" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        (["--group", "1"], ["0134", "0135"]),
+        (["--grep", "34"], ["0046", "0047", "0134"]),
+        (["--worst", "2"], ["0047", "0135"]),
+        (["--best", "9"], ["0046", "0134", "0135", "0047"]),
+        (["--group", "0", "--grep", "47"], ["0047"]),
+    ],
+)
+def test_choices(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], completions: list[str]
+) -> None:
+    assert [row["completion"] for row in rows(capsys, run, *words)] == completions
+
+
+def test_random_ones_are_some_of_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {row["completion"] for row in rows(capsys, run, "--random", "3")}
+    assert len(found) == 3
+    assert found < {"0046", "0047", "0134", "0135"}
+
+
+def test_a_row_has_the_parts_of_each_version(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *_ = rows(capsys, run)
+    assert first["parts"] == [
+        {"text": "00", "num_tokens": 2, "lineage": 1, "step": 3, "is_sampled": True},
+        {"text": "46", "num_tokens": 2, "lineage": 1, "step": 4, "is_sampled": True},
+    ]
+    assert (first["staleness_min"], first["staleness_max"], first["step"]) == (1, 2, 6)
+
+
+def test_a_parquet_file_has_the_same_rows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    assert main([str(run), "--parquet", str(run / "rollouts.parquet")]) == 0
+    capsys.readouterr()
+    assert pq.read_table(run / "rollouts.parquet").to_pylist() == rows(capsys, run)
+    assert main([str(run), "--parquet", str(run / "no" / "x.parquet")]) == 1
+    assert "--parquet" in capsys.readouterr().err
+
+
+class Hostile:
+    """A tokenizer whose text rings, moves the cursor and breaks lines."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "\x1b[2J\a\nx" if ids else ""
+
+
+def test_text_of_a_model_reaches_no_terminal_unescaped(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo.cli.rollouts.load_tokenizer", lambda _: Hostile())
+    assert main([str(run), "--group", "0"]) == 0
+    told = capsys.readouterr().out
+    assert not {char for char in told if not char.isprintable()} - {"\n"}
+    assert "  \\x1b[2J\\x07\n  x\n" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "code"),
+    [
+        (["--best", "0"], "--best 0: must be at least 1", 2),
+        (["--step", "7"], "it has groups 0 to 1 and steps 6 to 6", 3),
+        (["--group", "2"], "no such rollouts", 3),
+        (["--grep", "nothing"], "no rollout that is still kept has 'nothing' in it", 3),
+    ],
+)
+def test_an_empty_choice_is_told(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str, code: int
+) -> None:
+    assert main([str(run), *words]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_deleted_and_damaged_files_are_told_apart(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = (run / GROUPS).iterdir()
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + b"\0")
+    assert main([str(run), "--json"]) == 1
+    assert "the BLAKE3 hash" in capsys.readouterr().err
+    file.unlink()
+    assert main([str(run)]) == 3
+    assert "the rollouts of these 2 groups are deleted" in capsys.readouterr().err
+
+
+def test_a_run_without_groups_and_one_without_a_tokenizer(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "final").rename(run / "elsewhere")
+    settings = {"model": {"name": "nobody/has-this", "revision": None}}
+    (run / "config.json").write_text(json.dumps(settings))
+    assert main([str(run)]) == 3
+    assert "'nobody/has-this' is not on this machine" in capsys.readouterr().err
+    empty = tmp_path_factory.mktemp("empty")
+    ledger = Ledger(empty, spool_bytes=1 << 20)
+    ledger.append(Began(lineage=1, fork_step=0))
+    ledger.close()
+    build_tokenizer().save_pretrained(empty / "final")
+    assert main([str(empty)]) == 3
+    assert "no group has been accepted yet" in capsys.readouterr().err
