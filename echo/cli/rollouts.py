@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from echo.cli.output import run_command, tell
+from echo.cli.output import print_texts, run_command
 from echo.cli.parsers import rollouts_parser
 from echo.config.memory import find_model
 from echo.core.errors import ConfigError, DataError, StorageError
@@ -32,15 +32,10 @@ if TYPE_CHECKING:
 
 CHOICES = ("step", "group", "grep", "best", "worst", "random", "parquet")
 """Options with which all rollouts are read, and not only the newest."""
+Decode = Callable[[list[int]], str]
+"""Returns the text of tokens."""
 NUM_NEWEST = 8
 """Number of rollouts that are shown without options."""
-
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer that is used."""
-
-    def decode(self, ids: list[int], /, **options: Any) -> Any:
-        """Return the text of these tokens."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,15 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Namespace, console: Console) -> int:
     stored = stored_groups(read_records(arguments.run))
-    tokenizer = _tokenizer(arguments.run)
+    decode = _decoder(arguments.run)
     chosen = [each for each in stored if _is_asked_for(each, arguments)]
     is_plain = not arguments.json and all(getattr(arguments, name) is None for name in CHOICES)
     read = _newest if is_plain else _rollouts
-    found = _ordered(list(read(arguments.run, chosen, tokenizer)), arguments)
+    found = _ordered(list(read(arguments.run, chosen, decode)), arguments)
     if not found:
         raise DataError(_none_found(arguments, stored, chosen))
     if arguments.json:
-        tell(msgspec.json.encode(_row(each)).decode() for each in found)
+        print_texts(msgspec.json.encode(_row(each)).decode() for each in found)
     elif arguments.parquet is not None:
         _write_parquet(arguments.parquet, [_row(each) for each in found])
         console.print(f"{len(found)} rollouts in {arguments.parquet}")
@@ -102,13 +97,11 @@ def _none_found(
     )
 
 
-def _newest(
-    run_dir: Path, stored: Sequence[StoredGroup], tokenizer: Tokenizer
-) -> Iterator[ShownRollout]:
+def _newest(run_dir: Path, stored: Sequence[StoredGroup], decode: Decode) -> Iterator[ShownRollout]:
     """Yield rollouts of the newest group, then of the group before it, and so on."""
     number = 0
     for each in reversed(stored):
-        for rollout in _rollouts(run_dir, [each], tokenizer):
+        for rollout in _rollouts(run_dir, [each], decode):
             if number < NUM_NEWEST:
                 yield rollout
             number += 1
@@ -117,7 +110,7 @@ def _newest(
 
 
 def _rollouts(
-    run_dir: Path, stored: Sequence[StoredGroup], tokenizer: Tokenizer
+    run_dir: Path, stored: Sequence[StoredGroup], decode: Decode
 ) -> Iterator[ShownRollout]:
     """Yield the rollouts of the groups whose files are still there.
 
@@ -131,9 +124,9 @@ def _rollouts(
             if isinstance(error.__cause__, FileNotFoundError):
                 continue
             raise
-        prompt = _decode(tokenizer, group.prompt_ids.tolist())
+        prompt = decode(group.prompt_ids.tolist())
         for index, rollout in enumerate(group.rollouts):
-            yield _shown(each, group, index, rollout, prompt, tokenizer)
+            yield _shown(each, group, index, rollout, prompt, decode)
 
 
 def _shown(
@@ -142,7 +135,7 @@ def _shown(
     index: int,
     rollout: Rollout,
     prompt: str,
-    tokenizer: Tokenizer,
+    decode: Decode,
 ) -> ShownRollout:
     steps = rollout.policy_versions[rollout.completion_mask, 1]
     staleness = None
@@ -161,11 +154,11 @@ def _shown(
         finish_reason=rollout.finish_reason,
         staleness=staleness,
         prompt=prompt,
-        parts=list(_parts(rollout, tokenizer)),
+        parts=list(_parts(rollout, decode)),
     )
 
 
-def _parts(rollout: Rollout, tokenizer: Tokenizer) -> Iterator[Part]:
+def _parts(rollout: Rollout, decode: Decode) -> Iterator[Part]:
     """Yield the parts of a completion, by version and by whether the policy sampled them."""
     ids = rollout.token_ids.tolist()
     kinds = [
@@ -179,7 +172,7 @@ def _parts(rollout: Rollout, tokenizer: Tokenizer) -> Iterator[Part]:
         number = len(list(tokens))
         end += number
         # A character may consist of several tokens, so a part is what its tokens add to the text.
-        text = _decode(tokenizer, ids[:end])
+        text = decode(ids[:end])
         yield Part(
             text=text[len(shown) :],
             num_tokens=number,
@@ -187,10 +180,6 @@ def _parts(rollout: Rollout, tokenizer: Tokenizer) -> Iterator[Part]:
             is_sampled=is_sampled,
         )
         shown = text
-
-
-def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollout]:
@@ -253,14 +242,24 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
         raise StorageError(f"--parquet {path}: cannot be written: {error}") from error
 
 
-def _tokenizer(run_dir: Path) -> Tokenizer:
-    """Return the tokenizer of the run's model.
+def _decoder(run_dir: Path) -> Decode:
+    """Return the decoder of the run's tokenizer.
 
     Raises:
-        DataError: if it cannot be found.
+        DataError: if the tokenizer cannot be found.
+    """
+    tokenizer = load_tokenizer(_model_dir(run_dir))
+    return lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _model_dir(run_dir: Path) -> Path:
+    """Return a directory with the tokenizer of a run.
+
+    Raises:
+        DataError: if there is none on this machine.
     """
     if (run_dir / "final").is_dir():
-        return load_tokenizer(run_dir / "final")
+        return run_dir / "final"
     model: Any = read_config(run_dir).get("model") or {}
     name = model.get("name")
     directory = find_model(name, model.get("revision")) if isinstance(name, str) else None
@@ -269,4 +268,4 @@ def _tokenizer(run_dir: Path) -> Tokenizer:
             f"{run_dir}: the tokenizer of model.name = {name!r} is not on this machine; run the "
             "command where the learner runs"
         )
-    return load_tokenizer(directory)
+    return directory
