@@ -68,6 +68,9 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "`mismatch_kl` and `ess` as above; `surprise`, by how many nats per token its samples are "
         "less likely than the learner's own, which a worker cannot state; `reward`, the mean. The "
         "64 workers with the largest mismatch.",
+        "support/ids": "Mean number of ids that a trained token was drawn from, where these ids "
+        "travelled.",
+        "support/too_large": "Share of trained tokens whose ids were too many to travel.",
         "attribution/*": "Where the mismatch is from: `variance` of the log-ratio, nats squared; "
         "the shares of `staleness`, `numerics`, `truncation` and `tokenisation`; `skipped`, the "
         "share that could not be scored.",

@@ -50,7 +50,7 @@ TELL = {"debug", "info", "warning", "error", "exception", "critical", "Note", "p
 METRIC = re.compile(r"[a-z_]+(/[a-z0-9_]+)+")
 QUESTION = re.compile(r"(What|Who|Whose|Whether|Which|How|Where|When|Why)\b")
 # Two backends of one contract, and what each command has.
-SHARED = {"forward", "backward", "run", "main"}
+SHARED = {"forward", "backward", "pair_logits", "pair_gradients", "run", "main"}
 TOP = re.compile(r"^(?:class|def|async def) ([A-Za-z]\w*)", re.M)
 AGAIN = re.compile(r"^(?:from .* import .*|import .*|\s+)\b(\w+) as \1\b,?$", re.M)
 

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from echo.core.rollout import Rollout
+from echo.kernels.contract import Pairs
+from echo.kernels.logprob import IdSets
 
 PAD_ID = 0
 """Input id of padding; it may be any id of the vocabulary, since no scored token attends to it."""
@@ -160,6 +162,10 @@ class MicroBatch:
     """[B] float32."""
     proximal_logprobs: Tensor | None = None
     """[B, T] float32 nats; None if the proximal policy is the present one."""
+    supports: IdSets | None = None
+    """The ids that scored tokens were drawn from, for those that were drawn from a part of the
+    vocabulary; None if there are none.
+    """
     segments: Segments | None = None
     """Segments of a packed row; None for padded rows."""
     num_filled: int = 0
@@ -194,6 +200,8 @@ class MicroBatch:
                 tensors[name] = _moved(value, device)
             elif isinstance(value, Segments):
                 tensors[name] = value.to(device)
+            elif isinstance(value, IdSets):
+                tensors[name] = _moved_sets(value, device)
         return MicroBatch(**tensors)
 
 
@@ -202,6 +210,55 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # a copy from other memory waits until the GPU is idle
     return tensor.to(device, non_blocking=True)
+
+
+def _moved_sets(sets: IdSets, device: torch.device) -> IdSets:
+    return IdSets(
+        pairs=Pairs(_moved(sets.pairs.rows, device), _moved(sets.pairs.ids, device)),
+        sizes=_moved(sets.sizes, device),
+        own=_moved(sets.own, device),
+        within=_moved(sets.within, device),
+        beyond=_moved(sets.beyond, device),
+    )
+
+
+def id_sets(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> IdSets | None:
+    """Return the supports of the scored tokens of rollouts; None if no scored token has one.
+
+    Args:
+        rollouts: rollouts whose tokens are in their supports.
+        is_scored: [B, T] whether a token is scored.
+
+    Raises:
+        ValueError: if a token is not in its support.
+    """
+    if all(rollout.support is None for rollout in rollouts):
+        return None
+    sizes, ids, tokens = [], [], []
+    for rollout, scored in zip(rollouts, is_scored, strict=True):
+        is_row = scored[: rollout.num_tokens]
+        tokens.append(rollout.token_ids[is_row])
+        support = rollout.support
+        if support is None:
+            sizes.append(np.zeros(len(tokens[-1]), np.int32))
+            continue
+        sizes.append(support.counts[is_row])
+        ids.append(support.ids[np.repeat(is_row, support.counts)])
+    counts, members = np.concatenate(sizes), np.concatenate(ids)
+    within = np.flatnonzero(counts)
+    if not len(within):
+        return None
+    is_own = members == np.repeat(np.concatenate(tokens), counts)
+    if is_own.sum() != len(within):
+        raise ValueError("a scored token is not among the ids that it was drawn from")
+    rows = np.repeat(np.arange(len(within)), counts[within])
+    return IdSets(
+        pairs=Pairs(torch.from_numpy(rows), torch.from_numpy(members.astype(np.int64))),
+        sizes=torch.from_numpy(counts[within].astype(np.int64)),
+        own=torch.from_numpy(np.flatnonzero(is_own)),
+        within=torch.from_numpy(within),
+        beyond=torch.from_numpy(np.flatnonzero(counts == 0)),
+    )
 
 
 def pack_micro_batches(
@@ -445,6 +502,7 @@ def collate(
             [sample.log_expectation for sample in samples], dtype=torch.float32
         ),
         proximal_logprobs=torch.from_numpy(padded(proximal, np.float32)) if proximal else None,
+        supports=id_sets(rollouts, mask),
         segments=Segments.of(row.lengths, row.prefixes) if is_packed else None,
         num_filled=num_filled,
     )

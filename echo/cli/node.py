@@ -508,12 +508,6 @@ def run_learner(
     board.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     log = make_log("learner", to_file=run_dir / "logs" / "learner.log", to_terminal=False)
     log.addHandler(board)
-    sampling = config.sampling
-    if sampling.top_p < 1 or sampling.top_k:
-        log.warning(
-            "sampling.top_p or top_k truncates what workers sample: their log-probabilities are of "
-            "the truncated distribution, the learner's of the whole one, so ratios start below 1"
-        )
     event_log = open_event_log(log_events, log)
     console = Console(stderr=True)
     sinks, project = config.metrics.sinks, config.metrics.wandb_project

@@ -19,11 +19,6 @@ from echo.wire.codec import BYTES_PER_TOKEN, MAX_ARRAY_BYTES
 
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights that is allowed on an encrypted link, in bytes."""
-RATIO_UNDER_TOP_K = 0.9
-"""Ratio that a loss's range must include if top-k is set. The probability that top-k removes has no
-bound, so this value is a judgement: ranges of .2, as in PPO, are used with top-k; ranges of some
-percent clip every token.
-"""
 
 
 def check_config(config: Config, role: Role | None) -> list[Problem]:
@@ -36,7 +31,6 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
         *_check_security(config),
         *_check_group_bytes(config),
         *_check_dual_clip(config),
-        *_check_truncation(config, role),
         *_check_agent(config),
         *_check_without_effect(config),
         *_check_role(config, role),
@@ -148,34 +142,6 @@ def _check_dual_clip(config: Config) -> Iterator[Problem]:
             f"must be above 1 + loss.clip_high = {high:g}; false switches it off",
             "loss.dual_clip",
             "loss.clip_high",
-        )
-
-
-def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
-    """Refuse top-p or top-k if truncation makes ratios fall below the range of the loss.
-
-    The reason is in losses.py, under "Truncated sampling".
-    """
-    if role != "learner":  # others do not know the loss
-        return
-    sampling, loss = config.sampling, config.loss
-    reached = loss.least_ratios()
-    if not reached:
-        return
-    option = max(reached, key=lambda name: reached[name])
-    for name, off, ratio in (("top_p", 1, sampling.top_p), ("top_k", 0, RATIO_UNDER_TOP_K)):
-        value = getattr(sampling, name)
-        if value == off or reached[option] <= ratio + 1e-9:
-            continue
-        given = f"loss.{option} = {getattr(loss, option):g}"
-        yield _problem(
-            f"truncates what workers sample, while the learner scores the whole distribution: "
-            f"ratios are below 1 from the start, and {show(loss.kind)} with {given} learns nothing "
-            f"from bad rollouts below {reached[option]:.4g}. Write sampling.{name} = {off}, or let "
-            f"loss.{option} reach down to {ratio:g}",
-            f"sampling.{name}",
-            f"loss.{option}",
-            "loss.kind",
         )
 
 

@@ -3,11 +3,13 @@
 The losses in echo/algo document the effect of each key on the gradient. A relay, which has no
 torch, cannot import them, so the keys are repeated here; a test compares names and defaults.
 
-Truncated sampling. With top-p or top-k a worker computes log-probabilities in the truncated and
-renormalised distribution, but the learner computes them in the whole distribution. So even
-on-policy a token's ratio of learner to sampler is Z, the probability that truncation has kept:
-between top_p and 1 with top-p, any value up to 1 with top-k. A loss whose range of ratios begins
-above Z learns nothing from rollouts with a negative advantage, or leaves all rollouts out.
+Truncated sampling. With top-p, top-k or min-p a worker computes log-probabilities in the truncated
+and renormalised distribution. A rollout carries the ids that each token was drawn from, and the
+learner computes in the same distribution. A set can be too large to travel (core/token_sets.py);
+its token is scored in the whole distribution. Then even on-policy its ratio of learner to sampler
+is Z, the probability that truncation has kept: between top_p and 1 with top-p, any value up to 1
+with top-k and min-p. A loss whose range of ratios begins above Z learns nothing from rollouts with
+a negative advantage, or leaves all rollouts out, so it gets no group with such a token.
 `least_ratios` returns where the ranges begin.
 """
 
@@ -33,6 +35,12 @@ DualClip = Annotated[
     Annotated[float, Field(gt=1)] | Off,
     Field(description="Bound on the ratio where the advantage is negative; false is off."),
 ]
+RATIO_UNDER_TOP_K = 0.9
+"""Ratio that a loss's range must include to get tokens without their sets, if top-k or min-p is
+set. The probability that these remove has no bound, so this value is a judgement: ranges of .2, as
+in PPO, are used with top-k; ranges of some percent clip every token.
+"""
+
 Aggregation = Annotated[
     Literal["token_mean", "sequence_mean"], Field(description="Mean over tokens, or over rollouts.")
 ]

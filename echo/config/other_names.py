@@ -70,11 +70,11 @@ OTHER_NAMES: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     ("temperature", "temperature", "temperature", "rollout_temperature", "`sampling.temperature`"),
     (
-        "top_p, top_k",
+        "top_p, top_k, min_p",
         "top_p, top_k",
         "",
         "rollout_top_p, rollout_top_k",
-        "`sampling.top_p`, `sampling.top_k`",
+        "`sampling.top_p`, `sampling.top_k`, `sampling.min_p`",
     ),
     ("", "", "max_off_policy_steps", "", "`sync.max_staleness` (bounds staleness itself)"),
     ("", "trigger_parameter_sync_step", "", "update_weights_interval", "`sync.publish_period`"),
@@ -196,7 +196,6 @@ ELSEWHERE: dict[str, str] = {
     "stop": "Echo has no stop strings: a turn ends at the model's stop tokens",
     "stop_strings": "Echo has no stop strings: a turn ends at the model's stop tokens",
     "stop_sequences": "Echo has no stop strings: a turn ends at the model's stop tokens",
-    "min_p": "Echo has no min-p; sampling.top_p and sampling.top_k truncate",
     "repetition_penalty": "Echo has no penalty on repetitions: it would change the distribution "
     "that the learner scores",
     "gradient_accumulation_steps": "it follows from learner.micro_batch_tokens",

@@ -43,7 +43,7 @@ from echo.config.fields import (
     TaskKind,
     kind_of,
 )
-from echo.config.losses import LOSSES, AnyLoss
+from echo.config.losses import LOSSES, RATIO_UNDER_TOP_K, AnyLoss
 from echo.core.units import without_secrets
 
 # --- profiles -------------------------------------------------------------------------------------
@@ -181,6 +181,8 @@ class SamplingSection(Section):
     """Sample from the smallest set of tokens with this probability; 1 is off."""
     top_k: Inherited[int] = Field(default=0, ge=0)
     """Sample from this many most likely tokens; 0 is off."""
+    min_p: Inherited[float] = Field(default=0.0, ge=0, le=1)
+    """Sample from the tokens at least this many times as likely as the likeliest; 0 is off."""
     max_completion_tokens: Inherited[int] = Field(ge=1, le=2**24)
     """Tokens per completion, the stop token included."""
 
@@ -593,6 +595,15 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The path of the run's directory, `run.dir`/`run.name`."""
         return Path(self.run.dir) / self.run.name
+
+    @property
+    def needs_support(self) -> bool:
+        """Whether each trained token needs the ids that it was drawn from (config/losses.py)."""
+        sampling = self.sampling
+        ratio = sampling.top_p
+        if sampling.top_k or sampling.min_p:
+            ratio = min(ratio, RATIO_UNDER_TOP_K)
+        return max(self.loss.least_ratios().values(), default=0.0) > ratio + 1e-9
 
     @property
     def trims_stale(self) -> bool:

@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
+from echo.core.token_sets import TokenSets
 from echo.weights.manifest import TensorSpec
 from echo.weights.store.patches import Patch
 
@@ -68,7 +69,10 @@ class Sampling:
     stop_ids: tuple[int, ...]
     """Token ids that end a completion with "stop"; the id is part of the completion."""
     greedy: bool = False
-    """Take the most likely token, and ignore temperature, top_p and top_k."""
+    """Take the most likely token, and ignore temperature, min_p, top_k and top_p."""
+    min_p: float = 0.0
+    """Keep the tokens at least this many times as likely as the most likely one, before top_k; 0
+    keeps all."""
 
     def __post_init__(self) -> None:
         checks = {
@@ -78,11 +82,17 @@ class Sampling:
             ),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "top_k": (self.top_k >= 0, "at least 0 (0 = off)"),
+            "min_p": (0 <= self.min_p <= 1, "at least 0 (0 = off) and at most 1"),
             "max_completion_tokens": (self.max_completion_tokens >= 1, "at least 1"),
         }
         for name, (is_valid, rule) in checks.items():
             if not is_valid:
                 raise ValueError(f"sampling.{name} is {getattr(self, name)}, must be {rule}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be drawn; completions then have the support of each token."""
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +168,8 @@ class Completion:
     """[T] sampled ids, the stop token included; empty only after an abort."""
     logprobs: npt.NDArray[np.float32]
     """[T] natural log-probability of each id under the distribution that it was sampled from: after
-    temperature, top_k and top_p, renormalised. With greedy sampling, under the plain softmax of the
-    logits (temperature 1), since the choice is deterministic."""
+    temperature, min_p, top_k and top_p, renormalised. With greedy sampling, under the plain softmax
+    of the logits (temperature 1), since the choice is deterministic."""
     finish_reason: FinishReason
     """"stop" (a stop id), "length" (the limit, or the end of the model's window), "abort" (the
     caller stopped the call), or "nonfinite": the logits give no probabilities, for example after an
@@ -167,6 +177,10 @@ class Completion:
     completion must not be trained on."""
     policy_versions: npt.NDArray[np.int32]
     """[T, 2] (lineage, step) of the weights that sampled each token."""
+    support: TokenSets | None = None
+    """The ids that each token was drawn from; None unless the sampling truncates."""
+    likely: TokenSets | None = None
+    """The most likely ids of each token, with log-probabilities; None if they are not needed."""
 
 
 def describe_nonfinite(completion: Completion) -> str:

@@ -574,6 +574,7 @@ def make_sampling(sampling: SamplingSection, stop_ids: list[int]) -> Sampling:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_completion_tokens=sampling.max_completion_tokens,
         stop_ids=tuple(stop_ids),
     )

@@ -138,6 +138,16 @@ class LiveRows:
         return self.grad + self.sets.sum(self.grad_sets, len(self.grad))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """M pairs of a row of hidden states and an id."""
+
+    rows: Tensor
+    """[M] int64 in 0..N-1, ascending."""
+    ids: Tensor
+    """[M] int64 in 0..V-1; the same id may stand in several pairs."""
+
+
 class Kernels(Protocol):
     """The functions of a backend."""
 
@@ -169,6 +179,32 @@ class Kernels(Protocol):
         vocab_chunk: int,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the rows' states [n, D] and of the weight [V, D], if needed."""
+        ...
+
+    def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
+        """Return [M] logits over temperature, in the dtype of `scale` [N]."""
+        ...
+
+    def pair_gradients(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        pairs: Pairs,
+        grad: Tensor,
+        *,
+        needs_states: bool,
+        needs_weight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the states [N, D] and of the weight [V, D], if needed.
+
+        Args:
+            hidden: [N, D].
+            weight: [V, D].
+            pairs: the M pairs.
+            grad: [M] gradient of each pair's logit, times the inverse temperature of its row.
+            needs_states: whether the first is needed.
+            needs_weight: whether the second is needed.
+        """
         ...
 
 

@@ -35,6 +35,7 @@ from echo.kernels.contract import (
     FurtherIds,
     Kernels,
     LiveRows,
+    Pairs,
     PolicyRows,
     RatioClip,
     host_waits,
@@ -272,6 +273,168 @@ def linear_policy_loss(
     return TokenLosses(losses, logprobs, ratios, entropies)
 
 
+# --- logits of chosen ids, and log-probabilities within a set of ids ------------------------------
+# A token that was drawn from a set of ids is scored on that set: the learner's logits outside of it
+# do not count, and an id inside it counts however low the learner ranks it. Only the rows of the LM
+# head that the sets name are read, so there is neither an [N, V] matrix nor a pass over the head.
+
+
+def linear_pair_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    pairs: Pairs,
+    inv_temperature: float | Tensor = 1.0,
+    *,
+    backend: BackendName = "auto",
+) -> Tensor:
+    """Return the [M] logits over temperature of M chosen pairs of row and id, with gradient.
+
+    With the log-probability l of an id a of the same row by `linear_logprob`, the log-probability
+    of an id j in the whole vocabulary is l + logit(j) - logit(a).
+
+    Args:
+        hidden: as for `linear_logprob`.
+        weight: as for `linear_logprob`.
+        pairs: the M pairs, in the order of their rows.
+        inv_temperature: as for `linear_logprob`.
+        backend: as for `linear_logprob`.
+
+    Raises:
+        ValueError: if shapes disagree, an id on the CPU is outside the vocabulary, or the backend
+            that was named cannot compute this input.
+    """
+    _check_shapes(hidden, weight, pairs.ids, num_rows=len(pairs.rows))
+    kernels = load_kernels(backend, hidden, weight)
+    logits: Tensor = _PairLogits.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, pairs, _row_scale(hidden, inv_temperature), kernels
+    )
+    return logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IdSets:
+    """The sets of ids that some of N rows are scored on; the other rows have the whole vocabulary.
+
+    S rows have a set, N - S have none, and the sets have M ids in all.
+    """
+
+    pairs: Pairs
+    """[M] row and id of each member; `rows` counts the rows that have a set, 0..S-1."""
+    sizes: Tensor
+    """[S] int64 members of each set, at least 1."""
+    own: Tensor
+    """[S] int64 the place among the M pairs of the id that is scored."""
+    within: Tensor
+    """[S] int64 the row of each set, 0..N-1."""
+    beyond: Tensor
+    """[N - S] int64 the rows without a set."""
+
+
+def linear_set_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    sets: IdSets,
+    inv_temperature: float = 1.0,
+    *,
+    entropy: EntropyMode = "none",
+    vocab_chunk: int = 8192,
+    backend: BackendName = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `linear_logprob` does, with the softmax of each row over its set of ids.
+
+    Args:
+        hidden: as for `linear_logprob`.
+        weight: as for `linear_logprob`.
+        ids: as for `linear_logprob`; only those of rows without a set are read.
+        sets: the set of each row that has one, its own id included.
+        inv_temperature: as for `linear_logprob`.
+        entropy: as for `linear_logprob`; of a row with a set it is that of the set's distribution.
+        vocab_chunk: as for `linear_logprob`.
+        backend: as for `linear_logprob`.
+
+    Raises:
+        ValueError: as `linear_logprob`.
+    """
+    states = hidden.index_select(0, sets.within)
+    logits = linear_pair_logits(states, weight, sets.pairs, inv_temperature, backend=backend)
+    own_logprobs, own_entropies = _within_sets(logits, sets, entropy)
+    size = sets.within.shape[0] + sets.beyond.shape[0]
+    logprobs = own_logprobs.new_zeros(size).index_copy(0, sets.within, own_logprobs)
+    entropies = None
+    if own_entropies is not None:
+        entropies = own_entropies.new_zeros(size).index_copy(0, sets.within, own_entropies)
+    if len(sets.beyond):
+        other_logprobs, other_entropies = linear_logprob(
+            hidden.index_select(0, sets.beyond),
+            weight,
+            ids.index_select(0, sets.beyond),
+            inv_temperature,
+            entropy=entropy,
+            vocab_chunk=vocab_chunk,
+            backend=backend,
+        )
+        logprobs = logprobs.index_copy(0, sets.beyond, other_logprobs)
+        if entropies is not None and other_entropies is not None:
+            entropies = entropies.index_copy(0, sets.beyond, other_entropies)
+    return logprobs, entropies
+
+
+def _within_sets(
+    logits: Tensor, sets: IdSets, entropy: EntropyMode
+) -> tuple[Tensor, Tensor | None]:
+    """Return [S] log-probabilities and entropies from the [M] logits of the sets' members."""
+
+    def each(values: Tensor) -> Tensor:
+        return values.index_select(0, sets.pairs.rows)
+
+    # All values are relative to the peak, so a shift common to all logits cancels exactly.
+    relative = logits - each(_reduced(logits.detach(), sets.sizes, "max"))
+    log_total = _reduced(relative.exp(), sets.sizes, "sum").log()
+    logprobs = relative.index_select(0, sets.own) - log_total
+    if entropy == "none":
+        return logprobs, None
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "grad"):
+        all_logprobs = relative - each(log_total)
+        entropies = -_reduced(all_logprobs.exp() * all_logprobs, sets.sizes, "sum")
+    return logprobs, entropies
+
+
+def _reduced(values: Tensor, sizes: Tensor, reduce: Literal["max", "sum"]) -> Tensor:
+    """Return the [S] maxima or sums of the [M] values of each set, in a fixed order."""
+    if not len(values):  # a reduction of nothing has no gradient
+        return values.new_zeros(0) + values.sum()
+    return torch.segment_reduce(values, reduce, lengths=sizes, unsafe=True)
+
+
+class _PairLogits(torch.autograd.Function):
+    """The logits of chosen pairs for autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor, kernels: Kernels
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, pairs.rows, pairs.ids, scale)
+        ctx.kernels = kernels
+        return kernels.pair_logits(hidden, weight, pairs, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, rows, ids, scale = ctx.saved_tensors
+        needs_states, needs_weight = ctx.needs_input_grad[:2]
+        grad_states, grad_weight = ctx.kernels.pair_gradients(
+            hidden,
+            weight,
+            Pairs(rows, ids),
+            grad * scale.index_select(0, rows),
+            needs_states=needs_states,
+            needs_weight=needs_weight,
+        )
+        grad_hidden = None if grad_states is None else grad_states.to(hidden.dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
 @dataclass(frozen=True, slots=True)
 class _Options:
     kernels: Kernels
@@ -433,13 +596,16 @@ def _row_scale(hidden: Tensor, inv_temperature: float | Tensor) -> Tensor:
     return inv_temperature.to(dtype)
 
 
-def _check_shapes(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
+def _check_shapes(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, num_rows: int | None = None
+) -> None:
+    num_rows = len(hidden) if num_rows is None else num_rows
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [N, D] and [V, D]"
         )
-    if ids.shape != hidden.shape[:1]:
-        raise ValueError(f"ids has shape {list(ids.shape)}, expected [{len(hidden)}]")
+    if ids.shape != (num_rows,):
+        raise ValueError(f"ids has shape {list(ids.shape)}, expected [{num_rows}]")
     _check_ids(ids, len(weight))
 
 

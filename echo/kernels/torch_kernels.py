@@ -16,6 +16,7 @@ from echo.kernels.contract import (
     MAX_LOG_RATIO,
     FurtherIds,
     LiveRows,
+    Pairs,
     PolicyRows,
     PolicyTerms,
     Scores,
@@ -89,6 +90,47 @@ def backward(
         if grad_weight is not None:
             grad_weight[start : start + len(chunk)] = grad_logits.T @ states
     return grad_states, grad_weight
+
+
+PAIR_NUMBERS = 1 << 22
+"""Numbers of gathered states or weights that are in memory at a time."""
+
+
+def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
+    """Return [M] logits over temperature, some thousand pairs at a time."""
+    logits = scale.new_empty(len(pairs.rows))
+    for part in _parts(hidden, pairs):
+        rows, ids = pairs.rows[part], pairs.ids[part]
+        states = hidden.index_select(0, rows).to(scale.dtype)
+        columns = weight.index_select(0, ids).to(scale.dtype)
+        logits[part] = torch.linalg.vecdot(states, columns) * scale.index_select(0, rows)
+    return logits
+
+
+def pair_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    pairs: Pairs,
+    grad: Tensor,
+    *,
+    needs_states: bool,
+    needs_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return both gradients, summed in the dtype of `grad`."""
+    grad_states = torch.zeros_like(hidden, dtype=grad.dtype) if needs_states else None
+    grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs_weight else None
+    for part in _parts(hidden, pairs):
+        rows, ids, factors = pairs.rows[part], pairs.ids[part], grad[part, None]
+        if grad_states is not None:
+            grad_states.index_add_(0, rows, weight.index_select(0, ids).to(grad.dtype) * factors)
+        if grad_weight is not None:
+            grad_weight.index_add_(0, ids, hidden.index_select(0, rows).to(grad.dtype) * factors)
+    return grad_states, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _parts(hidden: Tensor, pairs: Pairs) -> list[slice]:
+    step = max(1, PAIR_NUMBERS // hidden.shape[1])
+    return [slice(start, start + step) for start in range(0, len(pairs.rows), step)]
 
 
 def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:

@@ -6,8 +6,9 @@ the target's own logit. A second kernel combines the splits, which gives the log
 token, and computes its ratio, clip and policy coefficient from it. Further ids of a row are few, so
 a third kernel multiplies their rows of the head alone. Backward: for each chunk of the
 vocabulary, one kernel computes the gradient of the logits in the dtype of the states, and cuBLAS
-turns it into the two gradients. There are no atomics, and every sum has a fixed order, so the same
-input gives the same bits.
+turns it into the two gradients. The logits of chosen pairs of a row and an id are computed by
+kernels that read only the rows that the pairs name. There are no atomics, and every sum has a fixed
+order, so the same input gives the same bits.
 
 Exponentials are powers of 2, which the hardware computes: `Scores.peak` is in units of log 2.
 Operands are loaded through tensor descriptors (TMA on Hopper). Loads outside of the matrix read
@@ -33,6 +34,7 @@ from echo.kernels.contract import (
     MAX_LOG_RATIO,
     FurtherIds,
     LiveRows,
+    Pairs,
     PolicyRows,
     PolicyTerms,
     RatioClip,
@@ -333,6 +335,59 @@ def set_logits_kernel(
     tl.store(logit_ptr + at, logits, mask=is_id)
 
 
+@triton.jit
+def pair_logits_kernel(
+    states_ptr, weight_ptr, rows_ptr, ids_ptr, scale_ptr, logits_ptr,
+    num_pairs, states_stride, weight_stride,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Store the logits over temperature of a few pairs of a row and an id."""
+    pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    is_pair = pairs < num_pairs
+    rows = tl.load(rows_ptr + pairs, mask=is_pair, other=0)
+    states_ptrs = states_ptr + rows * states_stride
+    weight_ptrs = weight_ptr + tl.load(ids_ptr + pairs, mask=is_pair, other=0) * weight_stride
+    logits = tl.zeros((PAIRS,), dtype=tl.float32)
+    for start in range(0, WIDTH, DEPTH):
+        depths = start + tl.arange(0, DEPTH)
+        is_number = is_pair[:, None] & (depths < WIDTH)[None, :]
+        states = tl.load(states_ptrs[:, None] + depths[None, :], mask=is_number, other=0.0)
+        weights = tl.load(weight_ptrs[:, None] + depths[None, :], mask=is_number, other=0.0)
+        logits += tl.sum(states.to(tl.float32) * weights.to(tl.float32), axis=1)
+    scale = tl.load(scale_ptr + rows, mask=is_pair, other=0.0)
+    tl.store(logits_ptr + pairs, logits * scale, mask=is_pair)
+
+
+@triton.jit
+def pair_sums_kernel(
+    matrix_ptr, places_ptr, factors_ptr, ends_ptr, sums_ptr,
+    matrix_stride, sums_stride,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Store a part of one row of sums, over the row's pairs, of factor times row of the matrix."""
+    row = tl.program_id(0).to(tl.int64)
+    depths = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
+    first = tl.load(ends_ptr + row)
+    end = tl.load(ends_ptr + row + 1)
+    sums = tl.zeros((DEPTH,), dtype=tl.float32)
+    for start in range(first, end, PAIRS):
+        pairs = start + tl.arange(0, PAIRS)
+        is_pair = pairs < end
+        places = tl.load(places_ptr + pairs, mask=is_pair, other=0)
+        factors = tl.load(factors_ptr + pairs, mask=is_pair, other=0.0)
+        is_number = is_pair[:, None] & (depths < WIDTH)[None, :]
+        numbers = tl.load(
+            matrix_ptr + places[:, None] * matrix_stride + depths[None, :],
+            mask=is_number,
+            other=0.0,
+        )
+        sums += tl.sum(numbers.to(tl.float32) * factors[:, None], axis=0)
+    tl.store(
+        sums_ptr + row * sums_stride + depths, sums.to(sums_ptr.dtype.element_ty),
+        mask=depths < WIDTH,
+    )  # fmt: skip
+
+
 # --- launchers ------------------------------------------------------------------------------------
 
 _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
@@ -456,6 +511,67 @@ def backward(
             _multiply(grad_logits.T, states, rows_of_weight, keep=0.0)
             grad_weight[start : start + len(chunk)] = rows_of_weight
     return grad_states, grad_weight
+
+
+_PAIRS = 32
+"""Pairs whose products are summed at a time."""
+
+
+@_on_its_device
+def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
+    """Return [M] logits over temperature; each pair reads its row of the LM head."""
+    hidden = hidden.contiguous()
+    logits = scale.new_empty(len(pairs.rows))
+    if len(logits):
+        pair_logits_kernel[triton.cdiv(len(logits), _PAIRS),](
+            hidden, weight, pairs.rows, pairs.ids, scale, logits,
+            len(logits), hidden.stride(0), weight.stride(0),
+            WIDTH=hidden.shape[1], PAIRS=_PAIRS, DEPTH=64,
+        )  # fmt: skip
+    return logits
+
+
+@_on_its_device
+def pair_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    pairs: Pairs,
+    grad: Tensor,
+    *,
+    needs_states: bool,
+    needs_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return both gradients; each of their rows is written once, from one float32 sum."""
+    grad_states = grad_weight = None
+    if needs_states:
+        grad_states = hidden.new_empty(hidden.shape, dtype=torch.float32)
+        _sum_pairs(weight, pairs.rows, pairs.ids, grad, grad_states)
+    if needs_weight:
+        grad_weight = torch.empty_like(weight)
+        ids, order = pairs.ids.sort(stable=True)
+        _sum_pairs(hidden.contiguous(), ids, pairs.rows[order], grad[order], grad_weight)
+    return grad_states, grad_weight
+
+
+def _sum_pairs(matrix: Tensor, rows: Tensor, places: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Write to each row of `out` the sum of factor times row of `matrix` over the row's pairs.
+
+    Args:
+        matrix: [R, D].
+        rows: [M] the row of `out` of each pair, ascending.
+        places: [M] the row of `matrix` of each pair.
+        factors: [M] float32.
+        out: [N, D].
+    """
+    if not out.numel():
+        return
+    ends = torch.searchsorted(rows, torch.arange(len(out) + 1, device=rows.device))
+    depth = 128
+    pair_sums_kernel[len(out), triton.cdiv(out.shape[1], depth)](
+        matrix, places.contiguous(), factors.contiguous(), ends, out,
+        matrix.stride(0), out.stride(0),
+        WIDTH=out.shape[1], PAIRS=_PAIRS, DEPTH=depth,
+    )  # fmt: skip
 
 
 def _row_factors(rows: LiveRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -37,6 +37,7 @@ import numpy.typing as npt
 from echo.config.schema import RewardSection, TaskSection
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import NO_OPINION, PolicyVersion, Rollout
+from echo.core.token_sets import TokenSets, join_sets
 from echo.engine.engine import (
     NOBODY,
     Completion,
@@ -287,6 +288,8 @@ class _Play:
         self._member = member
         self._max_tokens = sampling.max_completion_tokens
         self._parts: list[tuple[Any, Any, Any, Any]] = []
+        self._supports: list[tuple[TokenSets | None, int]] = []
+        self._likely: list[tuple[TokenSets | None, int]] = []
         self._num_tokens = 0
 
     def request(self, turn: int) -> Request:
@@ -308,6 +311,8 @@ class _Play:
         self.turn_ids, self.is_cut = ids, completion.finish_reason != "stop"
         mask = np.ones(len(ids), np.bool_)
         self._parts.append((ids, completion.logprobs, completion.policy_versions, mask))
+        self._supports.append((completion.support, len(ids)))
+        self._likely.append((completion.likely, len(ids)))
         self._num_tokens += len(ids)
 
     def add_answer(self, ids: Sequence[int]) -> bool:
@@ -324,6 +329,8 @@ class _Play:
                 np.zeros(length, np.bool_),
             )
         )
+        self._supports.append((None, length))
+        self._likely.append((None, length))
         self._num_tokens += length
         return True
 
@@ -333,6 +340,8 @@ class _Play:
             sampler_logprobs=self._joined(1, np.float32),
             policy_versions=self._joined(2, np.int32),
             completion_mask=self._joined(3, np.bool_),
+            support=join_sets(self._supports),
+            likely=join_sets(self._likely),
             reward=self.reward,
             finish_reason=self.reason,
         )

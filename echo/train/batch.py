@@ -8,11 +8,13 @@ before it accepts a group, so that a step trains on every group that it gets:
     reward_too_large  a reward beyond the bound, which might overflow in the step
     bad_logprobs    a sampler's log-probability of a trained token that is not finite or above 0
     bad_token_ids   an id outside the vocabulary
+    bad_support     a token that is not among the ids that it was drawn from
     all_masked      no trained token, for example because every completion was cut off
+    no_support      a trained token without the ids that it was drawn from, if the loss needs them
     lost_member     a rollout without a trained token, if the loss needs complete groups
     zero_variance   no trained token has an advantage, and the loss has no other gradient
 
-A group with one of the first five reasons would damage the weights: a step that gets it raises an
+A group with one of the first six reasons would damage the weights: a step that gets it raises an
 error that names the group. A group that this loss cannot use is left out and counted under
 `dropped/<reason>`, as a share of the batch's trained tokens. A group of zero variance counts in the
 normaliser alone, and a group without a trained token counts nowhere.
@@ -38,6 +40,7 @@ from echo.algo.loss import LossNeeds
 from echo.algo.losses import group_log_expectation
 from echo.core.errors import DataError
 from echo.core.rollout import MAX_LOGPROB, Group, Rollout
+from echo.core.token_sets import TOO_LARGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,10 @@ class AdvantageSettings:
     """Whether groups without any advantage count towards a step."""
     max_abs_reward: float = 1e6
     """Largest absolute reward that a step accepts."""
+    needs_support: bool = False
+    """Whether each trained token needs the ids that it was drawn from. Without them it is scored on
+    the whole vocabulary, and truncation has put its ratio outside of the loss's range.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +117,7 @@ def prepare_batch(
     samples = _samples(kept, settings, needs)
     groups = [_trained_part(group, settings) for group in groups]
     metrics = GroupStats.of(groups).metrics()
+    metrics |= _support_metrics(groups)
     if needs.group_expectation:
         metrics["dropped/lost_member"] = _lost_share(groups, reasons)
     num_trained = [sample.num_trained for sample in samples]
@@ -138,6 +146,8 @@ def find_refusal(
         return damage[0]
     if not _trained_part(group, settings).num_trained:
         return "all_masked"
+    if settings.needs_support and _lacks_support(group):
+        return "no_support"
     reason = _unusable(group, needs)
     if reason is not None:
         return reason
@@ -153,6 +163,33 @@ def _unusable(group: Group, needs: LossNeeds) -> str | None:
         return None
     is_whole = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
     return None if is_whole else "lost_member"
+
+
+def _support_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return sizes of the trained tokens' supports; nothing if no rollout has any."""
+    sizes = [
+        rollout.support.sizes[rollout.completion_mask]
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.support is not None
+    ]
+    every = np.concatenate(sizes) if sizes else np.empty(0, np.int32)
+    if not len(every):
+        return {}
+    travelled = every[every > 0]
+    return {
+        "support/ids": float(travelled.mean()) if len(travelled) else 0.0,
+        "support/too_large": float((every == TOO_LARGE).mean()),
+    }
+
+
+def _lacks_support(group: Group) -> bool:
+    """Return whether the set of a trained token is not known, or is too large to travel."""
+    for rollout in group.rollouts:
+        support, mask = rollout.support, rollout.completion_mask
+        if mask.any() and (support is None or (support.sizes[mask] == TOO_LARGE).any()):
+            return True
+    return False
 
 
 def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[str, str] | None:
@@ -189,6 +226,16 @@ def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[
             f", {name}: token ids span {ids[index].min()}..{ids[index].max()}, outside "
             f"the model's vocabulary of {vocab_size}; the worker has another tokenizer"
         )
+    for index, rollout in enumerate(rollouts):
+        support = rollout.support
+        if support is not None and not (
+            _are_within(np.append(support.ids, 0), vocab_size)
+            and support.includes(rollout.token_ids).all()
+        ):
+            return "bad_support", (
+                f", rollout {index}: a token is not among the ids that it was drawn from, or these "
+                "are outside the vocabulary; its worker's sampler is at fault"
+            )
     return None
 
 

@@ -170,9 +170,13 @@ class Gradients:
         return failure
 
     def _score(self, micro: MicroBatch, loss: Loss) -> _Scored:
-        """Put a micro-batch through the policy, fused with the loss where the loss allows it."""
+        """Put a micro-batch through the policy, fused with the loss where the loss allows it.
+
+        Supports leave few logits to compute, so that there is nothing to fuse the loss with.
+        """
         policy = self._models.policy
-        if not isinstance(loss, ClippedTokenLoss) or loss.fused_clip is None:
+        fused_clip = loss.fused_clip if isinstance(loss, ClippedTokenLoss) else None
+        if fused_clip is None or micro.supports is not None:
             has_bonus = needs_of(loss).entropies
             logprobs, entropies = policy.logprobs(
                 micro,
@@ -180,9 +184,7 @@ class Gradients:
                 entropy="grad" if has_bonus else "value",
             )
             return _Scored(logprobs=logprobs, entropies=entropies)
-        tokens = policy.token_losses(
-            micro, clip=loss.fused_clip, inv_temperature=self._inv_temperature
-        )
+        tokens = policy.token_losses(micro, clip=fused_clip, inv_temperature=self._inv_temperature)
         return _Scored(logprobs=tokens.logprobs, entropies=tokens.entropies, tokens=tokens)
 
 

@@ -90,22 +90,23 @@ LEARNS = ("model.name=model",)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "text"),
+    "overrides",
     [
-        (["profile=wan", "sampling.top_p=0.95"], "sampling.top_p = 1, or let loss.clip_low"),
-        (["profile=wan", "sampling.top_k=20"], "loss.clip_low = 0.02 learns nothing from bad"),
-        (["loss.kind=gepo", "loss.clip_low=0.04", "sampling.top_p=0.95"], "reach down to 0.95"),
-        (["loss.geometric_low=0.99", "sampling.top_p=0.95"], "loss.geometric_low = 0.99"),
-        (["sampling.top_p=0.7"], "from bad rollouts below 0.8"),
+        ["profile=wan", "sampling.top_p=0.95"],
+        ["profile=wan", "sampling.top_k=20"],
+        ["profile=wan", "sampling.min_p=0.1"],
+        ["loss.kind=gepo", "loss.clip_low=0.04", "sampling.top_p=0.95"],
+        ["loss.geometric_low=0.99", "sampling.top_p=0.95"],
+        ["sampling.top_p=0.7"],
     ],
 )
-def test_truncated_sampling_beside_a_narrow_range(overrides: list[str], text: str) -> None:
-    assert text in problems_of(*LEARNS, *overrides, role="learner")
-    parse_config({}, overrides)  # a worker does not know the loss
-    parse_config({}, [*LEARNS, *overrides[:-1]], "learner")
+def test_a_narrow_range_needs_the_ids_that_tokens_were_drawn_from(overrides: list[str]) -> None:
+    assert parse_config({}, [*LEARNS, *overrides], "learner").needs_support
+    assert not parse_config({}, [*LEARNS, *overrides[:-1]], "learner").needs_support
 
 
-def test_truncated_sampling_beside_a_wide_range() -> None:
+def test_a_wide_range_does_without_them() -> None:
     for kind in ("grpo", "gepo", "cispo", "m2po", "gspo loss.clip_low=0.1"):
         overrides = [*LEARNS, *f"loss.kind={kind}".split()]
-        parse_config({}, [*overrides, "sampling.top_p=0.95", "sampling.top_k=20"], "learner")
+        truncated = ["sampling.top_p=0.95", "sampling.top_k=20", "sampling.min_p=0.1"]
+        assert not parse_config({}, [*overrides, *truncated], "learner").needs_support

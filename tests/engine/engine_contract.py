@@ -53,7 +53,8 @@ SAMPLINGS = {
     "temperature": Sampling(0.6, 1.0, 0, 16, (EOS,)),
     "top_k": Sampling(1.0, 1.0, 5, 16, (EOS,)),
     "top_p": Sampling(1.0, 0.7, 0, 16, (EOS,)),
-    "all": Sampling(1.5, 0.9, 12, 16, (EOS,)),
+    "min_p": Sampling(1.0, 1.0, 0, 16, (EOS,), min_p=0.2),
+    "all": Sampling(1.5, 0.9, 12, 16, (EOS,), min_p=0.01),
     "greedy": Sampling(1.0, 1.0, 0, 16, (EOS,), greedy=True),
 }
 PLAIN = SAMPLINGS["plain"]

@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from echo.core.errors import DataError, EngineError
+from echo.core.token_sets import MAX_SET_IDS, NOT_RECORDED, TOO_LARGE
 from echo.engine.engine import Completion, Request, Sampling, describe_nonfinite
 from echo.engine.hf import engine as hf_engine
 from echo.engine.hf.batch import StaticBatch, draw_tokens, sampling_logprobs, uniform_at
@@ -495,6 +496,7 @@ def reference_probabilities(logits: torch.Tensor, how: Sampling) -> list[float]:
     """The definition, token by token, in Python numbers."""
     weights = (logits.double() / how.temperature).exp().tolist()
     order = sorted(range(len(weights)), key=lambda token: -weights[token])
+    order = [token for token in order if weights[token] >= how.min_p * max(weights)]
     kept = order[: how.top_k or None]
     total = sum(weights[token] for token in kept)
     nucleus: list[int] = []
@@ -516,7 +518,9 @@ def reference_probabilities(logits: torch.Tensor, how: Sampling) -> list[float]:
         sampling(temperature=1.8),
         sampling(top_k=4),
         sampling(top_p=0.8),
+        sampling(min_p=0.3),
         sampling(temperature=1.3, top_k=8, top_p=0.9),
+        sampling(temperature=1.3, min_p=0.1, top_k=8, top_p=0.9),
     ],
 )
 def test_frequencies_and_logprobs_are_those_of_the_definition(how: Sampling) -> None:
@@ -524,11 +528,17 @@ def test_frequencies_and_logprobs_are_those_of_the_definition(how: Sampling) -> 
     every = sampling_logprobs(LOGITS[None], how)[0]
     assert every.exp().tolist() == pytest.approx(probabilities, abs=1e-6)
     seeds = np.arange(NUM_DRAWS, dtype=np.uint64)
-    tokens, logprobs = draw_tokens(LOGITS.expand(NUM_DRAWS, -1), how, uniform_at(seeds, 5))
+    tokens, logprobs, supports = draw_tokens(
+        LOGITS.expand(NUM_DRAWS, -1), how, uniform_at(seeds, 5)
+    )
     assert torch.equal(logprobs, every[tokens])
     expected = np.array(probabilities) * NUM_DRAWS
     observed = np.bincount(tokens.numpy(), minlength=len(LOGITS))
     assert observed[expected == 0].sum() == 0
+    assert (supports is not None) == how.truncates
+    if supports is not None:
+        assert supports[:1].ids.tolist() == np.flatnonzero(expected).tolist()
+        assert len(supports.ids) == NUM_DRAWS * np.count_nonzero(expected)
     possible = expected > 0
     deviations = (observed - expected)[possible] ** 2 / expected[possible]
     assert deviations.sum() < 37, "chi-square: once in 10,000 by chance"
@@ -536,7 +546,8 @@ def test_frequencies_and_logprobs_are_those_of_the_definition(how: Sampling) -> 
 
 def test_greedy_takes_the_most_likely_token_and_reports_the_plain_softmax() -> None:
     how = sampling(greedy=True, temperature=0.1, top_k=1)
-    tokens, logprobs = draw_tokens(LOGITS[None], how, np.array([0.999]))
+    tokens, logprobs, supports = draw_tokens(LOGITS[None], how, np.array([0.999]))
+    assert supports is None
     assert tokens.item() == LOGITS.argmax()
     assert logprobs.item() == pytest.approx(LOGITS.log_softmax(-1).max().item())
 
@@ -544,11 +555,22 @@ def test_greedy_takes_the_most_likely_token_and_reports_the_plain_softmax() -> N
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-52])
 def test_an_impossible_token_is_never_drawn_and_an_improbable_one_is(uniform: float) -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
-    tokens, logprobs = draw_tokens(logits, sampling(), np.array([uniform]))
+    tokens, logprobs, _ = draw_tokens(logits, sampling(), np.array([uniform]))
     assert tokens.item() in (1, 3)
     assert logprobs.item() == pytest.approx(np.log(0.5))
-    tokens, _ = draw_tokens(torch.zeros(1, 150_000), sampling(), np.array([uniform]))
+    tokens, *_ = draw_tokens(torch.zeros(1, 150_000), sampling(), np.array([uniform]))
     assert tokens.item() == int(uniform * 150_000)
+
+
+def test_a_support_of_all_ids_or_of_too_many_is_not_recorded() -> None:
+    logits = torch.zeros(2, MAX_SET_IDS + 2)
+    logits[1, 0] = 50.0
+    _, _, supports = draw_tokens(logits, sampling(top_p=1 - 1e-7), np.array([0.5, 0.5]))
+    assert supports is not None
+    assert supports.sizes.tolist() == [TOO_LARGE, 1]
+    _, _, supports = draw_tokens(logits[:, :9], sampling(top_k=9), np.array([0.5, 0.5]))
+    assert supports is not None
+    assert supports.sizes.tolist() == [NOT_RECORDED] * 2
 
 
 def test_a_tiny_nucleus_still_holds_the_most_likely_token() -> None:

@@ -23,6 +23,7 @@ from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import linear_logprob, linear_policy_loss
 from echo.kernels.triton_kernels import LaunchConfig
 from tests.kernels import test_adamw_8bit as adamw
+from tests.kernels import test_linear_set_logprob as set_cases
 from tests.kernels.test_linear_logprob import (
     Case,
     check_sets,
@@ -406,3 +407,33 @@ def test_an_update_of_8_bit_moments_is_that_of_torch(betas: tuple[float, float])
         differ = one.codes != other.codes
         assert int(differ.sum()) <= 1e-3 * differ.numel()
         assert relative_error(one.scales, other.scales) < 1e-6
+
+
+# --- sets of ids ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["ragged", *(more(name) for name in set_cases.CASES if name != "ragged")]
+)
+def test_rows_are_scored_on_their_sets(name: str) -> None:
+    case, value_error, gradient_error = set_cases.CASES[name]
+    for every in (4, 1000):
+        set_cases.check(
+            case,
+            value_error=value_error,
+            gradient_error=gradient_error,
+            every=every,
+            backend="triton",
+            device=DEVICE,
+        )
+
+
+def test_sets_in_bfloat16_have_sums_in_float32() -> None:
+    case = make_case(rows=200, dtype=torch.bfloat16)
+    set_cases.check(case, gradient_error=5e-3, backend="triton", device=DEVICE)
+
+
+def test_the_gradients_of_sets_have_the_same_bits_again() -> None:
+    case = make_case(rows=200, vocab=9)  # every id is in many sets
+    one, two = (set_cases.set_results(case, backend="triton", device=DEVICE) for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(one, two, strict=True))

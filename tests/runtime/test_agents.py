@@ -407,7 +407,7 @@ def test_logprobs_of_text_have_offsets() -> None:
         ({"tool_choice": "required"}, "tool_choice is not supported: the model decides"),
         ({"functions": [{"name": "f"}]}, "functions is not supported: send them as `tools`"),
         ({"best_of": 4}, "best_of is not supported: ask as often"),
-        ({"min_p": 0.1}, "min_p is not supported: remove it"),
+        ({"min_p": 1.1}, "the body cannot be read: Expected `float` <= 1.0"),
         ({"stop_token_ids": [3]}, "stop_token_ids is not supported: answers end with the model's"),
         ({"echo": True}, "echo is not supported: put prompt and answer together"),
         ({"return_tokens_as_token_ids": True}, "take return_token_ids"),

@@ -13,8 +13,10 @@ import pytest
 from echo.algo.loss import LossNeeds
 from echo.core.errors import DataError
 from echo.core.rollout import Group
+from echo.core.token_sets import TOO_LARGE
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from tests.train.test_trainer import change_of, make_group, make_rollout, with_mask
+from tests.wire.sets import make_sets
 
 NO_NEEDS = LossNeeds()
 WHOLE = LossNeeds(group_expectation=True)
@@ -149,6 +151,10 @@ def bad_logprobs(value: float) -> Group:
 BAD_LOGPROB = r"group 3 \(attempt 0, worker w1\), rollout 1: sampler log-prob of token \d is "
 
 
+LOST_OWN = [[0]] * make_group([1, 0], 8).rollouts[1].num_tokens
+"""Sets of an id that no token has."""
+
+
 @pytest.mark.parametrize(
     ("group", "reason", "message"),
     [
@@ -172,6 +178,11 @@ BAD_LOGPROB = r"group 3 \(attempt 0, worker w1\), rollout 1: sampler log-prob of
             "bad_token_ids",
             r"group 7 .*, prompt: token ids span -1\.\.-1",
         ),
+        (
+            change_of(make_group([1, 0], 8), 1, support=make_sets(*LOST_OWN)),
+            "bad_support",
+            r"group 8 .*, rollout 1: a token is not among the ids that it was drawn from",
+        ),
     ],
 )
 def test_a_group_that_would_poison_the_weights_is_refused_by_name(
@@ -183,3 +194,22 @@ def test_a_group_that_would_poison_the_weights_is_refused_by_name(
     if reason == "bad_logprobs":  # of a token that is not trained, they do no harm
         size = group.rollouts[1].num_tokens
         assert refusal(with_mask(group, 1, is_trained=np.arange(size) < size - 1)) is None
+
+
+def test_a_loss_of_a_narrow_range_gets_no_token_whose_ids_are_not_known() -> None:
+    group = make_group([1, 0], 3)
+    assert refusal(group) is None
+    assert refusal(group, needs_support=True) == "no_support"
+    for index, rollout in enumerate(group.rollouts):
+        own = [[token] for token in rollout.token_ids.tolist()]
+        group = change_of(group, index, support=make_sets(*own))
+    assert refusal(group, needs_support=True) is None
+    own = [[token] for token in group.rollouts[1].token_ids.tolist()]
+    assert prepare([group]).metrics["support/ids"] == 1.0
+    large = change_of(group, 1, support=make_sets(TOO_LARGE, *own[1:]))
+    assert refusal(large, needs_support=True) == "no_support"
+    share = 1 / group.num_tokens
+    assert prepare([large]).metrics["support/too_large"] == pytest.approx(share)
+    masked = with_mask(large, 1, is_trained=[n > 0 for n in range(len(own))])
+    assert refusal(masked, needs_support=True) is None
+    assert refusal(change_of(group, 1, support=make_sets(0, *own[1:])), needs_support=True) is None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from echo.core.rollout import PolicyVersion
+from echo.core.token_sets import MAX_SET_IDS, NOT_RECORDED, TOO_LARGE, TokenSets
 from echo.engine.engine import Completion, FinishReason, Request, Sampling
 
 # --- sampling -------------------------------------------------------------------------------------
@@ -51,9 +52,9 @@ def uniform_at(seeds: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.float
 def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the log-probabilities of the distribution that `sampling` draws from.
 
-    Temperature is applied first, then top_k, then top_p; the result is renormalised. Greedy
-    sampling uses the plain softmax. Tokens that tie with the last token kept by top_k are kept,
-    too.
+    Temperature is applied first, then min_p, top_k and top_p, as in vLLM; the result is
+    renormalised. Greedy sampling uses the plain softmax. Tokens that tie with the last token kept
+    by top_k are kept, too.
 
     Args:
         logits: [B, V] float32.
@@ -66,6 +67,10 @@ def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
         return logits.log_softmax(-1)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
+    if sampling.min_p > 0:
+        probabilities = logits.softmax(-1)
+        least = probabilities.amax(-1, keepdim=True) * sampling.min_p
+        logits = logits.masked_fill(probabilities < least, -torch.inf)
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -81,7 +86,7 @@ def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def draw_tokens(
     logits: Tensor, sampling: Sampling, uniforms: npt.NDArray[np.float64]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, TokenSets | None]:
     """Draw one token for each row.
 
     Args:
@@ -90,7 +95,8 @@ def draw_tokens(
         uniforms: [B] in [0, 1); not used when greedy.
 
     Returns:
-        Token ids [B] int64 and their log-probabilities [B] float32.
+        Token ids [B] int64, their log-probabilities [B] float32, and the ids that each was drawn
+        from; None in place of these if `sampling` truncates nothing.
     """
     logprobs = sampling_logprobs(logits.float(), sampling)
     if sampling.greedy:
@@ -102,7 +108,21 @@ def draw_tokens(
         # "right" skips tokens of probability 0: their sum equals the sum of the token before.
         token_ids = torch.searchsorted(cumulative, target, right=True)
         token_ids.clamp_(max=logits.shape[-1] - 1)  # only NaN needs it; that row ends
-    return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0]
+    supports = _supports(logprobs) if sampling.truncates else None
+    return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0], supports
+
+
+def _supports(logprobs: Tensor) -> TokenSets:
+    """Return the ids that can be drawn in each row of [B, V] log-probabilities."""
+    can_be_drawn = logprobs.isfinite()
+    sizes = can_be_drawn.sum(-1)
+    is_recorded = (sizes <= MAX_SET_IDS) & (sizes < logprobs.shape[-1])
+    ids = (can_be_drawn & is_recorded[:, None]).nonzero()[:, 1]
+    sizes = torch.where(sizes > MAX_SET_IDS, TOO_LARGE, sizes)
+    sizes = torch.where(sizes == logprobs.shape[-1], NOT_RECORDED, sizes)
+    return TokenSets(
+        sizes=sizes.to(torch.int32).cpu().numpy(), ids=ids.to(torch.int32).cpu().numpy()
+    )
 
 
 def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -137,6 +157,12 @@ class StaticBatch:
         self._token_ids = np.zeros((num_rows, self.max_tokens), np.int32)
         self._logprobs = np.zeros((num_rows, self.max_tokens), np.float32)
         self._versions = np.zeros((num_rows, self.max_tokens, 2), np.int32)
+        self._supports: list[list[tuple[int, npt.NDArray[np.int32]]]] = [
+            [] for _ in range(num_rows)
+        ]
+        """For each request size and ids of each token's support; empty unless the sampling
+        truncates.
+        """
         self._lengths = np.zeros(num_rows, np.int64)
         self._reasons: list[FinishReason] = ["abort"] * num_rows
         self._stop_ids = np.array(sampling.stop_ids, np.int64)
@@ -223,6 +249,7 @@ class StaticBatch:
         token_ids: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float32],
         version: PolicyVersion,
+        supports: TokenSets | None = None,
     ) -> list[int]:
         """Record token `step` of each running row, and end the rows for which it is the last.
 
@@ -234,6 +261,10 @@ class StaticBatch:
         self._token_ids[rows, step] = token_ids[running]
         self._logprobs[rows, step] = logprobs[running]
         self._versions[rows, step] = (version.lineage, version.step)
+        if supports is not None:
+            ids = np.split(supports.ids, np.cumsum(supports.counts)[:-1])
+            for place in np.flatnonzero(running):
+                self._supports[self._rows[place]].append((supports.sizes[place], ids[place]))
         self._lengths[rows] = self.num_tokens = step + 1
         is_bad = ~np.isfinite(logprobs) & running
         is_stop = (token_ids[:, None] == self._stop_ids).any(1) & running & ~is_bad
@@ -270,6 +301,16 @@ class StaticBatch:
             self._logprobs[row, :num_tokens].copy(),
             self._reasons[row],
             self._versions[row, :num_tokens].copy(),
+            self._support_of(row),
+        )
+
+    def _support_of(self, row: int) -> TokenSets | None:
+        if not self.sampling.truncates:
+            return None
+        supports = self._supports[row]
+        return TokenSets(
+            sizes=np.array([size for size, _ in supports], np.int32),
+            ids=np.concatenate([np.empty(0, np.int32), *(ids for _, ids in supports)]),
         )
 
 

@@ -420,10 +420,10 @@ class TransformersEngine(Engine):
         mask = batch.final_mask()  # each step passes the model one more column
         mask = mask.to(self._device) if mask is not None else None
         for step in range(batch.num_tokens, batch.max_tokens):
-            tokens, logprobs = draw_tokens(logits, batch.sampling, batch.uniforms(step))
+            tokens, logprobs, supports = draw_tokens(logits, batch.sampling, batch.uniforms(step))
             new = tokens.cpu().numpy(), logprobs.cpu().numpy()
             watcher.on_tokens(batch.num_running)
-            for row in batch.append(step, *new, self._version):
+            for row in batch.append(step, *new, self._version, supports):
                 watcher.on_completion(batch.completion(row))
             if batch.is_done or watcher.should_stop():
                 return

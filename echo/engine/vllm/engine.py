@@ -332,6 +332,7 @@ def make_params(
         temperature=0.0 if sampling.greedy else sampling.temperature,
         top_p=1.0 if sampling.greedy else sampling.top_p,
         top_k=0 if sampling.greedy else sampling.top_k,
+        min_p=0.0 if sampling.greedy else sampling.min_p,
         # 63 bits: vLLM passes the seed to torch as a signed number, and -1 would mean no seed.
         seed=seed & 0x7FFFFFFFFFFFFFFF,
         max_tokens=max_tokens,

@@ -68,6 +68,7 @@ class CallOptions:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools for the chat template."""
@@ -312,6 +313,7 @@ class Agents:
             temperature=temperature or 1.0,
             top_p=own.top_p if options.top_p is None else options.top_p,
             top_k=own.top_k if options.top_k is None else max(0, options.top_k),
+            min_p=own.min_p if options.min_p is None else options.min_p,
         )
 
     def _seed(self, options: CallOptions, session: Session | None) -> str:

@@ -39,7 +39,6 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "stop_token_ids": (([],), "answers end with the model's own stop tokens"),
     "ignore_eos": ((False,), "answers end with the model's own stop tokens"),
     "min_tokens": ((0,), "remove it"),
-    "min_p": ((0,), "remove it"),
     "repetition_penalty": ((1,), "remove it"),
     "presence_penalty": ((0,), "remove it"),
     "frequency_penalty": ((0,), "remove it"),
@@ -78,6 +77,7 @@ class _Body(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Int | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -164,6 +164,7 @@ def options_of(body: Body) -> CallOptions:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
+        min_p=body.min_p,
         seed=body.seed,
         tools=[] if body.tool_choice == "none" else body.tools or [],
     )

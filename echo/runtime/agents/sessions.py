@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from echo.core.errors import EchoError
 from echo.core.rollout import Group, Rollout
+from echo.core.token_sets import TokenSets, join_sets
 from echo.engine.engine import Completion
 from echo.leases.held import LeaseKey, key_of
 from echo.wire.messages import Lease
@@ -316,8 +317,13 @@ def _make_rollout(outcome: SessionOutcome, start: int) -> Rollout:
     mask = np.zeros(len(ids), np.bool_)
     # Masked tokens need a version too, not newer than that of the first sampled token.
     versions = np.tile(chain[0].completion.policy_versions[:1], (len(ids), 1))
+    supports: list[tuple[TokenSets | None, int]] = []
+    likely: list[tuple[TokenSets | None, int]] = []
     for turn in chain:
         first = len(turn.context_ids)
+        said, own = first - sum(count for _, count in supports), len(turn.completion.token_ids)
+        supports += [(None, said), (turn.completion.support, own)]
+        likely += [(None, said), (turn.completion.likely, own)]
         sampled = slice(first, first + len(turn.completion.token_ids))
         logprobs[sampled] = turn.completion.logprobs
         versions[sampled] = turn.completion.policy_versions
@@ -327,9 +333,15 @@ def _make_rollout(outcome: SessionOutcome, start: int) -> Rollout:
         sampler_logprobs=logprobs[start:],
         policy_versions=versions[start:].astype(np.int32),
         completion_mask=mask[start:],
+        support=_after(join_sets(supports), start),
+        likely=_after(join_sets(likely), start),
         reward=outcome.reward,
         finish_reason=outcome.leaf.completion.finish_reason,
     )
+
+
+def _after(sets: TokenSets | None, start: int) -> TokenSets | None:
+    return None if sets is None else sets[start:]
 
 
 def _num_shared(contexts: Sequence[Ids]) -> int:

@@ -413,6 +413,7 @@ def _advantage_settings(config: Config) -> AdvantageSettings:
         value_beta=loss.value_beta,
         keep_zero_variance=config.batch.keep_zero_variance,
         max_abs_reward=config.task.max_reward,
+        needs_support=config.needs_support,
     )
 
 

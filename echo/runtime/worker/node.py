@@ -425,6 +425,8 @@ class WorkerNode(DialingNode):
                 completion.logprobs,
                 completion.policy_versions,
                 finish_reason=completion.finish_reason,
+                support=completion.support,
+                likely=completion.likely,
             )
             self.report(MembersGrown(call, group, longer))
 

@@ -72,7 +72,13 @@ from echo.engine.model import (
     unrounded_names,
 )
 from echo.kernels.contract import BackendName, RatioClip
-from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
+from echo.kernels.logprob import (
+    EntropyMode,
+    TokenLosses,
+    linear_logprob,
+    linear_policy_loss,
+    linear_set_logprob,
+)
 from echo.train.models import packing
 from echo.train.models.compiling import MIN_STEPS, compile_layers
 from echo.train.models.flops import model_flops
@@ -477,7 +483,8 @@ class Policy:
 
         Returns:
             [B, T] log-probabilities, 0 where masked, with gradient; and [N] entropies of the
-            distributions at the N scored tokens, [0] if entropy is "none". Nats.
+            distributions at the N scored tokens, [0] if entropy is "none". Nats. The distribution
+            of a token with a support is over its support.
         """
         logprobs, entropies = self._compute(self._scores, batch, inv_temperature, entropy)
         logprobs = batch.spread(logprobs)
@@ -488,6 +495,17 @@ class Policy:
     ) -> tuple[Tensor, Tensor | None]:
         """Return [N] log-probabilities, and [N] entropies unless `entropy` is "none"."""
         states, head = self.predictors(batch)
+        if batch.supports is not None:
+            return linear_set_logprob(
+                states,
+                head,
+                batch.pick(batch.token_ids),
+                batch.supports,
+                inv_temperature,
+                entropy=entropy,
+                vocab_chunk=self.compute.vocab_chunk,
+                backend=self.compute.backend,
+            )
         return linear_logprob(
             states,
             head,

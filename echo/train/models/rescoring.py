@@ -72,6 +72,8 @@ class Rescorer:
     def score(self, micro: MicroBatch) -> Tensor:
         """Return [B, T, 2]: log-probabilities, and the log of the mass that truncation leaves.
 
+        A token with a support is scored on it, so that truncation leaves all of its mass.
+
         Args:
             micro: micro-batch on this model's device; all ranks call this together.
         """
@@ -79,11 +81,13 @@ class Rescorer:
         inv_temperature = 1.0 / sampling.temperature
         rows, _ = self.policy.logprobs(micro, inv_temperature=inv_temperature, entropy="none")
         masses = torch.zeros_like(rows)
-        if sampling.top_p < 1 or sampling.top_k:
+        if sampling.truncates:
             token_ids = micro.pick(micro.token_ids)
             kept = self.policy.from_predictors(
                 micro, lambda states, head: log_kept_mass(states, head, token_ids, sampling)
             )
+            if micro.supports is not None:  # scored on what truncation has left
+                kept = kept.index_fill(0, micro.supports.within, 0.0)
             masses = micro.spread(kept)
         return torch.stack([rows, masses], dim=-1)
 
@@ -110,12 +114,12 @@ def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
 
 
 def log_kept_mass(states: Tensor, head: Tensor, token_ids: Tensor, sampling: Sampling) -> Tensor:
-    """Return [N] the log of the probability that top_k and top_p leave, at most 0.
+    """Return [N] the log of the probability that min_p, top_k and top_p leave, at most 0.
 
     The token itself always counts as kept: it was drawn, even if rounding here would exclude it.
     """
     masses = []
-    whole = replace(sampling, top_k=0, top_p=1.0)
+    whole = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
     for start in range(0, len(states), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         logits = states[rows].float() @ head.float().T
