@@ -218,7 +218,8 @@ def _check_files(config: Config, role: Role) -> None:
     """Check, by the files on this machine, that a learner or worker can use its model.
 
     Raises:
-        EchoError: if it cannot; this is the error that starting the node would raise.
+        EchoError: if the node cannot use its model; this is the error that starting the node would
+            raise.
     """
     model = config.model
     if role == "relay" or model.name is None or (role == "worker" and not has_own_model(config)):
@@ -255,7 +256,7 @@ def check_model(config: Config, role: str) -> None:
 
 
 def _check_data(config: Config, role: Role, *, has_model: bool) -> StartCheck:
-    """Return the problems of a learner's task and data, and a preview; nothing for other roles."""
+    """Return the faults of a learner's task and data, and a preview; nothing for other roles."""
     if role != "learner":
         return StartCheck()
     try:
@@ -294,7 +295,7 @@ def _preview(config: Config, task: Task) -> StartCheck:
 
 
 def _taken_addresses(config: Config, role: str) -> list[EchoError]:
-    """Return one error for each address that the node is set to listen at and cannot."""
+    """Return one error for each address that the node is set to listen at but cannot listen at."""
     addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)
@@ -681,10 +682,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def configuration_of(arguments: argparse.Namespace) -> Config:
-    """Return the configuration from the command line, its file and the variable ECHO_JOIN.
+    """Return the configuration from the command line, the file it names, and ECHO_JOIN.
 
     Raises:
-        ConfigError: if anything in it is wrong; the text lists everything that is.
+        ConfigError: if a value is wrong or missing; the text lists every error.
     """
     role, overrides = arguments.role, list(arguments.set)
     given = {
@@ -738,8 +739,8 @@ POLL_S = 0.2
 def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: bool) -> list[str]:
     """Return an override that names the join string of a learner on this machine.
 
-    The list is empty if the node needs no join string of that learner: it has one already,
-    encryption is off, or it dials other addresses.
+    The list is empty if the node needs no join string of that learner: the node has a join string
+    already, encryption is off, or it dials other addresses.
 
     Args:
         path: the configuration file.
@@ -779,7 +780,7 @@ def check_join(config: Config, role: str) -> None:
     """Check the join string with which a relay or worker starts.
 
     Raises:
-        ConfigError: if there is no join string, or it cannot be read.
+        ConfigError: if there is no join string, or if the join string cannot be read.
     """
     if role == "relay":
         JoinSource("relay", config.relay.connect, config.security, config.run_dir).keys()

@@ -280,7 +280,7 @@ def machine_filter(request: FleetRequest, plan: Provisioning, row: OfferRow) -> 
 
 
 def filters_text(request: FleetRequest, plan: Provisioning) -> str:
-    """Return the search expressions for machines, one for each offer from which the plan rents."""
+    """Return text with one search expression for each offer from which the plan rents machines."""
     weights = format_bytes(request.model.num_params * BYTES_PER_WEIGHT)
     lines = [f"least of each rented machine ({weights} of weights), as a marketplace filter:"]
     for row, offer, count in _used(request, plan):
@@ -332,7 +332,7 @@ def commands_text(request: FleetRequest, plan: Provisioning) -> str:
 
 
 def _learner_prices(request: FleetRequest, plan: Provisioning) -> list[str]:
-    """Return the learner's settings for its price, the price of traffic and the budget per hour."""
+    """Return the learner's settings for its own price, for traffic and for the hourly budget."""
     sets = [f"learner.price_per_h={request.learner.price_per_h:g}"]
     dearest = max(request.regions[row.region].price_per_gb for row, _, _ in _used(request, plan))
     if dearest:

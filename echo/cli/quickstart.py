@@ -177,7 +177,7 @@ def make_model(name: str, console: Console, *, for_vllm: bool) -> str:
 
 
 def find_pretrained(name: str, console: Console) -> str:
-    """Return the value of `model.name` for `--model NAME`; make `smollm2` if it does not exist.
+    """Return `model.name` for `--model NAME`; make the model `smollm2` if it does not exist.
 
     Raises:
         EchoError: if `name` is a path without a model, or the model cannot be made.
@@ -212,7 +212,7 @@ OWN_ADDRESSES = (
 
 
 def check_addresses(config: Config) -> None:
-    """Refuse addresses that the command line sets: the quickstart chooses its own.
+    """Refuse addresses that the command line sets: the quickstart chooses its own addresses.
 
     Raises:
         ConfigError: if the command line sets an address.

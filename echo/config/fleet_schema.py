@@ -37,7 +37,7 @@ LEARNER_REGION = "learner"
 
 
 class JobRow(Strict):
-    """The run to plan for."""
+    """The run to plan for: its model, its sizes and its limits."""
 
     model: Name
     """Model by name: one of the catalogue's or of [[models]]."""
@@ -91,7 +91,7 @@ class LearnerRow(Strict):
 
 
 class RelayRow(Strict):
-    """A relay that stands in a region."""
+    """A relay that runs in a region."""
 
     mbit_per_s: Positive
     """Its uplink."""
@@ -102,7 +102,7 @@ class RelayRow(Strict):
 
 
 class RegionRow(Strict):
-    """A place, and the path to it from the learner."""
+    """A region, and the network path to this region from the learner."""
 
     name: Name
     """Its name in offers."""
@@ -150,7 +150,7 @@ class OfferRow(Strict):
 
 
 class GpuRow(Strict):
-    """A GPU that the catalogue lacks, or that is to replace the one of that name."""
+    """A GPU that the catalogue lacks, or that replaces the catalogue's GPU of the same name."""
 
     name: Name
     """Its name in offers."""
@@ -182,7 +182,7 @@ class ModelRow(Strict):
 
 
 class SimRow(Strict):
-    """How long to simulate, how the run is configured, and times of what is not simulated."""
+    """The length and settings of the simulated run, and the times of work that is not simulated."""
 
     num_steps: Count = 50
     """Optimizer steps."""
@@ -237,7 +237,7 @@ class SimRow(Strict):
 
 
 class FaultRow(Strict):
-    """Something that goes wrong at an instant."""
+    """A fault that happens at one instant of the simulation."""
 
     at_s: Instant
     """When."""
@@ -252,7 +252,7 @@ class FaultRow(Strict):
 
 
 class PriceRow(Strict):
-    """A point of a price trace."""
+    """A change of an offer's price at one instant."""
 
     offer: Name
     """The name of one of [[offers]]."""
@@ -263,7 +263,7 @@ class PriceRow(Strict):
 
 
 class FleetFile(Strict):
-    """The tables of a fleet file; those of a list repeat."""
+    """The tables of a fleet file; a table that is a list may occur several times."""
 
     job: JobRow
     learner: LearnerRow
@@ -274,7 +274,7 @@ class FleetFile(Strict):
 
 
 class ScenarioFile(FleetFile):
-    """The tables of a scenario file."""
+    """The tables of a scenario file: those of a fleet file, and those of the simulation."""
 
     sim: SimRow = Field(default_factory=SimRow)
     activation: ActivationSection = ActivationSection(mode="off")
@@ -348,8 +348,8 @@ def _table_leaf(path: KeyPath, expected: str) -> Leaf:
 def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
     """Return the key at a path of a file.
 
-    For a path within a table of the user's own keys, return the key of that table. None if there is
-    neither.
+    For a path within a table of the user's own keys, return the key of that table. None if neither
+    key exists.
     """
     if len(path) > 1 and repeats(kind, path[0]):
         path = (path[0], ROW, *path[2:])

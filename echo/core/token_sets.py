@@ -32,7 +32,7 @@ TOO_LARGE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenSets:
-    """A set of token ids for each of T tokens."""
+    """A set of token ids for each of the T tokens of a rollout."""
 
     sizes: npt.NDArray[np.int32]
     """[T] ids of each set; NOT_RECORDED or TOO_LARGE for a set without ids."""
@@ -44,10 +44,11 @@ class TokenSets:
     """
 
     def __post_init__(self) -> None:
-        """Check types and sizes.
+        """Check the types, sizes and values of the arrays.
 
         Raises:
-            ValueError: if they disagree, or the ids of a set do not ascend from 0 or more.
+            ValueError: if an array has a wrong type or size, or if the ids of a set are negative or
+                do not ascend.
         """
         if self.sizes.dtype != np.int32 or self.ids.dtype != np.int32 or self.sizes.ndim != 1:
             raise ValueError("sizes and ids of token sets must be int32[T] and int32[M]")
@@ -67,16 +68,16 @@ class TokenSets:
 
     @property
     def counts(self) -> npt.NDArray[np.int32]:
-        """[T] number of recorded ids of each token."""
+        """[T] number of recorded ids for each token; 0 for a token without ids."""
         return np.maximum(self.sizes, 0)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, those without a set included."""
+        """Number of tokens, including tokens for which no ids are recorded."""
         return len(self.sizes)
 
     def __getitem__(self, tokens: slice) -> TokenSets:
-        """Return the sets of a range of tokens, without a step."""
+        """Return the sets of the tokens in a slice, whose step is ignored."""
         starts = np.concatenate([[0], np.cumsum(self.counts)])
         first, stop, _ = tokens.indices(self.num_tokens)
         ids = slice(int(starts[first]), int(starts[max(first, stop)]))
@@ -87,7 +88,7 @@ class TokenSets:
         )
 
     def within(self, max_ids: int) -> TokenSets:
-        """Return the sets without the ids of those that have more than `max_ids`."""
+        """Return the sets; a set of more than `max_ids` ids becomes TOO_LARGE, without ids."""
         is_kept = np.repeat(self.sizes <= max_ids, self.counts)
         return TokenSets(
             sizes=np.where(self.sizes > max_ids, np.int32(TOO_LARGE), self.sizes),
@@ -96,7 +97,7 @@ class TokenSets:
         )
 
     def includes(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Return [T] whether each token's id is in its set; True where no ids are recorded."""
+        """Return [T] whether each token's id is in its set; True if no ids are recorded."""
         hits = self.ids == np.repeat(token_ids, self.counts)
         found: npt.NDArray[np.bool_] = self.counts == 0
         found[self.rows[hits]] = True
@@ -104,12 +105,15 @@ class TokenSets:
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
-        """[M] the token that each id belongs to."""
+        """[M] for each recorded id, the number of the token whose set contains the id."""
         return np.repeat(np.arange(self.num_tokens), self.counts)
 
 
 def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
-    """Return the sets of tokens for which nothing was recorded."""
+    """Return the sets of `num_tokens` tokens for which no ids were recorded.
+
+    If `with_logprobs`, the result has an array of log-probabilities, which is empty.
+    """
     return TokenSets(
         sizes=np.full(num_tokens, NOT_RECORDED, np.int32),
         ids=np.empty(0, np.int32),
@@ -118,7 +122,11 @@ def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
 
 
 def join_sets(parts: Sequence[tuple[TokenSets | None, int]]) -> TokenSets | None:
-    """Return the sets of consecutive parts, (sets, tokens) each; None if no part has sets."""
+    """Return the sets of all tokens of consecutive parts of a rollout.
+
+    Each part is a pair: its sets, and its number of tokens. A part without sets (None) counts as
+    not recorded. The result is None if no part has sets.
+    """
     known = [sets for sets, _ in parts if sets is not None]
     if not known:
         return None

@@ -238,7 +238,7 @@ class OverlappedStep:
     def rank(self) -> tuple[float, float]:
         """The sort key of a step, the best step first.
 
-        It has the seconds of the longer side, then the seconds of the shorter.
+        The key is a pair: the seconds of the longer side, then the seconds of the shorter side.
         """
         return self.step_s, min(self.train_s, self.rollout_s)
 

@@ -98,8 +98,9 @@ def window_s(job: Job) -> float:
 def fits_window(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
     """Return whether workers that generate during broadcasts satisfy the staleness bound.
 
-    This is the second condition of the second reading. For whole n, ceil(y) <= n is the same as y
-    <= n, so nothing is rounded here.
+    This is the second of the two conditions that the provisioning rule (see the module) sets for
+    workers that generate during broadcasts. For whole n, ceil(y) <= n is the same as y <= n, so
+    nothing is rounded here.
     """
     if rate <= 0:
         return False
@@ -110,8 +111,9 @@ def fits_window(job: Job, *, rate: float, broadcast_s: float, latency_s: float) 
 def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
     """Return whether a fleet satisfies the provisioning rule with the job's margin.
 
-    The reading of the rule depends on whether the job's workers pause. In both readings each
-    broadcast must also end before the next begins.
+    The rule has one form for workers that pause during a broadcast, and another for workers that do
+    not; `job` says which workers it has. In both forms each broadcast must also end before the next
+    one begins.
     """
     if broadcast_s >= job.publish_period * job.train_s:
         return False

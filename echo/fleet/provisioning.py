@@ -446,7 +446,7 @@ def _remedy(found: tuple[float, Selection] | None, words: Callable[[float], str]
 
 
 def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None:
-    """Return the least number from 1 to `limit` with which `attempt` succeeds; None without one.
+    """Return the least number from 1 to `limit` with which `attempt` succeeds; None if none does.
 
     The number is found by doubling and then by bisection.
     """
@@ -465,7 +465,7 @@ def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None
 def _least_factor(
     attempt: Callable[[float], Selection | None],
 ) -> tuple[float, Selection] | None:
-    """Return the least factor, to 1 %, with which `attempt` succeeds, and its selection.
+    """Return the least factor, to 1 %, with which `attempt` succeeds, and what it returned.
 
     Factors from 1 to MAX_FACTOR are tried; None if `attempt` fails with all of them.
     """

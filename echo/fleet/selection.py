@@ -92,7 +92,8 @@ _SLACK = 1e-9
 def _search(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...], float] | None:
     """Return the cheapest sufficient set of nodes for the job's publish period.
 
-    The result has the number of nodes of each offer and the gap; None if no set is sufficient.
+    The result has the number of nodes of each offer, and the share of the cost by which another set
+    may be cheaper. None if no set is sufficient.
     """
     if job.train_s <= 0 or not fleet.offers:
         return None
@@ -146,9 +147,10 @@ class _Programme:
             self.constraints.add(-self.costs, -job.budget_per_h)
 
     def solve(self) -> tuple[tuple[int, ...], float] | None:
-        """Return the best number of nodes of each offer under the present tangents, and the gap.
+        """Return the best number of nodes of each offer under the tangents added up to now.
 
-        None if the constraints cannot be satisfied.
+        The second value is the share of the cost by which another solution may be cheaper. None if
+        the constraints cannot be satisfied.
         """
         offers, job = self.fleet.offers, self.job
         is_integer = np.ones(self.size)
@@ -179,7 +181,7 @@ class _Programme:
         return counts, 0.0 if result.status == _OPTIMAL else float(result.mip_gap)
 
     def add_tangent(self, *, rate: float, broadcast_s: float) -> None:
-        """Add the tangent that the convex constraint has at this rate and broadcast time."""
+        """Add the tangent of the job's rate constraint, which is convex, at these two values."""
         job, batch = self.job, self.job.rollouts_per_step
         row = self._row()
         row[: self.num_offers] = self.rates
@@ -248,7 +250,7 @@ class _Programme:
                 self.constraints.add(relay, 0)
 
     def _bound_broadcast(self) -> None:
-        """Require that t is at least the time that each link to a used offer needs."""
+        """Require that the broadcast's time is at least the time of each link to a used offer."""
         job, fleet = self.job, self.fleet
         for index, offer in enumerate(fleet.offers):
             link = fleet.link_bytes_per_s(offer)

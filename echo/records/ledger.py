@@ -215,7 +215,7 @@ def _hash(seq: int, body: bytes) -> bytes:
 
 
 def _tokens_by_version(group: Group) -> tuple[int, ...]:
-    """Return how many trainable tokens each of the group's versions sampled, in their order."""
+    """Return how many trainable tokens each version of the group sampled, in their order."""
     rows = np.concatenate(
         [rollout.policy_versions[rollout.completion_mask] for rollout in group.rollouts]
     )
@@ -962,7 +962,7 @@ class Delivery:
 
 
 def deliveries_of(records: Iterable[AnyRecord]) -> list[Delivery]:
-    """Return the groups that workers delivered and the learner accepted, in that order."""
+    """Return the deliveries that the learner accepted, in the order of acceptance."""
     granted: dict[tuple[int, int], float] = {}
     found = []
     for record in records:

@@ -162,7 +162,7 @@ def _finite(row: MetricsRow, key: str, where: str) -> float:
 def _evaluation(row: MetricsRow, step: int) -> Evaluation | None:
     """Return the evaluation that a row of metrics contains; None if it contains none.
 
-    Its keys are eval/<task>/reward and eval/<task>/greedy.
+    The keys of an evaluation are eval/<task>/reward and eval/<task>/greedy.
     """
     values = {k.rpartition("/")[2]: v for k, v in row.items() if k.startswith("eval/")}
     sampled, greedy = values.get("reward"), values.get("greedy")

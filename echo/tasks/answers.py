@@ -99,7 +99,7 @@ def is_equal(reference: str, answer: str) -> bool:
 
 
 def _last_boxed(completion: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...} in a text; None without one."""
+    r"""Return the content of the last complete \boxed{...} in a text; None if the text has none."""
     start = completion.rfind(r"\boxed{")
     if start < 0:
         return None

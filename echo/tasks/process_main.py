@@ -2,10 +2,11 @@
 
     example(index, split)    -> Example                called in the learner's process only
     reward(example, texts)   -> list of float or None  the rewards of one answer, or of all answers
-    of a group; None means no opinion begin(episode, example)  -> None                   an episode
-    of several turns reply(episode, text)     -> messages, or None      the environment's reply to a
-    turn outcome(episode)         -> float or None          the reward of the episode end(episode)
-    -> None                   releases the episode, which may be unknown
+                                                       of a group; None: an answer gets no reward
+    begin(episode, example)  -> None                   begins an episode of several turns
+    reply(episode, text)     -> messages, or None      the environment's reply to a turn
+    outcome(episode)         -> float or None          the reward of the episode
+    end(episode)             -> None                   releases the episode, which may be unknown
 
 Every call gets a CallAnswer: a value, or a fault. The process imports the task; it does not import
 rewards.py, which starts and kills processes. The two sides exchange msgpack messages over a socket

@@ -86,12 +86,13 @@ class RewardError(EchoError):
     The failure is counted, and is never replaced by a reward of 0. `reason` is the name of the
     failure in counters and in the ledger:
 
-        reward_error     the code raised, or returned no finite number reward_too_large the code
-        returned a number beyond task.max_reward reward_timeout   the code did not return in time;
-        its process was killed reward_memory    the code ran out of the memory that it may use
-        reward_lost      the task's process has ended reward_retries   the error was transient, and
-        remained after all retries bad_logprobs     the engine returned no usable logprobs, so no
-        reward was called
+        reward_error     the code raised, or returned no finite number
+        reward_too_large the code returned a number beyond task.max_reward
+        reward_timeout   the code did not return in time; its process was killed
+        reward_memory    the code ran out of the memory that it may use
+        reward_lost      the task's process has ended
+        reward_retries   the error was transient, and remained after all retries
+        bad_logprobs     the engine returned no usable logprobs, so no reward was called
     """
 
     def __init__(self, text: str, *, reason: str = "reward_error", traceback: str = "") -> None:

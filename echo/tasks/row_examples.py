@@ -172,7 +172,7 @@ class RowReader:
         ]
 
     def _prompt_column(self, row: Mapping[str, Any]) -> str | None:
-        """Return the name of the column that has the row's prompt; None without one."""
+        """Return the name of the column that has the row's prompt; None if no column has it."""
         return next((name for name in self._prompts if row.get(name)), None)
 
     def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:

@@ -660,7 +660,7 @@ def load_function(where: str, spec: str) -> Callable[..., Any]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean 'NAME'?)" with the most similar known name; "" without one."""
+    """Return " (did you mean 'NAME'?)" with the most similar known name; "" if none is similar."""
     near = nearest(name, known)
     return f" (did you mean {near!r}?)" if near else ""
 

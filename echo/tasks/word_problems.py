@@ -143,7 +143,7 @@ def draw_numbers(operation: str, rng: random.Random) -> tuple[int, int, int]:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text; None without one.
+    """Return the last number in a text; None if the text has no number.
 
     The number may have commas between its thousands.
     """

@@ -398,7 +398,7 @@ def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
 
 
 def _reads_images(model_dir: Path) -> bool:
-    """Return whether the model reads images; transformers loads it with another class then."""
+    """Return whether the model reads images; if so, transformers loads it with another class."""
     path = model_dir / "config.json"
     return path.is_file() and "vision_config" in json.loads(path.read_text(encoding="utf-8"))
 

@@ -151,7 +151,7 @@ class Broadcast:
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
-        """The newest version that this node holds completely; None without one."""
+        """The newest version that this node holds completely; None if it holds none."""
         return self._store.newest_complete
 
     @property
@@ -296,7 +296,7 @@ class Broadcast:
             payload: the coded blocks of the segment, one after the other; the caller must not
                 change them afterwards.
             expected_bytes: estimated size of the whole encoded version, in bytes.
-            now: the present.
+            now: the present time.
         """
         item = (table.version, form_of(table.base))
         encoded = self._store.encoded_versions.setdefault(item, EncodedVersion(*item))

@@ -1,8 +1,10 @@
 """The cipher of chunks: AES-256-GCM, with a key for each form of each version.
 
-    learner          chunk -> encrypted once -> hashed -> hash signed, with the hash of the key any
-    node         hash matches? -> kept and forwarded as it arrived, without the key with the key
-    -> decrypted: an image when it is written, a coded block when it is decoded
+    learner           encrypts each chunk once, hashes the result, and signs this hash and the hash
+                      of the key
+    any node          keeps and forwards an encrypted chunk whose hash matches, without the key
+    node with a key   decrypts a chunk: of an image when the chunk is written, of a coded block when
+                      the block is decoded
 
 So the links need not encrypt weights: the bytes of weights travel over sockets without CURVE
 (`net/zmq.py`), which takes far less CPU. All other messages, tables and keys included, use CURVE.

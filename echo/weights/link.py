@@ -641,7 +641,7 @@ class UplinkProbe:
             peer: the link to the node that acknowledges the probe.
             payload_bytes: size of a version; if it is small, no probe is sent, because it would
                 cost more than a bad plan.
-            now: the present.
+            now: the present time.
         """
         self._most_bytes = min(MAX_PROBE_BYTES, int(PAYLOAD_SHARE * payload_bytes))
         is_under_way = self._awaited is not None and (

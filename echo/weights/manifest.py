@@ -295,7 +295,7 @@ def _check_manifest(manifest: Manifest) -> None:
     """Check that the numbers in a manifest do not contradict each other.
 
     Raises:
-        RemoteProtocolError: if they do.
+        RemoteProtocolError: if two numbers contradict each other.
     """
     where = f"manifest of {manifest.version}"
     if not MIN_CHUNK_BYTES <= manifest.chunk_bytes <= MAX_CHUNK_BYTES:
@@ -408,7 +408,8 @@ class SegmentTable(msgspec.Struct, frozen=True):
             max_bytes: size of the largest image that this node accepts, in bytes.
 
         Raises:
-            RemoteProtocolError: if they do not; the text names the numbers.
+            RemoteProtocolError: if two numbers contradict each other, or if this node does not
+                accept a number; the text names the numbers.
         """
         chunk_bytes = (self.chunk_bytes, self.image_chunk_bytes)
         if not all(MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES for size in chunk_bytes):

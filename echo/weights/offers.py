@@ -31,9 +31,9 @@ class Offers:
         version."""
 
     def replace(self, message: Announce, manifest: Manifest | None) -> None:
-        """Replace all offers by those of an Announce.
+        """Replace all offers by the offers in an Announce.
 
-        `manifest` is the verified manifest that the Announce contains; None without one.
+        `manifest` is the verified manifest that the Announce contains; None if it contains none.
         """
         offers = {(offer.version, form_of(offer.base)): offer.num_bytes for offer in message.offers}
         if manifest is not None:

@@ -79,7 +79,7 @@ class Parents:
 
     @property
     def parent(self) -> str:
-        """The node id of the parent in use; "-" without one."""
+        """The node id of the parent in use; "-" if no parent is in use."""
         return "-" if self.current is None else self.current.node_id
 
     @property

@@ -204,7 +204,7 @@ class Receiver:
         return [*subscribe, *(self._abandon_unoffered(now) or self._request(now))]
 
     def disconnect(self) -> str:
-        """Leave the parent; return its link, or "" without a parent."""
+        """Leave the parent; return its link, or "" if there is no parent."""
         peer = self.link.peer or ""
         self.offers.clear()
         self.watchdog.clear()

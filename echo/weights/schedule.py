@@ -118,7 +118,7 @@ class PublishPace:
     def received(
         self, installed: Sequence[PolicyVersion | None], *, now: float, train_s: float | None
     ) -> bool:
-        """Note the newest version of every node; return whether one has now reached them all.
+        """Note the newest version of each node; return whether all nodes now have a published one.
 
         `installed` has None for a node without a version. `train_s` is the time of a step, to adapt
         the period; None if it is unknown.

@@ -226,7 +226,7 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
     """Check that an item can have the chunks that a Fetch requests.
 
     Raises:
-        RemoteProtocolError: if it cannot.
+        RemoteProtocolError: if the item cannot have one of the requested chunks.
     """
     is_encoded = message.form != FULL
     previous = 0
@@ -492,7 +492,7 @@ class Sender:
         Args:
             item: the item of the chunks.
             chunks: the chunks by index, encrypted if they are sent so.
-            now: the present.
+            now: the present time.
         """
         image = self.store.get(item) if self.children else None
         if isinstance(image, Transfer):
@@ -561,7 +561,7 @@ class Sender:
         return actions
 
     def forget_silent(self, now: float) -> None:
-        """Forget the children that did not react to an announcement within FORGET_STALLS."""
+        """Forget each child that did not react to an announcement for FORGET_STALLS stall times."""
         for peer, child in list(self.children.items()):
             since = child.unanswered_since
             if since is not None and now - since > FORGET_STALLS * self.stall_s:

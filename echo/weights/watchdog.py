@@ -76,7 +76,7 @@ class Watchdog:
 
         Args:
             item: the item that is being fetched; None for no item.
-            now: the present.
+            now: the present time.
         """
         link = self._link
         if item is None:

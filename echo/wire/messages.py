@@ -19,7 +19,7 @@ Senders and the kinds that they may send:
     node      -> learner       Hello, AssetRequest, Ready, Heartbeat, Deliver, Partial, Failed,
                                Goodbye
     learner   -> node          Welcome, Asset, Admitted, Refuse, Rehello, TopologyPlan, Pulse,
-                               Grant, Ack, Finish
+                               Grant, Reclaim, Ack, Finish
 
 Every routed message may be lost, for example with a relay that dies. So each message either repeats
 a state (Heartbeat, Pulse, TopologyPlan, Partial) or is repeated until it is answered (Hello, Ready,
@@ -121,7 +121,7 @@ class Probe(Message, frozen=True):
 
 
 class ProbeAck(Message, frozen=True):
-    """The answer to a Probe: it has arrived."""
+    """The answer to a Probe: the receiver of the Probe says that it has arrived."""
 
 
 class Subscribe(Message, frozen=True):

@@ -70,7 +70,7 @@ _KEYS = "echo-rl 2026-11 keys of a channel, up and down"
 
 
 class Seal(msgspec.Struct, frozen=True, array_like=True):
-    """The seal of a routed message."""
+    """The seal of a routed message: the name of its channel, its number, and its code."""
 
     channel: Annotated[bytes, Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
     number: Annotated[int, Meta(ge=1, le=1 << 62)]

@@ -42,12 +42,12 @@ _MAX_VARINT_BYTES = 5
 
 
 def encode_all_sets(rollouts: Sequence[Tokens], *, max_bytes: int) -> list[tuple[bytes, bytes]]:
-    """Return the blocks `support` and `likely` of each rollout.
+    """Return, for each rollout, its block `support` and its block `likely`.
 
     Args:
-        rollouts: rollouts of a group.
-        max_bytes: the largest supports of the group are left out, and marked TOO_LARGE, until all
-            blocks together have at most this size, or no support is left.
+        rollouts: the rollouts of a group.
+        max_bytes: the largest size of all blocks together. To keep it, the largest supports of the
+            group are left out and marked TOO_LARGE, if necessary all of them.
     """
     likely = [encode_sets(rollout.likely) for rollout in rollouts]
     max_ids, supports = MAX_SET_IDS, [rollout.support for rollout in rollouts]
@@ -60,7 +60,7 @@ def encode_all_sets(rollouts: Sequence[Tokens], *, max_bytes: int) -> list[tuple
 
 
 def bytes_of_sets(blocks: Sequence[tuple[bytes, bytes]]) -> tuple[SetBytes, ...]:
-    """Return the lengths of the blocks of each rollout; () if all are empty."""
+    """Return, for each rollout, the bytes of its two blocks; () if all blocks are empty."""
     lengths = tuple((len(support), len(likely)) for support, likely in blocks)
     return lengths if any(map(any, lengths)) else ()
 
@@ -71,9 +71,9 @@ def decode_all_sets(
     """Yield the fields `support` and `likely` of each rollout, from the blocks of all rollouts.
 
     Args:
-        blocks: as long as `set_bytes` says.
-        num_tokens: tokens of each rollout.
-        set_bytes: result of `bytes_of_sets`, the length of which was checked.
+        blocks: the blocks of all rollouts, one after the other, with the lengths in `set_bytes`.
+        num_tokens: the number of tokens of each rollout.
+        set_bytes: what `bytes_of_sets` returned; the caller has checked its length.
 
     Raises:
         RemoteProtocolError: if a block is malformed.
@@ -92,7 +92,7 @@ def decode_all_sets(
 
 
 def encode_sets(sets: TokenSets | None) -> bytes:
-    """Return the block of a rollout's sets; empty if it has none."""
+    """Return the block with the sets of a rollout; an empty block for None."""
     if sets is None:
         return b""
     numbers = np.concatenate([sets.sizes.astype(np.int64) + 1, _differences(sets)])
@@ -101,10 +101,11 @@ def encode_sets(sets: TokenSets | None) -> bytes:
 
 
 def decode_sets(block: memoryview, *, num_tokens: int, with_logprobs: bool) -> TokenSets | None:
-    """Return the sets in a block; None if it is empty.
+    """Return the sets in a block; None if the block is empty.
 
     Raises:
-        RemoteProtocolError: if the block is not of this many tokens, or holds an impossible set.
+        RemoteProtocolError: if the block is not for `num_tokens` tokens, or contains an invalid
+            set.
     """
     if not len(block):
         return None
@@ -137,7 +138,10 @@ def decode_sets(block: memoryview, *, num_tokens: int, with_logprobs: bool) -> T
 
 
 def _differences(sets: TokenSets) -> npt.NDArray[np.int64]:
-    """Return [M] each id minus the id before it in its set, minus 1; the first id itself."""
+    """Return [M] for each id: the id minus the id before it in its set, minus 1.
+
+    For the first id of a set it is the id itself.
+    """
     ids = sets.ids.astype(np.int64)
     differences = np.diff(ids, prepend=-1) - 1
     firsts = _firsts(sets.sizes)
@@ -146,7 +150,7 @@ def _differences(sets: TokenSets) -> npt.NDArray[np.int64]:
 
 
 def _ids(sizes: npt.NDArray[np.int32], differences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the ids that have these differences."""
+    """Return the ids of sets with these sizes, from the result of `_differences`."""
     steps = np.cumsum(differences + 1)
     counts = np.maximum(sizes, 0)
     firsts = _firsts(sizes)
@@ -156,7 +160,7 @@ def _ids(sizes: npt.NDArray[np.int32], differences: npt.NDArray[np.int64]) -> np
 
 
 def _firsts(sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return the places of the first id of each set that has ids."""
+    """Return, for each set that has ids, the index of its first id among the ids of all sets."""
     counts = np.maximum(sizes, 0).astype(np.int64)
     return (np.cumsum(counts) - counts)[counts > 0]
 
@@ -178,7 +182,7 @@ def _decode_varints(data: npt.NDArray[np.uint8], count: int) -> tuple[npt.NDArra
     """Return the first `count` varints and the number of their bytes.
 
     Raises:
-        RemoteProtocolError: if there are fewer, or one is too long.
+        RemoteProtocolError: if the data has fewer than `count` varints, or if a varint is too long.
     """
     ends = np.flatnonzero(data[: count * _MAX_VARINT_BYTES] < 0x80)[:count] + 1
     if len(ends) < count:
@@ -195,7 +199,7 @@ def _decode_varints(data: npt.NDArray[np.uint8], count: int) -> tuple[npt.NDArra
 
 
 def _round(logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Return the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
+    """Return the bits of the bfloat16 nearest to each number, ties to even; NaN stays NaN."""
     bits = logprobs.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     nan = np.uint32(0x7FC0)

@@ -24,7 +24,7 @@ from echo.wire.messages import OPEN_END
 
 
 class Chunked(abc.ABC):
-    """An item of the store, that is one version in one form, complete or partial."""
+    """An item of the store: one version in one form, complete or partial."""
 
     has_chunk: bytearray
     """One byte for each known chunk: 1 if the chunk is held, that is verified and written."""
@@ -172,7 +172,7 @@ class Transfer(Chunked):
         return not self.later
 
     def seal(self, signed: SignedManifest, manifest: Manifest) -> str:
-        """Add the learner's manifest; return why it does not fit the image, or ""."""
+        """Add the learner's manifest; return why it does not fit the image, or "" if it fits."""
         if provisional(manifest, manifest.version) != self.manifest:
             return f"the seal of {manifest.version} describes another image than its deltas"
         self.signed, self.manifest = signed, manifest

@@ -38,7 +38,7 @@ class Audit:
 
     @property
     def deadline(self) -> float | None:
-        """The time at which the next piece of work is due; None if none is."""
+        """The time at which the next piece of work is due; None if no work is due."""
         return None if self._image is None or self._work is not None else self._due_at
 
     def expire(self, *, now: float) -> list[Action]:

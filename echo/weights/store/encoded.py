@@ -176,12 +176,12 @@ class EncodedVersion(Chunked):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether its tables have hashes of the replaced words, and not of the decoded image."""
+        """Whether the tables have hashes of the replaced words, not of the decoded image."""
         return bool(self._parts) and self._parts[0].table.is_on_base
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether its chunks are sent encrypted."""
+        """Whether the chunks of the encoded version are sent encrypted."""
         return bool(self._key)
 
     @property
@@ -191,7 +191,7 @@ class EncodedVersion(Chunked):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the changes of all its blocks are known, but not written over the base yet."""
+        """Whether the changes of all blocks are known, but not written over the base yet."""
         return (
             self.patch is not None
             and self.storage is None

@@ -157,7 +157,7 @@ class ItemStore:
         self.version_store.advance(encoded.form.base, encoded.version)
 
     def seal(self, version: PolicyVersion, signed: SignedManifest, manifest: Manifest) -> str:
-        """Add the learner's manifest to an image; return why it does not fit, or ""."""
+        """Add the learner's manifest to an image; return why it does not fit, or "" if it fits."""
         fault = self.images[version].seal(signed, manifest)
         if not fault:
             self.version_store.sealed(version, encode_signed(signed))
@@ -192,12 +192,12 @@ class ItemStore:
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
-        """The newest version in `held`; None without one."""
+        """The newest version in `held`; None if `held` is empty."""
         return max(self.held, default=None)
 
     @property
     def newest_signed(self) -> PolicyVersion | None:
-        """The newest complete version whose manifest has arrived; None without one.
+        """The newest complete version whose manifest has arrived; None if there is none.
 
         A child asks its parent to announce versions that are newer.
         """
@@ -211,7 +211,7 @@ class ItemStore:
 
     @property
     def newest_known(self) -> PolicyVersion | None:
-        """The newest version in any form, complete or partial; None without one."""
+        """The newest version in any form, complete or partial; None if there is none."""
         versions = [*self.images, *(version for version, _ in self.encoded_versions)]
         return max(versions, default=None)
 
