@@ -295,7 +295,7 @@ def _preview(config: Config, task: Task) -> StartCheck:
 
 
 def _taken_addresses(config: Config, role: str) -> list[EchoError]:
-    """Return one error for each address that the node is set to listen at but cannot listen at."""
+    """Return one error for each address that the node must listen at but cannot listen at."""
     addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)

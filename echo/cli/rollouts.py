@@ -1,8 +1,8 @@
-"""`echo-rl rollouts RUN`: what the model said, and what it was rewarded for.
+"""`echo-rl rollouts RUN`: shows the completions of a run with their rewards.
 
 The command reads the ledger and the group files of a run; the run may be under way. The learner
 deletes a group file when all its groups have ended and a checkpoint has replaced the one before, so
-the rollouts of long-past steps are gone.
+the rollouts of earlier steps cannot be shown.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CHOICES = ("step", "group", "grep", "best", "worst", "random", "parquet")
-"""Options with which all rollouts are read, and not only the newest."""
+"""Options with which the command reads the rollouts of all groups, not only the newest."""
 Decode = Callable[[list[int]], str]
-"""Returns the text of tokens."""
+"""The type of a function that returns the text of token ids."""
 NUM_NEWEST = 8
 """Number of rollouts that are shown without options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show rollouts of a run and return the exit code."""
+    """Print rollouts of a run, as the command line requests, and return the exit code."""
     return run_command(_run, rollouts_parser().parse_args(argv))
 
 
@@ -78,7 +78,7 @@ def _is_asked_for(each: StoredGroup, arguments: Namespace) -> bool:
 def _none_found(
     arguments: Namespace, stored: Sequence[StoredGroup], chosen: Sequence[StoredGroup]
 ) -> str:
-    """Return why no rollout was found."""
+    """Return text on why there is no rollout to show."""
     if not stored:
         return f"{arguments.run}: no group has been accepted yet"
     if chosen and arguments.grep is None:
@@ -98,7 +98,7 @@ def _none_found(
 
 
 def _newest(run_dir: Path, stored: Sequence[StoredGroup], decode: Decode) -> Iterator[ShownRollout]:
-    """Yield rollouts of the newest group, then of the group before it, and so on."""
+    """Yield NUM_NEWEST rollouts: those of the newest group first, then of the group before it."""
     number = 0
     for each in reversed(stored):
         for rollout in _rollouts(run_dir, [each], decode):
@@ -112,10 +112,10 @@ def _newest(run_dir: Path, stored: Sequence[StoredGroup], decode: Decode) -> Ite
 def _rollouts(
     run_dir: Path, stored: Sequence[StoredGroup], decode: Decode
 ) -> Iterator[ShownRollout]:
-    """Yield the rollouts of the groups whose files are still there.
+    """Yield the rollouts of each group whose file has not been deleted.
 
     Raises:
-        StorageError: if a file is damaged.
+        StorageError: if the file of a group is damaged.
     """
     for each in stored:
         try:
@@ -159,7 +159,7 @@ def _shown(
 
 
 def _parts(rollout: Rollout, decode: Decode) -> Iterator[Part]:
-    """Yield the parts of a completion, by version and by whether the policy sampled them."""
+    """Yield the completion in parts; a part was sampled by one version, or inserted by the task."""
     ids = rollout.token_ids.tolist()
     kinds = [
         (*version, is_sampled)
@@ -183,7 +183,7 @@ def _parts(rollout: Rollout, decode: Decode) -> Iterator[Part]:
 
 
 def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollout]:
-    """Return the rollouts that have the text: the best, the worst, some at random, or all."""
+    """Return the rollouts that contain the --grep text: the best, the worst, random ones or all."""
     for name in ("best", "worst", "random"):
         number = getattr(arguments, name)
         if number is not None and number < 1:
@@ -200,7 +200,7 @@ def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollo
 
 
 def _row(rollout: ShownRollout) -> dict[str, Any]:
-    """Return a rollout as a row of JSON or Parquet."""
+    """Return a rollout as a dict, to be written as a row of JSON or Parquet."""
     low, high = rollout.staleness or (None, None)
     return {
         "group": rollout.group,
@@ -243,20 +243,20 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _decoder(run_dir: Path) -> Decode:
-    """Return the decoder of the run's tokenizer.
+    """Return a function that turns token ids into text with the run's tokenizer.
 
     Raises:
-        DataError: if the tokenizer cannot be found.
+        DataError: if the tokenizer is not on this machine.
     """
     tokenizer = load_tokenizer(_model_dir(run_dir))
     return lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _model_dir(run_dir: Path) -> Path:
-    """Return a directory with the tokenizer of a run.
+    """Return a directory on this machine that has the tokenizer of a run.
 
     Raises:
-        DataError: if there is none on this machine.
+        DataError: if there is no such directory.
     """
     if (run_dir / "final").is_dir():
         return run_dir / "final"

@@ -598,7 +598,10 @@ class Config(Section):
 
     @property
     def needs_support(self) -> bool:
-        """Whether each trained token needs the ids that it was drawn from (config/losses.py)."""
+        """Whether the loss needs, for each trained token, the ids that could have been drawn.
+
+        The reason is in config/losses.py.
+        """
         sampling = self.sampling
         ratio = sampling.top_p
         if sampling.top_k or sampling.min_p:

@@ -465,7 +465,7 @@ def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None
 def _least_factor(
     attempt: Callable[[float], Selection | None],
 ) -> tuple[float, Selection] | None:
-    """Return the least factor, to 1 %, with which `attempt` succeeds, and what it returned.
+    """Return the least factor, to 1 %, with which `attempt` succeeds, and the selection for it.
 
     Factors from 1 to MAX_FACTOR are tried; None if `attempt` fails with all of them.
     """

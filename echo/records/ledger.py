@@ -782,7 +782,7 @@ def read_group(run_dir: Path, group_id: int, place: Place) -> Group:
 
     Args:
         run_dir: the run's directory.
-        group_id: number of the group, for the error.
+        group_id: number of the group, for the error's text.
         place: the place of the group's bytes, from its `accepted` record.
 
     Raises:
@@ -982,26 +982,27 @@ def deliveries_of(records: Iterable[AnyRecord]) -> list[Delivery]:
 
 
 class StoredGroup(NamedTuple):
-    """An accepted group, and what became of it on the surviving line of the run."""
+    """An accepted group, and how it ended in the surviving history of the run."""
 
     accepted: Accepted
     step: int | None
     """The optimizer step that trained the group; None if no step did."""
     consumed_at: int | None
-    """Number of optimizer steps done before that step, from which staleness counts."""
+    """Number of optimizer steps done before the step that trained the group, for staleness; None if
+    no step trained the group."""
     discarded: str
-    """Why the group was discarded; "" if it was not."""
+    """The reason why the group was discarded; "" if it was not discarded."""
 
     @property
     def end(self) -> str:
-        """How the group ended, as text."""
+        """Text on how the group ended, or on its not being trained yet."""
         if self.step is not None:
             return f"trained in step {self.step}"
         return f"discarded: {self.discarded}" if self.discarded else "not trained yet"
 
 
 def stored_groups(records: Iterable[AnyRecord]) -> list[StoredGroup]:
-    """Return all accepted groups in the order in which they were accepted.
+    """Return the accepted groups of a run, in the order in which they were accepted.
 
     The files of groups that ended long ago may be deleted (see the module's docstring).
     """

@@ -44,7 +44,7 @@ class Versions:
         return self
 
     def prepare(self) -> bool:
-        """Return True: a version can be made at any time."""
+        """Return True: a simulated version can be made at any time."""
         return True
 
     def make(self, weights: Any, version: PolicyVersion) -> Publication:

@@ -174,7 +174,7 @@ def dataset_files(path: str) -> list[Path]:
 
 
 def _split_of(file: Path) -> str:
-    """Return the split with which a file's name begins (test-00000-of-00001); "" if with none."""
+    """Return the split that begins a file's name (test-00000-of-00001); "" if there is none."""
     word = re.split(r"[-_.]", file.name.lower())[0]
     return {"val": "validation", "valid": "validation"}.get(word, word) if word in _SPLITS else ""
 

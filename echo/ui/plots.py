@@ -278,7 +278,7 @@ def simulation_plot(
 
 
 def _cost(axes: Axes, steps: Sequence[StepPoint]) -> None:
-    """Draw the cost since the start, the cost per hour, and the part of the latter for standby."""
+    """Draw the cost since the start, the cost per hour, and the hourly cost of standby."""
     hours = [step.ends_s / 3600 for step in steps]
     axes.plot(hours, [step.cost for step in steps], color=_BUSY, label="$ spent")
     axes.set_xlabel("hours")

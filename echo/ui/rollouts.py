@@ -1,7 +1,7 @@
 """Rollouts as text for a terminal.
 
-The text of a model may hold escape sequences: only printable characters and line breaks reach the
-terminal, all others as Python's escapes.
+A model's text may contain escape sequences. Only printable characters and line breaks are printed
+unchanged; all other characters are printed as Python's escapes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRollout:
-    """A rollout with its texts, and what the ledger has about its group."""
+    """A rollout to be shown, with its texts and with the ledger's facts about its group."""
 
     group: int
     attempt: int
@@ -41,24 +41,25 @@ class ShownRollout:
     end: str
     """How the group ended, for example "trained in step 7"."""
     step: int | None
-    """The step that trained it; None if none did."""
+    """The optimizer step that trained the rollout; None if no step did."""
     reward: float
     group_mean: float
     """Mean reward of the rollout's group."""
     finish_reason: str
     staleness: tuple[int, int] | None
-    """The least and the greatest staleness of its tokens in steps; None if it was not trained."""
+    """The least and the greatest staleness of the rollout's trainable tokens, in steps; None if the
+    rollout was not trained."""
     prompt: str
     parts: Sequence[Part]
 
     @property
     def completion(self) -> str:
-        """The whole completion, with the texts that the task inserted."""
+        """The text of the whole completion, including the texts that the task inserted."""
         return "".join(part.text for part in self.parts)
 
 
 def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
-    """Return a rollout with a header line, its prompt if asked for, and its completion."""
+    """Return a rollout as text: a header line, the prompt if `has_prompt`, and the completion."""
     text = Text.assemble(
         (f"group {rollout.group}.{rollout.index}", "bold"),
         f"  {rollout.end}  reward ",
@@ -82,12 +83,12 @@ def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
 
 
 def _indented(text: str, width: int) -> str:
-    """Return a model's text with its lines indented, and other control characters escaped."""
+    """Return a model's text with each line indented by `width`; control characters are escaped."""
     return "\n".join(" " * width + one_line(line) for line in text.split("\n"))
 
 
 def _versions(parts: Sequence[Part]) -> Iterator[str]:
-    """Yield each version with the number of tokens that it sampled."""
+    """Yield, for each version that sampled tokens, text with the version and number of tokens."""
     for version in dict.fromkeys(part.version for part in parts if part.is_sampled):
         number = sum(p.num_tokens for p in parts if p.is_sampled and p.version == version)
         yield f"{version} {number} tokens"

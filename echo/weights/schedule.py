@@ -88,9 +88,9 @@ class PublishPace:
         return last is None or step - last >= min(self.period, self._max_staleness + 1)
 
     def is_overdue(self, step: int) -> bool:
-        """Return whether no version published so far may be sampled for the next step.
+        """Return whether no published version is recent enough to sample for the next step.
 
-        Before that, a version that is due may be put off.
+        As long as a published version is recent enough, a publication that is due may be postponed.
         """
         last = self._published_step
         return last is None or step - last > self._max_staleness

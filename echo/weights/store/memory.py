@@ -62,22 +62,25 @@ class RecycledMemory:
 
     @property
     def has_free(self) -> bool:
-        """Whether `take` has memory to reuse, or has never been called."""
+        """Whether `take` could reuse memory now, or has never been called."""
         are_read = [exporter() is not None for _, exporter in self._lent]
         return bool(self._free) or not are_read or not all(are_read)
 
     @property
     def can_grow(self) -> bool:
-        """Whether `grow` may be called: there are fewer than `max_pieces`, and one is in use."""
+        """Whether `grow` may be called: a piece is in use, and fewer than `max_pieces` exist."""
         return bool(self._lent) and self._num_pieces < self._max_pieces
 
     def grow(self) -> None:
-        """Make a further piece, of the last image's size; in any thread, but not beside `take`."""
+        """Make one more piece of memory, of the size of the image that was lent last.
+
+        Any thread may call this method, but not while another thread calls `take`.
+        """
         self._free.append(self._make(self._lent[-1][0].nbytes))
         self._num_pieces += 1
 
     def take(self, num_bytes: int) -> memoryview:
-        """Return memory of this size, which has zeros or the bytes of an earlier image."""
+        """Return memory of `num_bytes`, which contains zeros or the bytes of an earlier image."""
         self._free += [piece for piece, exporter in self._lent if exporter() is None]
         self._lent = [each for each in self._lent if each[1]() is not None]
         room = max(1, self._num_pieces - len(self._lent))
