@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import subprocess
 import sys
@@ -187,7 +186,7 @@ def run_turn(size: str, load: str, directory: Path, checkout: Path) -> dict[str,
         code = "import sys; sys.path[:0] = sys.argv[1:3]; import bench_ledger as b; b.turn()"
         done = subprocess.run(
             [sys.executable, "-c", code, str(checkout), str(ROOT / "bench"), size, load, run_dir],
-            stdout=subprocess.PIPE, check=True, text=True, env={**os.environ, "PYTHONPATH": ""},
+            stdout=subprocess.PIPE, check=True, text=True,
         )  # fmt: skip
     result: dict[str, Any] = json.loads(done.stdout)
     return result

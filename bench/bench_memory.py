@@ -74,7 +74,7 @@ def watch_run(arguments: argparse.Namespace) -> dict[str, Any]:
         ]
         settings += free_settings(load_config(path, settings, "learner"), held)
         config = load_config(path, settings, "learner")
-        os.environ["PYTHONPATH"] = f"{BENCH}:{harness.ROOT}"
+        os.environ |= harness.finding(BENCH, harness.ROOT)
         environment = join_environment(config)
         nodes = [start_node("learner", "learner", path, settings, extra=["--no-report"])]
         for name, role in (("relay", "relay"), ("w1", "worker"), ("w2", "worker")):

@@ -108,7 +108,7 @@ def stages_of(
     command = [sys.executable, "-m", module, path, f"--engine={engine}"]
     command += [f"--shape={arguments.shape}", f"--share={share}", f"--device={arguments.device}"]
     command += [f"--updates={arguments.updates}"]
-    own = os.environ | {"PYTHONPATH": str(tree)}
+    own = harness.finding(tree)
     done = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, cwd=bench, env=own
     )

@@ -147,7 +147,7 @@ def run(name: str, options: str | None, limit_s: float, tree: Path) -> dict[str,
     command = [sys.executable, f"bench/bench_{name}.py", *shlex.split(options)]
     began_at = time.time()
     process = subprocess.Popen(
-        command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, text=True,
+        command, cwd=tree, env=harness.finding(tree), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:

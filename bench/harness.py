@@ -40,6 +40,15 @@ PACKAGES = (
 )
 
 
+def finding(*directories: Path) -> dict[str, str]:
+    """Return an environment in which Python looks into directories, then where the caller looks.
+
+    What a machine lacks may lie where only the caller's PYTHONPATH leads.
+    """
+    found = [*map(str, directories), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
+
+
 def new_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser for a script that says what its docstring does.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import harness
 
 BENCH = Path(__file__).resolve().parents[1]
 END_S = 30.0
@@ -77,7 +78,7 @@ def run_nodes(
     """
     config = where / "run.toml"
     config.write_text(CONFIG.format(directory=where, **settings) + more)
-    environment = os.environ | ({} if tree is None else {"PYTHONPATH": str(tree)})
+    environment = harness.finding(*([] if tree is None else [tree]))
     join, output_path = where / "run" / "keys" / "join", where / "output.txt"
     give_up_at = time.monotonic() + within_s
     processes: list[subprocess.Popen[bytes]] = []

@@ -1,4 +1,4 @@
-"""The harness of the benchmarks: the trees that are measured in turns."""
+"""The harness of the benchmarks: trees that are measured in turns, and the path of processes."""
 
 from __future__ import annotations
 
@@ -31,3 +31,21 @@ def test_a_commit_is_measured_beside_what_has_become_of_it(
         found = {side: (tree / "file").read_text() for side, tree in sides.items()}
     assert found == {"before": "committed", "now": "changed"}
     assert len(git("worktree", "list").splitlines()) == 1
+
+
+@pytest.mark.parametrize("given", [None, "", "/packages:/more"])
+def test_what_the_caller_finds_is_found_by_a_benchmarks_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if given is not None:
+        monkeypatch.setenv("PYTHONPATH", given)
+    found = harness.finding(tmp_path)["PYTHONPATH"]
+    assert found == (f"{tmp_path}:{given}" if given else str(tmp_path))
+
+
+def test_no_benchmark_leaves_out_the_callers_path() -> None:
+    """What a machine lacks may lie where only the caller's PYTHONPATH leads."""
+    for path in sorted(Path(harness.__file__).parent.rglob("*.py")):
+        if path.name != "harness.py":
+            assert "PYTHONPATH" not in path.read_text(), f"{path}: see harness.finding"
