@@ -1,10 +1,12 @@
 """Time handing a version to vLLM whole, and handing over only what it changes.
 
-vLLM runs on a CPU in this process, with nothing packed, as on a GPU: random weights of the shapes
-of a Qwen3, published and computed in bf16. CPU seconds are of the process, per GB of the image;
-while weights are handed over vLLM pauses.
+vLLM runs in this process, on a GPU or on a CPU with nothing packed, as on a GPU: random weights of
+the shapes of a Qwen3, published and computed in bf16. CPU seconds are of the process, per GB of the
+image; while weights are handed over vLLM pauses. After all patches, each bit in vLLM must be that
+of the last version.
 
     python bench/bench_vllm_patch.py [--shape 128MiB] [--shares 0.001 0.014 0.1] [--repeats 5]
+    python bench/bench_vllm_patch.py --device cuda --shape Qwen3-0.6B
 """
 
 from __future__ import annotations
@@ -94,12 +96,16 @@ class Clock:
 def measure(arguments: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
     shape = SHAPES[arguments.shape]
     write_config(directory, shape)
-    import_vllm(is_cpu=True, passed={}, num_threads=1)
-    pack_nothing()
+    is_cpu = arguments.device == "cpu"
+    import_vllm(is_cpu=is_cpu, passed={}, num_threads=1)
+    if is_cpu:
+        pack_nothing()
     engine = VllmEngine(
         directory,
+        device=arguments.device,
         dtype="bfloat16",
-        arguments={"kv_cache_memory_bytes": 64 << 20},
+        process="inline",
+        arguments={"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True},
         num_threads=1,
     )
     backend = engine.current()[0]
@@ -121,13 +127,32 @@ def measure(arguments: argparse.Namespace, directory: Path) -> list[dict[str, An
         for _ in range(arguments.repeats):
             patch, number = make_patch(specs, image, share, step)
             patch_all(patch, image, specs)
-            is_whole = isinstance(handed_over.values[0], Mapping)
-            assert not is_whole, "the version was handed over whole"
+            changed = handed_over.values[0]
+            assert not isinstance(changed, Mapping), "the version was handed over whole"
             step += 1
             found.append((handed_over.cpu_s, handed_over.wall_s, patch_all.cpu_s))
         rows.append(row_of(f"{share:.1%} changed", found, gigabytes, number))
+        rows[-1]["copies"] = len(changed)
+    assert find_unequal(backend, tensors_from_image(specs, image.toreadonly())) == []
     engine.close()
     return rows
+
+
+def find_unequal(backend: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of the tensors that vLLM does not hold bit by bit."""
+
+    def compare(worker: Any) -> list[str]:
+        places = worker.weight_transfer_engine._places  # noqa: SLF001
+        return [
+            name
+            for name, tensor in tensors.items()
+            if not torch.equal(
+                places[name].cpu().view(-1).view(torch.int16), tensor.view(-1).view(torch.int16)
+            )
+        ]
+
+    [found] = backend._engine.collective_rpc(compare)  # noqa: SLF001
+    return list(found)
 
 
 def row_of(
@@ -151,12 +176,15 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="128MiB")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.001, 0.014, 0.1])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = harness.parse(parser, repeats=1, shares=[0.014])
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         rows = measure(arguments, Path(directory))
-    what = f"bf16 weights of the shapes of {arguments.shape} into vLLM on a CPU, nothing packed"
-    print(f"wrote {harness.save('vllm_patch', {'what': what, 'rows': rows})}")
+    where = "a CPU, nothing packed" if arguments.device == "cpu" else "a GPU"
+    what = f"bf16 weights of the shapes of {arguments.shape} into vLLM on {where}"
+    name = "vllm_patch" if arguments.device == "cpu" else "vllm_patch_gpu"
+    print(f"wrote {harness.save(name, {'what': what, 'rows': rows})}")
 
 
 if __name__ == "__main__":

@@ -55,13 +55,21 @@ done
 
 # --- environment ---
 
+make_entry_point() { # by which vLLM's processes find Echo, as an installation would
+    local about=build/bare/echo_rl-0.dist-info
+    mkdir -p "$about"
+    printf 'Metadata-Version: 2.1\nName: echo-rl\nVersion: 0\n' >"$about/METADATA"
+    printf '[vllm.general_plugins]\necho = echo.engine.vllm.plugin:register\n' >"$about/entry_points.txt"
+    export PYTHONPATH=$PYTHONPATH:$PWD/build/bare
+}
+
 make_packages() { # of the wheels, beside what the machine has
     local packages=$wheels/packages
     if [ ! -d "$packages" ]; then
         "$python" -m pip install --quiet --no-index --no-deps --no-compile \
             --target "$packages.partial" "$wheels"/*.whl && mv "$packages.partial" "$packages" || return
     fi
-    export PYTHONPATH=$PWD:$packages${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONPATH=$PYTHONPATH:$packages
 }
 
 logs=bench/results/gpu_all
@@ -72,6 +80,7 @@ if [ -n "$is_bare" ] || [ -n "$is_dry" ]; then
 fi
 if [ -z "$is_dry" ]; then
     if [ -n "$is_bare" ]; then
+        make_entry_point || exit 1
         [ -z "$wheels" ] || make_packages || exit 1
     elif [ -z "$python" ]; then
         python=$(bin/echo-setup --role learner --extra dev --extra vllm) || exit 1
@@ -86,6 +95,9 @@ if [ -z "$is_dry" ]; then
 fi
 # What is compiled for one command serves the next.
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/build/inductor}
+export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$PWD/build/vllm}
+# vLLM's log names its attention, its share of the memory, and how long each part of a start takes.
+export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-INFO}
 end_s=$((SECONDS + 60 * minutes))
 
 # --- commands ---
@@ -94,7 +106,8 @@ shrink() { # command: leave sizes to its quick form
     command=()
     while [ $# -gt 0 ]; do
         case $1 in
-        --tokens | --model | --width | --repeats | --steps | --micro-batches | --shape | --optimizer) shift ;;
+        --tokens | --model | --width | --repeats | --steps | --micro-batches | --shape | --optimizer | \
+            --device) shift ;;
         *) command+=("$1") ;;
         esac
         shift
@@ -109,7 +122,7 @@ run() { # part, name, seconds that it may take, command...
     case " ${parts[*]} " in *" $part "*) ;; *) return ;; esac
     local command=("$@")
     if [ -n "$quick" ]; then
-        limit_s=$((4 * limit_s)) # a CPU compiles more slowly
+        limit_s=$((8 * limit_s)) # a CPU compiles more slowly
         case "$*" in
         *triton_cases*) command+=(--collect-only) ;; # interpreted, they take minutes
         *pytest* | *import*) ;;
@@ -150,6 +163,22 @@ packed=("${step[@]}" Qwen3-0.6B --ways packed --steps 3 --lengths)
 four=("${bench[@]}" step --model Qwen3-4B --tokens 8192 --ways packed --checkpointing --optimizer)
 as_ranks=("$python" -m torch.distributed.run --nproc-per-node 1 "${publish[@]:1}")
 
+# Each of the likeliest first failures of vLLM on CUDA, the first ones within a minute: what is
+# installed and compiles; attention, probe and a swap by processes; two that start together on one
+# GPU; a batch in flight at a swap; captured graphs; patches, with their bits; adapters.
+vllm_tests=("${tests[@]}" -x -m gpu tests/engine/test_vllm_gpu.py -k)
+vllm_parts() { # part
+    run "$1" vllm-installed 30 "$python" -c "import torch, vllm; from echo.engine.vllm.starting \
+import find_missing_compiler, find_missing_plugin as plugin; \
+print(vllm.__version__, torch.__version__, find_missing_compiler(), plugin())"
+    run "$1" vllm-eager 60 "${vllm_tests[@]}" eager
+    run "$1" vllm-keep 45 "${vllm_tests[@]}" keep
+    run "$1" vllm-two 75 "${vllm_tests[@]}" measured
+    run "$1" vllm-patch 60 "${start[@]}" bench/bench_vllm_patch.py --device cuda \
+        --shape Qwen3-0.6B --shares 0.014 --repeats 3
+    run "$1" vllm-graphs 120 "${vllm_tests[@]}" graphs
+}
+
 if [ -n "$is_bare" ]; then
     run A learner-tests 100 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py
     run A compiled-full 90 "${packed[@]}" full --compile
@@ -170,9 +199,7 @@ if [ -n "$is_bare" ]; then
     run B offloaded 60 "${packed[@]}" full --compile --checkpointing offload
     run B publish-sharded 80 "${as_ranks[@]}" gpu
     run B kernel-2560 100 "${kernel[@]}" 2560 --live 1.0
-    # Given up where vLLM does not start within a minute.
-    run C vllm-starts 60 "$python" -c 'import vllm; print(vllm.__version__)'
-    run C vllm-tests 150 "${tests[@]}" -x -m gpu tests/engine/test_vllm_gpu.py
+    vllm_parts C
     exit $failed
 fi
 
@@ -190,7 +217,7 @@ run learner learner-memory 150 "${bench[@]}" memory --tokens 8192 --checkpointin
     --optimizer float32 8bit offloaded
 run learner learner-lognormal 120 "${step[@]}" Qwen3-0.6B --lengths lognormal
 run learner learner-exact 100 "${bench[@]}" exact
-run vllm vllm-tests 200 "${tests[@]}" -m gpu tests/engine/test_vllm_gpu.py
+vllm_parts vllm
 [ -n "$is_dry$quick" ] || rm -rf runs/gpu-all
 # Two workers share the GPU with the learner.
 run vllm vllm-quickstart 300 "$python" -m echo.cli.main quickstart --set engine.kind=vllm \

@@ -85,12 +85,12 @@ def test_what_a_part_runs_is_there(part: str) -> None:
 
 
 def test_a_machine_that_is_lent_for_minutes_is_enough() -> None:
-    """Fifteen minutes in two runs; where each command takes all that it may, C is cut short."""
+    """Each of two runs of fifteen minutes holds its parts, even if a command takes all it may."""
     seconds = {
         part: sum(int(line.split()[1]) for line in dry_run("--bare", part)) for part in "ABC"
     }
     assert seconds["A"] <= 15 * 60
-    assert seconds["B"] + seconds["C"] <= 12 * 60
+    assert seconds["B"] + seconds["C"] <= 15 * 60
 
 
 @pytest.mark.e2e

@@ -795,7 +795,7 @@ class VllmEngine(Engine):
                 return backend
 
     def _start_backend(self) -> Backend:
-        is_measuring = self._device != "cpu" and "kv_cache_memory_bytes" not in self._arguments
+        is_measuring = self._device != "cpu" and not self._arguments.get("kv_cache_memory_bytes")
         num_gpus = self._arguments.get("tensor_parallel_size", 1)
         with alone_on_gpus(num_gpus) if is_measuring else contextlib.nullcontext():
             if self._process == "inline":
