@@ -44,7 +44,7 @@ COMMANDS = [
     for part in [[each] for each in PARTS.get(name, ())] or [[]]
 ]
 WAN = ("bench_swarm", "bench_update")
-VLLM = ("bench_adapters", "bench_probe", "bench_vllm_patch")
+VLLM = ("bench_adapters", "bench_mismatch", "bench_probe", "bench_vllm_patch")
 
 
 def start_each() -> None:
