@@ -1,6 +1,7 @@
 """The trainer on a GPU, each way that it can compute there, beside that of a CPU in float32.
 
-NOT RUN on a GPU yet (bench/README.md): `python -m pytest -m gpu tests/train/test_trainer_gpu.py`.
+Run on one H200 with PyTorch 2.11, before layers were compiled: `python -m pytest -m gpu
+tests/train/test_trainer_gpu.py` (bench/README.md).
 With `--all` a CPU plays the GPU's part, as far as that goes.
 """
 
