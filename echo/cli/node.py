@@ -341,7 +341,7 @@ class NodeSignals:
         self.received: list[int] = []
 
     def receive(self, number: int) -> None:
-        """Drain the node, stop it or kill the process, by the number of signals counted before."""
+        """Drain the node, stop it or kill the process, depending on the signals counted before."""
         if number == signal.SIGHUP:
             interrupts.leave_terminal()
             if self.received:

@@ -329,7 +329,7 @@ def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
 
 
 def bill_row(bill: BillRecord | None) -> dict[str, Any]:
-    """Return the metrics of a step's costs as the learner counts them; none without a bill."""
+    """Return the metrics of a step's costs as the learner counts them; none if `bill` is None."""
     if bill is None:
         return {}
     return {

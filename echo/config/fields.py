@@ -268,7 +268,7 @@ OWN_KIND = "package.module:function"
 
 
 class Strict(BaseModel):
-    """A table of a file: immutable; unknown keys and values of another type are refused."""
+    """The base class of a file's tables: immutable; refuses unknown keys and wrong types."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -353,7 +353,7 @@ def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[Key
 
 
 def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config, list[Problem]]:
-    """Return a valid configuration, and the problems of values that their defaults replaced."""
+    """Return a valid configuration, and the problems of invalid values, replaced by defaults."""
     try:
         return Config.model_validate(nest(settings)), []
     except ValidationError as error:

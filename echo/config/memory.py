@@ -624,7 +624,7 @@ class Footprint:
     def _unsharded_bytes(self) -> int:
         """Return the bytes of the weights that a rank has gathered.
 
-        These are the embedding, the head and two layers.
+        These weights are the embedding, the head and two layers.
         """
         return self._compute_bytes * (self.facts.num_outside_layers + 2 * self._params_per_layer)
 

@@ -738,8 +738,8 @@ def _paths() -> Mapping[KeyPath, Leaf]:
 def find_leaf(path: KeyPath) -> Leaf | None:
     """Return the key at `path`, of any kind of its section.
 
-    For a path within a table of the user's own keys, return the key of that table. None if there is
-    neither.
+    For a path within a table of the user's own keys, return the key of that table. None if neither
+    key exists.
     """
     leaf = _paths().get(path)
     if leaf is None:

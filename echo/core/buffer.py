@@ -59,10 +59,10 @@ class StalenessBuffer:
         return group_id in self._groups
 
     def num_unspent(self, *, step: int) -> int:
-        """Return the number of groups that admission must count besides completed steps.
+        """Return the number of groups that wait for a step or are in the step being made.
 
-        These are the groups in the buffer, and the groups taken at this step, which is not
-        completed yet.
+        These are the groups in the buffer, and the groups taken at `step`, which is not completed
+        yet. Admission counts them besides the completed steps.
         """
         return len(self._groups) + (self._num_taken if self._taken_at == step else 0)
 

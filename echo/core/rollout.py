@@ -59,8 +59,8 @@ class Lineage(msgspec.Struct, frozen=True):
 def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
     """Return whether a version belongs to the history that ends in the last of `lineages`.
 
-    A version exists if its step is not before its lineage's fork. It survives if no later lineage
-    forked before its step.
+    A version exists if its step is not before its lineage's fork. A version survives if no later
+    lineage forked before its step.
     """
     is_known = False
     for lineage in lineages:

@@ -23,7 +23,7 @@ Counts = Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A place, and the path to it from the learner."""
+    """A region, and the network path to this region from the learner."""
 
     name: str
     bytes_per_s: float

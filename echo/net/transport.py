@@ -202,8 +202,7 @@ class Transport(abc.ABC):
 
         Args:
             address: tcp://host:port#key. Pauses between attempts grow.
-            has_bulk: whether to ask the other side for a bulk connection, where links are
-                encrypted.
+            has_bulk: whether to ask the other side for a bulk connection, if links are encrypted.
 
         Raises:
             TransportError: if the address is not of the form tcp://host:port#key, or it has a key

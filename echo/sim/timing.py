@@ -321,7 +321,7 @@ class NoCheckpoints(Checkpoints):
 class LearnerThreads(InlineThreads):
     """Replaces the learner's threads: some calls take simulated time.
 
-    These are steps, making a version, and syncing the ledger; other calls take no time.
+    These calls make a step, make a version or sync the ledger; all other calls take no time.
     """
 
     def __init__(self, scenario: Scenario, trainer: TimedTrainer) -> None:

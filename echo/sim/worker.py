@@ -206,7 +206,7 @@ class SimWorker(DialingNode):
 
 
 def stand_in(versions: list[PolicyVersion]) -> PartialRollout:
-    """Return a rollout with one token for each version, which stands for all its tokens."""
+    """Return a rollout with one token per version, which stands for all tokens of the version."""
     count = len(versions)
     return PartialRollout(
         token_ids=np.zeros(count, dtype=np.int32),

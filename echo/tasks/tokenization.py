@@ -658,7 +658,7 @@ class TextCodec:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template renders only contents that are lists of parts, and drops text."""
+        """Whether the template renders contents that are lists of parts, but drops text."""
 
         def writes(content: object) -> bool:
             turn = {"role": "user", "content": content}

@@ -160,8 +160,8 @@ def _resample(
 ) -> list[float | None]:
     """Return one value for each column, by the points between `left` and `right`.
 
-    It is the mean of the column's points, or interpolated between columns that have points. None
-    before the first and after the last point.
+    The value is the mean of the column's points, or is interpolated between columns that have
+    points. It is None before the first point and after the last point.
     """
     xs = np.array([x for x, _ in points], dtype=np.float64)
     ys = np.array([y for _, y in points], dtype=np.float64)

@@ -228,7 +228,7 @@ class Broadcast:
         """Offer an image that this machine has, such as the model's own weights.
 
         If the first version that a parent announces has the same hash, the node uses this image and
-        does not fetch the version. Otherwise it drops the image and fetches the version.
+        does not fetch the version. Otherwise the node drops the image and fetches the version.
 
         Args:
             image: the bytes, in the layout of a version's image; the caller must not change them

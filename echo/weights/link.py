@@ -165,7 +165,7 @@ class RateEstimate:
         self._last_at = None
 
     def _least_s(self, num_chunks: int) -> float:
-        """Return the least busy time of a sample of `num_chunks`, in seconds."""
+        """Return the shortest busy time that a sample of `num_chunks` must have, in seconds."""
         return SAMPLE_S
 
     def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
@@ -200,7 +200,7 @@ class UplinkEstimate(RateEstimate):
         self._rate = bytes_per_s if self._rate is None else max(self._rate, bytes_per_s)
 
     def _least_s(self, num_chunks: int) -> float:
-        """Return the least busy time of a sample of `num_chunks` acknowledgements, in seconds."""
+        """Return the shortest busy time, in seconds, of a sample of this many acknowledgements."""
         return UPLINK_SAMPLE_S[num_chunks < UPLINK_SAMPLE_ACKS]
 
     def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
@@ -538,7 +538,7 @@ class ParentLink:
         return is_left
 
     def patience_s(self, chunk_bytes: int) -> float:
-        """Return for how many seconds the parent may be silent."""
+        """Return for how many seconds the parent may be silent before the node reacts."""
         usual = self._usual_patience_s(chunk_bytes)
         promised = self.promised_s + PROMISE_GRACE_S if self.promised_s else 0.0
         return usual if usual > promised else promised

@@ -587,7 +587,7 @@ class Receiver:
         return actions
 
     def _give_credit(self, size: int, now: float) -> list[Action]:
-        """Acknowledge written bytes, of any item, and give credit for the present item."""
+        """Acknowledge written bytes of any item, and give credit for the item being fetched."""
         taken, credit = self.link.took(size, chunk_bytes=size)
         item, peer = self._present, self.link.peer
         if item is None or self.item is None:
@@ -639,7 +639,8 @@ class Receiver:
     def deadline(self) -> float | None:
         """The time at which `expire` should be called next; None if it need not be called.
 
-        Then the parent has been silent for too long, space is tried again, or the audit continues.
+        At this time the parent has been silent for too long, an item that lacked space is tried
+        again, or the audit continues.
         """
         return earliest(self.watchdog.deadline(self.item), self.space.retry_at, self.audit.deadline)
 

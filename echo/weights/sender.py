@@ -418,9 +418,9 @@ class Sender:
         )
 
     def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
-        """Return the largest lead that a child of this family may have.
+        """Return the largest lead, in chunks, that a child in this list may have.
 
-        None if there is no child that the others wait for.
+        None if there is no child for which the other children wait.
         """
         members = [
             child
@@ -508,7 +508,7 @@ class Sender:
         return actions
 
     def extend(self, item: ItemId, now: float) -> list[Action]:
-        """Send children the table of a new segment, and the chunks of it that are held."""
+        """Send children the table of a new segment, and its chunks that this node holds."""
         encoded = self.store.encoded_versions.get(item)
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):

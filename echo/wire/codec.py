@@ -242,9 +242,9 @@ MAX_ARRAY_BYTES = 60 << 20
 def encode_group(group: Group) -> tuple[bytes, bytes]:
     """Return a group as two frames, header and arrays.
 
-    They are the form of a group on the network and on the learner's disk. The arrays are
-    concatenated, little-endian: prompt ids, then for each rollout token ids, log-probs, versions
-    and mask, then for each rollout its token sets (wire/token_sets.py).
+    A group has this form on the network and on the learner's disk. The arrays are concatenated,
+    little-endian: prompt ids, then for each rollout token ids, log-probs, versions and mask, then
+    for each rollout its token sets (wire/token_sets.py).
     """
     num_bytes = 4 * len(group.prompt_ids) + BYTES_PER_TOKEN * group.num_tokens
     blocks = encode_all_sets(group.rollouts, max_bytes=MAX_ARRAY_BYTES - num_bytes)

@@ -125,7 +125,7 @@ class ProbeAck(Message, frozen=True):
 
 
 class Subscribe(Message, frozen=True):
-    """Child to parent: announce versions that are newer than `newest`.
+    """Child to parent: a request to announce versions that are newer than `newest`.
 
     The parent answers with Announce or Waiting.
     """
@@ -157,7 +157,7 @@ class Announce(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Child to parent: send these chunks in ascending order, up to the credit in bytes.
+    """Child to parent: a request for these chunks in ascending order, up to the credit in bytes.
 
     After a lost connection, or to another parent, a child sends a Fetch with the ranges still
     missing. A Fetch replaces every earlier Fetch over this link.
@@ -305,7 +305,7 @@ class Asset(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Node to learner: task and engine are built; asks to be admitted with these hashes."""
+    """Node to learner: task and engine are built; a request to be admitted with these hashes."""
 
     incarnation: Word
     digests: Names

@@ -55,7 +55,7 @@ class Audit:
         return [self._work]
 
     def worked(self, work: AuditChunks, fault: str, *, now: float) -> bool:
-        """Handle the result of a piece; return whether the verdict on the image is known now.
+        """Handle the result of hashing a piece; return whether the image's verdict is known now.
 
         The verdict is known after a fault and after the last piece. For an image that was dropped
         meanwhile there is no verdict, and it is not hashed further.
@@ -73,7 +73,7 @@ class Audit:
         return is_held
 
     def _due_after(self, now: float) -> float:
-        """Return the time at which the next piece is due, to keep to AUDIT_SHARE of the time."""
+        """Return when the next piece is due, so that the audit takes AUDIT_SHARE of the time."""
         return now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
 
     def _begin_newest(self, audited: PolicyVersion, now: float) -> None:

@@ -22,7 +22,8 @@ MAX_ENCODED_VERSIONS = 64
 def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
     """Return the items to drop.
 
-    These are all items except `keep`, the newest, and those that other nodes may need.
+    These are all items except those in `keep`, the newest items, and the items that other nodes may
+    need.
     """
     images, encoded_versions = store.images, store.encoded_versions
     kept = set(keep)

@@ -116,7 +116,7 @@ class VersionStore:
         return allocate(num_bytes)
 
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
-        """Store the signed manifest of an image that was created without one."""
+        """Store the signed manifest of an image that was created without its manifest."""
 
     def drop(self, version: PolicyVersion) -> None:
         """Drop the image of a version; readers that use its memory may continue to use it."""

@@ -185,7 +185,8 @@ class ItemStore:
     def held(self) -> set[PolicyVersion]:
         """The versions that this node can install.
 
-        They are complete, or a patch that makes them is ready or is being written.
+        Such a version is complete, or a patch that makes it from its base is ready or being
+        written.
         """
         whole = {version for version, image in self.images.items() if image.is_complete}
         return whole | {encoded.version for encoded in self.in_place.open}

@@ -148,8 +148,8 @@ class _Rows:
     ) -> bool:
         """Return whether a former list of parents is still valid for a node.
 
-        It must begin with the parent in the tree, consist of nodes that can serve and are nearer to
-        the learner, and end with the learner.
+        The list must begin with the node's parent in the tree, consist of nodes that can serve and
+        are nearer to the learner, and end with the learner.
         """
         chosen = [numbers.get(name, -1) for name, _ in old]
         return (
@@ -744,8 +744,8 @@ class Planner:
     def _plan_behind_relays(self, sites: Sequence[Site]) -> dict[str, TopologyPlan]:
         """Make a plan that is a single chain with the relays first.
 
-        It is used if the learner's address is not known: then a node that has reached the learner
-        through a relay cannot fetch weights from the learner.
+        This plan is used if the learner's address is not known: then a node that has reached the
+        learner through a relay cannot fetch weights from the learner.
         """
         self.epoch += 1
         return {

@@ -44,11 +44,11 @@ def star(fleet: Sites) -> list[int]:
 
 
 def chain(fleet: Sites) -> list[int] | None:
-    """Return a chain of the nodes with slots; the other nodes are leaves of this chain.
+    """Return a chain of the nodes that can serve children; all others are its leaves.
 
     The chain goes region by region, the learner's region first, and within a region always to the
     nearest node. A leaf's parent is the end of the chain or a node with unused uplink, in its own
-    region if possible. None if there are too few slots.
+    region if possible. None if the nodes cannot serve enough children.
     """
     slots = slots_of(fleet, does_spare_learner=True)
     if slots is None:
@@ -81,9 +81,9 @@ def chain(fleet: Sites) -> list[int] | None:
 def bounded_tree(
     fleet: Sites, *, does_spare_learner: bool, is_by_region: bool = True, share: float = 1.0
 ) -> list[int] | None:
-    """Return a tree over all nodes that is as fast as the slots allow.
+    """Return a tree over all nodes that is as fast as their uplinks allow.
 
-    None if the slots do not suffice.
+    None if the nodes cannot serve enough children.
 
     Args:
         fleet: the learner and the nodes.
@@ -102,9 +102,9 @@ def bounded_tree(
 def slots_of(
     fleet: Sites, *, does_spare_learner: bool, share: float = 1.0, groups: Sequence[int] = ()
 ) -> list[int] | None:
-    """Return how many children each node can serve at the largest possible rate.
+    """Return the slots of each node: how many children it can serve at the largest possible rate.
 
-    None if the slots do not suffice at any rate.
+    None if the nodes cannot serve enough children at any rate.
 
     Args:
         fleet: the learner and the nodes.
@@ -163,7 +163,7 @@ def _numbered(regions: tuple[str, ...]) -> list[int]:
 
 
 def _deal(slots: list[int], groups: list[int]) -> list[int]:
-    """Return how many children each node serves, given its slots and its region."""
+    """Return how many children each node shall serve, given the most that it can serve."""
     num_receivers = len(slots) - 1
     home, *others = _links_within(groups)
     own = [0] * (1 + len(others))
@@ -221,9 +221,10 @@ class _Grower:
     def grow(self) -> list[int]:
         """Attach every node and return the tree.
 
-        Nodes with slots are attached first, and then the leaves. Nodes of the learner's region come
-        before all others; otherwise this region would need a link from outside. Then the nodes of
-        regions with the most surplus slots follow, through which most other nodes can be reached.
+        Nodes that may serve children are attached first, and then the leaves. Nodes of the
+        learner's region come before all others; otherwise this region would need a link from
+        outside. Then the nodes of those regions follow that can serve the most children in other
+        regions.
         """
         places, groups = self._places, self._groups
         surplus = tuple(self._surplus)
@@ -257,7 +258,7 @@ class _Grower:
             del rooms[index]
 
     def _exporter(self) -> int:
-        """Return the region with the most surplus slots among the regions with an open slot."""
+        """Return the region with the most surplus, among those where a node may serve more."""
         regions = [group for group, rooms in enumerate(self._open) if rooms]
         return max(regions, key=lambda group: (self._surplus[group], -group))
 
