@@ -170,14 +170,14 @@ def measure(
     bench = Bench(model_dir, arguments.dtype, lora, options)
     probe = bench.engine._probe  # noqa: SLF001 -- whose numbers no error has
     seen: list[tuple[float, float]] = []
-    complaint = probe.complaint
+    find_fault = probe.find_fault
 
-    def look(measured: Any, expectation: Any, weights: Any) -> str | None:
+    def noting(measured: Any, expectation: Any, weights: Any) -> str | None:
         difference = probe._difference(measured, expectation.logprobs)  # noqa: SLF001
         seen.append((difference, expectation.allowed))
-        return complaint(measured, expectation, weights)
+        return find_fault(measured, expectation, weights)
 
-    probe.complaint = look  # type: ignore[method-assign, assignment]
+    probe.find_fault = noting  # type: ignore[method-assign, assignment]
     faults = Faults()
     rows: dict[str, list[tuple[bool, float]]] = {kind: [] for kind in ("right", *kinds)}
     allowed: set[float] = set()

@@ -147,7 +147,7 @@ def smollm2(pytestconfig: pytest.Config) -> Path:
     if not (pytestconfig.getoption("--all") or (directory / NAME).is_dir()):
         pytest.skip("SmolLM2 has not been made here: --all or the quickstart's --model smollm2 do")
     try:
-        return make_smollm2(directory, tell=print)
+        return make_smollm2(directory, show=print)
     except EchoError as error:
         pytest.skip(str(error))
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A word that we had once, and what we say now.
 INSTEAD = {
     "anchor": "keyframe",
+    "anew": "again",
     "arena": "version store",
     "barren": "zero-signal",
     "composite": "encoded version",
@@ -26,11 +27,14 @@ INSTEAD = {
     "fence": "version barrier",
     "freshen": "apply the staleness policy",
     "handover": "one of its two meanings",
+    "heard": "received",
+    "heed": "the event that it handles",
     "intake": "accept",
     "judge": "reward call",
     "lane": "connection",
     "last_words": "crash reason",
     "metering": "cost meter",
+    "nobody": "no node, no user",
     "outrun": "superseded",
     "parcel": "encoded version",
     "parked": "interrupted, standby",
@@ -39,10 +43,16 @@ INSTEAD = {
     "reception": "admission",
     "retirement": "release of the machine",
     "room": "space",
+    "settle": "close, finish, release",
     "settled": "finished groups",
     "skeleton": "meta-device model",
+    "somebody": "the process, the user",
+    "spoilt": "nonfinite",
     "stray": "unknown leases",
+    "tell": "log, report, send",
+    "told": "logged, reported",
     "wave": "static batch",
+    "whoever": "any node",
 }
 ALL = "|".join(INSTEAD).replace("_", ".")
 HINT = re.compile(rf"(?<![A-Za-z])({ALL})|{ALL.title()}|{ALL.upper()}")

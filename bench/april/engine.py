@@ -26,8 +26,8 @@ import numpy as np
 from april import virtual_time
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import (
-    NOBODY,
     UNVERSIONED,
+    UNWATCHED,
     Completion,
     Engine,
     Request,
@@ -232,7 +232,7 @@ class TimedEngine(Engine):
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watcher: Watcher = NOBODY,
+        watcher: Watcher = UNWATCHED,
         *,
         version: PolicyVersion | None = None,
     ) -> list[Completion]:

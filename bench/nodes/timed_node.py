@@ -20,7 +20,15 @@ import numpy as np
 
 from echo.cli.node import read_run_file, run_learner, run_role
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.engine import NOBODY, UNVERSIONED, Completion, Engine, Request, Sampling, Watcher
+from echo.engine.engine import (
+    UNVERSIONED,
+    UNWATCHED,
+    Completion,
+    Engine,
+    Request,
+    Sampling,
+    Watcher,
+)
 from echo.runtime.worker import setup
 from echo.train.step import StepResult
 from echo.train.trainer import Trainer
@@ -53,7 +61,7 @@ class TimedEngine(Engine):
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watcher: Watcher = NOBODY,
+        watcher: Watcher = UNWATCHED,
         **_: Any,
     ) -> list[Completion]:
         version = self._installed

@@ -191,7 +191,7 @@ def find_pretrained(name: str, console: Console) -> str:
         return name
     from echo.engine.pretrained import make_smollm2
 
-    return str(make_smollm2(models_directory(), tell=console.print))
+    return str(make_smollm2(models_directory(), show=console.print))
 
 
 def thread_settings(num_cores: int, num_workers: int) -> list[str]:

@@ -217,7 +217,7 @@ class Watcher:
         """
 
 
-NOBODY = Watcher()
+UNWATCHED = Watcher()
 """Ignores progress and never stops a call."""
 
 
@@ -280,7 +280,7 @@ class Engine(abc.ABC):
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watcher: Watcher = NOBODY,
+        watcher: Watcher = UNWATCHED,
         *,
         version: PolicyVersion | None = None,
     ) -> list[Completion]:
@@ -372,7 +372,7 @@ class Concurrency:
         """Start without a limit."""
         self.limit: int | None = None
         """Concurrent rollouts; None until memory first runs out."""
-        self._num_failures = self._num_told = 0
+        self._num_failures = self._num_reported = 0
 
     def bounded(self, number: int) -> int:
         """Return `number`, or the limit if that is lower."""
@@ -404,7 +404,7 @@ class Concurrency:
     def take_counts(self) -> dict[str, int]:
         """Return how often memory ran out since the last call."""
         number = self._num_failures  # read once: the engine's thread may increase it meanwhile
-        number, self._num_told = number - self._num_told, number
+        number, self._num_reported = number - self._num_reported, number
         return {COUNT: number} if number else {}
 
 

@@ -371,7 +371,7 @@ def _noted_digest(path: Path, note: str, lora: Lora) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} does not say which base this run's adapter was trained on ({error}): restore "
-            f"it from a copy of the run, or, if nobody has changed {lora.base_dir} since the run "
+            f"it from a copy of the run, or, if {lora.base_dir} is as it was when the run "
             f"began, write this line into it: {note}"
         ) from error
 

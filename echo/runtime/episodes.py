@@ -39,7 +39,7 @@ from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import NO_OPINION, PolicyVersion, Rollout
 from echo.core.token_sets import TokenSets, join_sets
 from echo.engine.engine import (
-    NOBODY,
+    UNWATCHED,
     Completion,
     Engine,
     Request,
@@ -116,7 +116,7 @@ class EpisodeRunner:
         self,
         openings: Sequence[Opening],
         sampling: Sampling,
-        watcher: Watcher = NOBODY,
+        watcher: Watcher = UNWATCHED,
         *,
         version: PolicyVersion | None = None,
     ) -> list[list[Rollout] | RewardError]:

@@ -209,6 +209,6 @@ class TrainedWeights:
             num_trained = sum(shard.numel() for shard in self.shards.values())
             raise EngineError(
                 f'AdamW with optimizer.state = "{self._state}" ran out of memory '
-                f"beside {format_bytes(8 * num_trained)} of weights and gradients: --dry-run tells "
+                f"beside {format_bytes(8 * num_trained)} of weights and gradients: --dry-run shows "
                 "what is needed, and which setting makes it less"
             ) from error

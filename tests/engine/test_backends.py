@@ -153,7 +153,7 @@ def test_a_probe_that_vllm_refuses_leaves_no_tokens_without_a_verdict(
     [first] = StandIn.started
     no_argument = ValueError("no such argument")
     monkeypatch.setattr(first, "answer_probe", lambda future: future.set_exception(no_argument))
-    with pytest.raises(EngineError, match=r"cannot be probed: ValueError: no such.*anew.*: v1"):
+    with pytest.raises(EngineError, match=r"cannot be probed: ValueError: no such.*started.*: v1"):
         engine.load(other, V2)
     assert engine.version_of(first.tag) is None
     assert_samples(engine, 2)
@@ -175,9 +175,9 @@ def test_weights_that_cannot_be_handed_back_make_it_start_anew(
         monkeypatch.setattr(first, "update", full_disk)
 
     monkeypatch.setattr(first, "update", update_once)
-    find = engine._probe.complaint
+    find = engine._probe.find_fault
     monkeypatch.setattr(
-        engine._probe, "complaint", lambda *each: "no" if first.death is None else find(*each)
+        engine._probe, "find_fault", lambda *each: "no" if first.death is None else find(*each)
     )
     with pytest.raises(EngineError, match=r"v2 is installed but not what .*; rolled back.*: v1"):
         engine.load(other, V2)
@@ -191,7 +191,7 @@ def test_nobody_samples_from_a_vllm_that_got_no_weights(
     monkeypatch.setattr(StandIn, "update", full_disk)
     StandIn.started[0].die("killed by the test")
     for _ in range(2):
-        with pytest.raises(EngineError, match="started anew with v1, vLLM is wrong: no space"):
+        with pytest.raises(EngineError, match="restarted with v1, vLLM is wrong: no space"):
             run(engine, [request([1, 5])])
     assert all(backend.death is not None for backend in StandIn.started)
 

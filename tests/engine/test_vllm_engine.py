@@ -137,7 +137,7 @@ class TestContract(EngineContract):
     ) -> None:
         watched = self.start(engine)
         before = engine.current()[0]
-        message = "v2 could not be installed: .*the memory is gone; vLLM was started anew.*: v1"
+        message = "v2 could not be installed: .*the memory is gone; vLLM was restarted.*: v1"
         with pytest.raises(EngineError, match=message):
             engine.load(Torn(weights[1], 2), V2)
         assert engine.current()[0] is not before
@@ -270,7 +270,7 @@ class TestPatches(PatchContract):
             store(change, own)
 
         monkeypatch.setattr(TensorChange, "store", fail)
-        message = "v2 could not be installed: .*the device is lost; vLLM was started anew.*: v1"
+        message = "v2 could not be installed: .*the device is lost; vLLM was restarted.*: v1"
         with pytest.raises(EngineError, match=message):
             patched.change(1, V1, V2)
         patched.assert_samples(0, V1)

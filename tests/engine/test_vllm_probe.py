@@ -128,10 +128,10 @@ def test_where_float32_is_dear_only_what_deviates_is_looked_at_in_it(
     exact, _ = reference(model_dir, weights, found.prompt_ids)
     assert np.abs(found.logprobs - exact).mean() > 1e-3
     other = probe.expected(scaled(weights, 0.5))
-    assert probe.complaint(found.logprobs, found, weights) is None
-    assert probe.complaint(exact, found, weights) is None
-    assert probe.complaint(exact + np.float32(1e-3), found, weights) is not None
-    assert probe.complaint(exact, other, scaled(weights, 0.5)) is not None
+    assert probe.find_fault(found.logprobs, found, weights) is None
+    assert probe.find_fault(exact, found, weights) is None
+    assert probe.find_fault(exact + np.float32(1e-3), found, weights) is not None
+    assert probe.find_fault(exact, other, scaled(weights, 0.5)) is not None
 
 
 def test_no_version_raises_what_is_allowed_for_it(
@@ -166,7 +166,7 @@ def test_a_prompt_that_has_become_unlikely_is_replaced_by_a_version_found_right(
     assert third.logprobs.mean() > second.logprobs.mean() + 1
     assert third.prompt_ids == SwapProbe(model_dir, "float32").expected(new).prompt_ids
     # What was expected before still holds, as after a rollback.
-    assert probe.complaint(first.logprobs, first, old) is None
+    assert probe.find_fault(first.logprobs, first, old) is None
     probe.accepted(first, old)
     assert probe.expected(new).prompt_ids == third.prompt_ids
 
@@ -176,7 +176,7 @@ def test_weights_with_nan_are_refused_and_leave_the_prompt_to_others(model_dir: 
     probe = SwapProbe(model_dir, "bfloat16")
     bad = {name: tensor * float("nan") for name, tensor in weights.items()}
     found = probe.expected(bad)
-    complaint = probe.complaint(found.logprobs, found, bad)
+    complaint = probe.find_fault(found.logprobs, found, bad)
     assert complaint is not None
     assert "the weights hold NaN, or overflow in torch.bfloat16" in complaint
     whole = probe.expected(weights)
@@ -188,12 +188,12 @@ def test_what_rounding_does_not_explain_is_complained_about(tiny_model_dir: Path
     weights = load_directory(tiny_model_dir, "float32")
     found = probe.expected(weights)
     right = found.logprobs
-    assert probe.complaint(right + 1e-5, found, weights) is None
-    complaint = probe.complaint(right + 0.01, found, weights)
+    assert probe.find_fault(right + 1e-5, found, weights) is None
+    complaint = probe.find_fault(right + 0.01, found, weights)
     assert complaint is not None
     assert "differ from those of transformers by 0.01 nats per token, 0.0002" in complaint
-    assert probe.complaint(right * np.nan, found, weights) is not None
-    assert probe.complaint(right[1:], found, weights) is not None
+    assert probe.find_fault(right * np.nan, found, weights) is not None
+    assert probe.find_fault(right[1:], found, weights) is not None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -203,7 +203,7 @@ def test_a_layer_that_was_missed_stands_out_from_rounding(model_dir: Path, dtype
     found = probe.expected(weights)
     rounded = probe._logprobs(found.prompt_ids, is_wide=False)
     assert NUM_ROUNDINGS * probe._difference(rounded, found.logprobs) <= found.allowed
-    assert probe.complaint(rounded, found, weights) is None
+    assert probe.find_fault(rounded, found, weights) is None
     name = "model.layers.1.mlp.down_proj.weight"
     wrong = {**weights, name: torch.zeros_like(weights[name])}
-    assert probe.complaint(probe.expected(wrong).logprobs, found, weights) is not None
+    assert probe.find_fault(probe.expected(wrong).logprobs, found, weights) is not None

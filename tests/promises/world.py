@@ -49,7 +49,15 @@ from echo.core.errors import (
 )
 from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.engine import NOBODY, UNVERSIONED, Completion, Engine, Request, Sampling, Watcher
+from echo.engine.engine import (
+    UNVERSIONED,
+    UNWATCHED,
+    Completion,
+    Engine,
+    Request,
+    Sampling,
+    Watcher,
+)
 from echo.engine.weights import find_nonfinite
 from echo.leases.held import BUSY, GroupState
 from echo.leases.partials import PartialRules
@@ -531,7 +539,11 @@ class StubEngine(Engine):
         self.num_patched += 1
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, watcher: Watcher = NOBODY, **_: Any
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        watcher: Watcher = UNWATCHED,
+        **_: Any,
     ) -> list[Completion]:
         version, found = self._installed, []
         assert version is not None

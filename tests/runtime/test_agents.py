@@ -18,7 +18,7 @@ import pytest
 from echo.core.errors import EngineError
 from echo.core.metrics import Counters
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.engine import NOBODY, Completion, Request, Sampling
+from echo.engine.engine import UNWATCHED, Completion, Request, Sampling
 from echo.runtime.agents.agents import Agents, CallOptions
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.agents.dialogue import Dialogue
@@ -85,7 +85,7 @@ def sample_all(engine: Any, calls: dict[str, Sampling], *, gone: str = "") -> di
 
     async def main() -> dict[str, Any]:
         threads = ThreadPools()
-        sampler = CallSampler(engine, NOBODY, threads=threads)
+        sampler = CallSampler(engine, UNWATCHED, threads=threads)
         answers = {
             name: asyncio.create_task(sampler.sample(Request(name, PROMPT, 0), how))
             for name, how in calls.items()
@@ -178,7 +178,7 @@ def test_an_engine_that_samples_nothing_any_more_ends_whoever_lends_it() -> None
     engine.generate = lambda *_, **__: 1 / 0
 
     async def main() -> None:
-        sampler = CallSampler(engine, NOBODY, threads=ThreadPools())
+        sampler = CallSampler(engine, UNWATCHED, threads=ThreadPools())
         call = asyncio.create_task(sampler.sample(Request("r", PROMPT, 0), HOW))
         with pytest.raises(ZeroDivisionError):
             await sampler.run()

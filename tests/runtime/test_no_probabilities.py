@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.engine import NOBODY, Completion, Request, Sampling, Watcher
+from echo.engine.engine import UNWATCHED, Completion, Request, Sampling, Watcher
 from echo.train.step import StepError
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import StubEngine, StubTrainer, World
@@ -32,7 +32,7 @@ def spoil_samples(
         self: StubEngine,
         requests: Sequence[Request],
         sampling: Sampling,
-        watcher: Watcher = NOBODY,
+        watcher: Watcher = UNWATCHED,
         **_: Any,
     ) -> list[Completion]:
         found = []

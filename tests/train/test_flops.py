@@ -87,7 +87,7 @@ def test_a_configuration_that_says_it_otherwise_costs_a_metric_and_no_run(
     flops = model_flops(model, head)
     assert flops.row(8, 4) > 0
     if not flops.is_exact:
-        assert "the arithmetic of Qwen3ForCausalLM cannot be told" in caplog.text
+        assert "the arithmetic of Qwen3ForCausalLM is unknown" in caplog.text
         monkeypatch.setattr(speed, "peak_flops", lambda _: 1e12)
         meter = Speedometer(flops, Compute(device=torch.device("cpu")))
         meter.passed([(8, 0)], 4, is_packed=True)

@@ -184,7 +184,7 @@ def test_a_rank_without_a_gpu_is_told_how_many_there_are(monkeypatch: pytest.Mon
 def test_a_rank_with_a_reason_is_to_blame_and_not_one_that_has_yet_to_notice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crew, "SETTLE_S", 0.0)
+    monkeypatch.setattr(crew, "REASONS_S", 0.0)
     store = torch.distributed.HashStore()  # type: ignore[attr-defined] # a star brings it there
     reasons = [CrashReasons(store, rank, 4) for rank in range(4)]
     missing = "left no reason: killed, stopped, hanging or cut off"

@@ -33,8 +33,8 @@ from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.engine.engine import (
-    NOBODY,
     UNVERSIONED,
+    UNWATCHED,
     Completion,
     Concurrency,
     Engine,
@@ -242,7 +242,7 @@ class TransformersEngine(Engine):
             raise EngineError(
                 f"{version} could not be copied in ({why}), nor {before} again "
                 f"({describe_error(error)}): the weights are neither, and nothing is sampled from "
-                "them; check this machine's memory, and start the worker anew"
+                "them; check this machine's memory, and restart the worker"
             ) from error
 
     @torch.no_grad()
@@ -300,7 +300,7 @@ class TransformersEngine(Engine):
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watcher: Watcher = NOBODY,
+        watcher: Watcher = UNWATCHED,
         *,
         version: PolicyVersion | None = None,
     ) -> list[Completion]:
@@ -430,8 +430,8 @@ class TransformersEngine(Engine):
             has_swapped = self._mailbox.empty()
             if self.installed is None:
                 raise EngineError(
-                    "the weights are gone: a swap failed half way, or the engine was closed; start "
-                    "the worker anew"
+                    "the weights are gone: a swap failed half way, or the engine was closed; "
+                    "restart the worker"
                 )
             kept = batch.compact()
             if kept is not None:
@@ -455,11 +455,11 @@ class TransformersEngine(Engine):
         Returns:
             The logits [B, V] of each row's next token, and the keys and values before it.
         """
-        with self._telling_layers(watcher):
+        with self._reporting_layers(watcher):
             return self._read(batch)
 
     @contextmanager
-    def _telling_layers(self, watcher: Watcher) -> Iterator[None]:
+    def _reporting_layers(self, watcher: Watcher) -> Iterator[None]:
         """Report progress to the watcher after each layer of the model."""
         lists = [each for each in self._model.modules() if isinstance(each, torch.nn.ModuleList)]
         layers = max(lists, key=len, default=())

@@ -380,7 +380,7 @@ def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
     if number < wanted:
         log.warning(
             "%d versions of the adapter are kept in place of %d (sync.max_staleness + 1): each "
-            "takes %s, free are %s; rollouts of older ones begin anew",
+            "takes %s, free are %s; rollouts of older ones begin again",
             number,
             wanted,
             format_bytes(one),

@@ -581,7 +581,7 @@ class CrashReason:
         self._num_kills = count_kills()
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def recorded(self) -> Iterator[None]:
         """Pass the file's path to processes that start in the body, through the environment."""
         os.environ[VARIABLE] = str(self._path)
         try:
@@ -663,7 +663,7 @@ class ProcessBackend(Backend):
         # its start unblocks SIGINT again.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-        with self._crash_reason.told():
+        with self._crash_reason.recorded():
             self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     async def _sample(self, request: BackendRequest) -> BackendOutput:

@@ -46,8 +46,8 @@ from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.engine.engine import (
-    NOBODY,
     UNVERSIONED,
+    UNWATCHED,
     Completion,
     Concurrency,
     Demand,
@@ -179,7 +179,7 @@ class Call:
         self._held: list[tuple[_Running, BackendOutput]] = []
         self._done: dict[int, Completion] = {}
         self._num_tries = 0
-        self._spoilt: set[int] = set()
+        self._nonfinite: set[int] = set()
         """Indices of requests that were sampled again because a log-probability was not finite."""
         self._is_stopping = False
         self._progressed_at = time.monotonic()
@@ -307,8 +307,8 @@ class Call:
             versions[span.start : span.end] = (version.lineage, version.step)
         ids, logprobs, reason = sample.token_ids, sample.logprobs, sample.finish_reason
         is_bad = ~np.isfinite(logprobs)
-        if is_bad.any() and running.index not in self._spoilt:
-            self._spoilt.add(running.index)
+        if is_bad.any() and running.index not in self._nonfinite:
+            self._nonfinite.add(running.index)
             self._waiting.append(running.index)
             return
         if is_bad.any():
@@ -379,7 +379,7 @@ def _swap_remedy(error: EngineDeadError) -> str:
     if not is_out_of_memory(str(error)):
         return ""
     return (
-        " (a swap builds the largest layer anew: lower engine.options.gpu_memory_utilization or "
+        " (a swap builds the largest layer again: lower engine.options.gpu_memory_utilization or "
         "kv_cache_memory_bytes)"
     )
 
@@ -499,7 +499,7 @@ class VllmEngine(Engine):
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watcher: Watcher = NOBODY,
+        watcher: Watcher = UNWATCHED,
         *,
         version: PolicyVersion | None = None,
     ) -> list[Completion]:
@@ -596,7 +596,7 @@ class VllmEngine(Engine):
             before = "none" if self._good is None else str(self._good.version)
             while True:
                 try:
-                    complaint = install()
+                    fault = install()
                     break
                 except EngineDeadError as error:
                     take_back()
@@ -604,18 +604,18 @@ class VllmEngine(Engine):
                     if not isinstance(error, EngineWasDeadError):  # else retry
                         raise EngineError(
                             f"{version} could not be installed: {error}{_swap_remedy(error)}; vLLM "
-                            f"was started anew, version: {before}"
+                            f"was restarted, version: {before}"
                         ) from error
                 except BaseException:  # such as no space to hand weights over
                     take_back()
                     raise
-            if complaint is None:
+            if fault is None:
                 self._num_restarts = 0
                 return
             take_back()
             self._roll_back()
             raise EngineError(
-                f"{version} is installed but not what vLLM samples from: {complaint}; rolled back, "
+                f"{version} is installed but not what vLLM samples from: {fault}; rolled back, "
                 f"version: {before}"
             )
 
@@ -623,11 +623,11 @@ class VllmEngine(Engine):
         if self._good is None:
             return
         try:
-            complaint = self._install(self._good)
+            fault = self._install(self._good)
         except EngineError as error:  # dead, or there is no space to hand weights over
-            complaint = str(error)
-        if complaint is not None:
-            log.warning("cannot go back to %s in place: %s", self._good.version, complaint)
+            fault = str(error)
+        if fault is not None:
+            log.warning("cannot go back to %s in place: %s", self._good.version, fault)
             self._restart()
 
     def _install(self, weights: _Installed) -> str | None:
@@ -638,33 +638,31 @@ class VllmEngine(Engine):
         """Hand over weights or changes and probe them; return why the probe failed, or None."""
         self._tag = tag = str(next(self._serials))
         self._backend.update(what, tag, clears_cache=self._clears_cache)
-        complaint = self._complaint(self._backend, weights, tag)
-        self._versions[tag] = weights.version if complaint is None else None
-        if complaint is None:
+        fault = self._find_fault(self._backend, weights, tag)
+        self._versions[tag] = weights.version if fault is None else None
+        if fault is None:
             self._good = weights
-        return complaint
+        return fault
 
     def _install_patch(
         self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]
     ) -> str | None:
         """Write a patch to the image, hand over its changes (else all weights), and probe them."""
-        why_whole = self._tell_why_whole()
+        why_whole = self._explain_whole()
         patch.write(image)
         weights = self._expected(tensors_from_image(specs, image.toreadonly()), patch.version)
         if why_whole:
             return self._install(weights)
         joined = join_changes(changes(patch, image, specs))
-        complaint = self._hand_over(joined, weights)
-        if complaint is None:
+        fault = self._hand_over(joined, weights)
+        if fault is None:
             return None
-        log.warning(
-            "%s, changed in place, is not what vLLM samples: %s", weights.version, complaint
-        )
-        complaint = self._install(weights)
-        self._is_misplaced = complaint is None
-        return complaint
+        log.warning("%s, changed in place, is not what vLLM samples: %s", weights.version, fault)
+        fault = self._install(weights)
+        self._is_misplaced = fault is None
+        return fault
 
-    def _tell_why_whole(self) -> str:
+    def _explain_whole(self) -> str:
         """Return why vLLM gets whole versions, logged once per reason; "" if it gets patches."""
         if self._is_misplaced:
             why = "a patch was found wrong"
@@ -677,7 +675,7 @@ class VllmEngine(Engine):
         self._why_whole = why
         return why
 
-    def _complaint(
+    def _find_fault(
         self, backend: Backend, weights: _Installed, tag: str, adapter: Any = None
     ) -> str | None:
         """Probe weights; return how vLLM's log-probabilities deviate, or None if they match.
@@ -698,10 +696,10 @@ class VllmEngine(Engine):
             backend.die(reason := f"it cannot be probed: {why}")
             raise EngineDeadError(reason) from error
         expected, tensors = weights.expected, weights.tensors
-        complaint = self._probe.complaint(sample.prompt_logprobs, expected, tensors)
-        if complaint is None:
+        fault = self._probe.find_fault(sample.prompt_logprobs, expected, tensors)
+        if fault is None:
             self._probe.accepted(expected, tensors)
-        return complaint
+        return fault
 
     # --- adapters --------------------------------------------------------------------------------
 
@@ -715,14 +713,14 @@ class VllmEngine(Engine):
         if unloaded is not None:
             self._unload(unloaded)
         try:
-            complaint = self._add_adapter_alive(slot, weights)
+            fault = self._add_adapter_alive(slot, weights)
         except EngineError:
             self._unload(slot)  # vLLM may have loaded a part of it
             raise
-        if complaint is not None:
+        if fault is not None:
             self._unload(slot)
             raise EngineError(
-                f"{slot.version} is loaded but not what vLLM samples from: {complaint}; unloaded, "
+                f"{slot.version} is loaded but not what vLLM samples from: {fault}; unloaded, "
                 f"version: {self.installed or 'none'}"
             )
         self._num_restarts = 0
@@ -738,7 +736,7 @@ class VllmEngine(Engine):
                 if isinstance(error, EngineWasDeadError):
                     continue  # at most MAX_RESTARTS times
                 raise EngineError(
-                    f"{slot.version} could not be loaded: {error}; vLLM was started anew, "
+                    f"{slot.version} could not be loaded: {error}; vLLM was restarted, "
                     f"version: {self.installed or 'none'}"
                 ) from error
 
@@ -746,13 +744,13 @@ class VllmEngine(Engine):
         assert self._lora is not None
         hand_over_adapter(backend, weights.tensors, self._lora, slot)
         adapter = adapter_request(slot)
-        complaint = self._complaint(backend, weights, str(slot.serial), adapter)
-        if complaint is None:
+        fault = self._find_fault(backend, weights, str(slot.serial), adapter)
+        if fault is None:
             with self._lock:
                 if self._backend is not backend:
-                    raise EngineWasDeadError("it was started anew, without what was just loaded")
+                    raise EngineWasDeadError("it was restarted, without what was just loaded")
                 self._adapters[slot] = weights
-        return complaint
+        return fault
 
     def _unload(self, slot: VersionSlot) -> None:
         with self._lock:
@@ -765,9 +763,9 @@ class VllmEngine(Engine):
     def _reinstall(self) -> str | None:
         """Reinstall all weights that passed the probe; return why some fail it now, or None."""
         for slot, weights in self._adapters.items():
-            complaint = self._add_adapter(self._backend, slot, weights)
-            if complaint is not None:
-                return complaint
+            fault = self._add_adapter(self._backend, slot, weights)
+            if fault is not None:
+                return fault
         return None if self._good is None else self._install(self._good)
 
     def _start(self, *, is_first: bool = False) -> Backend:
@@ -821,7 +819,7 @@ class VllmEngine(Engine):
         """Return the number of blocks reserved for vLLM itself (one) and for the probe."""
         return 1 + facts.blocks_of(self._probe.num_tokens + 1)
 
-    def _heed(self, death: Death, facts: Facts) -> None:
+    def _on_death(self, death: Death, facts: Facts) -> None:
         """Reduce concurrent rollouts and KV cache for the restart if vLLM died out of memory.
 
         Raises:
@@ -865,7 +863,7 @@ class VllmEngine(Engine):
         backend = self._backend
         backend.close()
         if backend.death is not None:
-            self._heed(backend.death, backend.facts)
+            self._on_death(backend.death, backend.facts)
         if self._num_restarts > MAX_RESTARTS:
             raise EngineError(
                 f"vLLM died {self._num_restarts} times without a swap that worked in between; its "
@@ -873,17 +871,17 @@ class VllmEngine(Engine):
             )
         found_right = [*self._adapters.values(), *([] if self._good is None else [self._good])]
         version = ", ".join(str(weights.version) for weights in found_right) or "no version"
-        log.warning("vLLM is started anew with %s", version)
+        log.warning("vLLM is restarted with %s", version)
         self._backend = self._start()
         try:
-            complaint = self._reinstall()
+            fault = self._reinstall()
         except EngineDeadError as error:
             log.warning("vLLM died again at once: %s", error)
             self._restart()
             return
         except EngineError as error:  # such as no space to hand weights over
-            complaint = str(error)
-        if complaint is not None:
-            why = f"started anew with {version}, vLLM is wrong: {complaint}"
+            fault = str(error)
+        if fault is not None:
+            why = f"restarted with {version}, vLLM is wrong: {fault}"
             self._backend.die(why)  # or other calls would sample from it
             raise EngineError(why)

@@ -158,7 +158,7 @@ class SwapProbe:
                 self._prompt_ids = []  # the text of a version with NaN is useless
             return Expectation(prompt_ids, logprobs, self._allowed)
 
-    def complaint(
+    def find_fault(
         self,
         measured: npt.NDArray[np.float32],
         expectation: Expectation,

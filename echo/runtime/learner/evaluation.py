@@ -21,7 +21,7 @@ from echo.core.rollout import PolicyVersion
 from echo.core.units import format_duration
 from echo.engine import allocator
 from echo.engine.engine import (
-    NOBODY,
+    UNWATCHED,
     Engine,
     Request,
     Sampling,
@@ -135,7 +135,7 @@ class Evaluator:
         self,
         version: PolicyVersion,
         tensors: Weights,
-        watcher: Watcher = NOBODY,
+        watcher: Watcher = UNWATCHED,
     ) -> EvalResult | None:
         """Return the mean rewards of a version, or None if told to stop."""
         try:

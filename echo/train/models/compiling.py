@@ -53,13 +53,13 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
 class _OneNotice(logging.Filter):
     """Replaces torch's traces by a single line, which says that layers cannot be compiled."""
 
-    _is_told = False
+    _is_logged = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
-        if not _OneNotice._is_told:
-            _OneNotice._is_told = True
+        if not _OneNotice._is_logged:
+            _OneNotice._is_logged = True
             error = record.exc_info[1] if record.exc_info else record.getMessage()
             reason = " ".join(str(error).split("\n")[:2])
             _log.warning("layers cannot be compiled and run as they are: %s", reason)

@@ -100,7 +100,7 @@ def model_flops(model: Any, head: Tensor) -> ModelFlops:
         return _count(model, head, config)
     except UNREADABLE as error:
         log.warning(
-            "the arithmetic of %s cannot be told, its attention is left out, and so is perf/mfu: "
+            "the arithmetic of %s is unknown, its attention is left out, and so is perf/mfu: "
             "%s: %s", type(model).__name__, type(error).__name__, str(error).partition("\n")[0],
         )  # fmt: skip
         return replace(_count(model, head, None), is_exact=False)

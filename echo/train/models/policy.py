@@ -264,7 +264,7 @@ class Policy:
         )
         """Whether a packed row may hold a prompt once for all of its rollouts."""
         self._enable_training(gradient_checkpointing=compute.gradient_checkpointing)
-        self._settle_weights()
+        self._check_and_round()
         if compute.compile_layers and (layers := _layers(self.model)):
             compile_layers(layers, must=compute.compile_layers is True)
 
@@ -277,7 +277,7 @@ class Policy:
         if source.tensors is not None:
             self.load(source.tensors)
 
-    def _settle_weights(self) -> None:
+    def _check_and_round(self) -> None:
         """Check the model's logits, and round its weights if it computes in 16 bits.
 
         The check is made before rounding if the model can compute in float32: in 16 bits a

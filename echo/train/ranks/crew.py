@@ -50,7 +50,7 @@ from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.wire.codec import decode_group, encode_group
 
-SETTLE_S = 3.0
+REASONS_S = 3.0
 """Seconds to wait for the crash reasons of other ranks after a failure."""
 IDLE = timedelta(days=365)
 """Longest wait for a command: gloo requires a limit, and commands have none."""
@@ -193,9 +193,9 @@ class CrashReasons:
         return True
 
     def explain(self) -> str:
-        """Return a text that names the ranks that failed, with reasons; wait up to SETTLE_S."""
+        """Return a text that names the ranks that failed, with reasons; wait up to REASONS_S."""
         try:
-            self.wait_for_others(SETTLE_S)
+            self.wait_for_others(REASONS_S)
             found, missing = [], []
             for rank in self._others:
                 if not self._has_ended(rank):

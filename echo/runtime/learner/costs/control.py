@@ -1,0 +1,221 @@
+"""Costs and activation in the learner: measured, decided, recorded.
+
+    measure (10 times a second) -> meter, rates, times of broadcasts
+    question -> answer (in a thread) -> decision -> ledger, log, plans and leases
+
+Each decision goes to the ledger, and the costs with each step, so that a resume goes on counting.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from echo.core.metrics import CostView
+from echo.fleet.activation import (
+    ActivationDecision,
+    Question,
+    ReviewAnswer,
+)
+from echo.records.ledger import ActivationChanged, Cost, LedgerQueue
+from echo.roles.learner import Learner
+from echo.runtime.learner.costs.activation import Activation, ActivationSettings, StepTimes
+from echo.runtime.learner.costs.meter import CostMeter, spent_before
+from echo.runtime.learner.report import Progress
+from echo.weights.schedule import PublishPace
+from echo.wire.actions import Action
+from echo.wire.codec import BYTES_PER_TOKEN
+
+METER_S = 1.0
+"""Seconds between two updates of the costs, each of which may ask a question."""
+POLLS_PER_S = 10_000
+"""Most workers measured per second; in larger fleets each is measured less often."""
+
+
+class CostControl:
+    """Meters the costs of a run, and has the workers activated that it needs.
+
+    `activation` is None if every worker generates, at any cost.
+    """
+
+    def __init__(
+        self,
+        role: Learner,
+        *,
+        learner_per_h: float,
+        learner_per_gb: float,
+        trains_on_all: bool,
+        budget_per_run: float | None,
+        settings: ActivationSettings | None,
+        pace: PublishPace,
+        progress: Progress,
+        ledger: LedgerQueue,
+        now: float,
+        log: logging.Logger,
+    ) -> None:
+        self._role = role
+        spent = spent_before(ledger.records(), now=ledger.now())
+        self.activation = None if settings is None else Activation(settings, now=now)
+        self._meter = CostMeter(
+            learner_per_h=learner_per_h,
+            learner_per_gb=learner_per_gb,
+            spent=spent,
+            now=now,
+            bytes_per_token=(
+                BYTES_PER_TOKEN if settings is None else settings.upload_bytes_per_token
+            ),
+        )
+        if spent:
+            log.info("$%.2f were spent before; they count towards the budget of the run", spent)
+        self._pace = pace
+        self._progress = progress
+        self._ledger = ledger
+        self._trains_on_all = trains_on_all
+        self._budget_per_run = budget_per_run
+        self._log = log
+        self.train_s: float | None = None
+        """Seconds of the last optimizer step."""
+        self._waiting_since: float | None = None
+        self._metered_at = self._measured_at = -math.inf
+        self._total_at_start = spent
+        self._num_tokens = 0.0
+        self._total_at_step = spent
+        self._last_decision = ""
+
+    # --- watching --------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether activation is off and every published version has reached the workers."""
+        return self.activation is None and not self._pace.is_awaited
+
+    def measure(self, *, now: float) -> list[Action]:
+        """Measure the workers' versions; call it every POLL_S, or METER_S while `is_idle`."""
+        if self._progress.activity:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        roster = self._role.roster
+        if self._pace.is_awaited:
+            installed = [member.installed for member in roster.active("worker")]
+            self._pace.received(installed, now=now, train_s=self.train_s)
+        if self.activation is None or self._role.shutdown.reason is not None:
+            return []
+        if now < self._measured_at + len(roster.nodes) / POLLS_PER_S:
+            return []
+        self._measured_at = now
+        return self.activation.measure(self._role, now=now)
+
+    def review(self, *, now: float) -> Question | None:
+        """Count costs once in METER_S; return a question for a thread to answer, if one is due."""
+        if now < self._metered_at + METER_S:
+            return None
+        self._metered_at = now
+        self._meter_now(now)
+        if self.activation is None or self._role.shutdown.reason is not None:
+            return None
+        waiting_s = 0.0 if self._waiting_since is None else now - self._waiting_since
+        return self.activation.question(self._role, self._pace, waiting_s=waiting_s, now=now)
+
+    def decide(self, question: Question, answer: ReviewAnswer, *, now: float) -> list[Action]:
+        """Carry out the answer to the question of `review`, unless the run has ended."""
+        if self.activation is None or self._role.shutdown.reason is not None:
+            return []
+        actions, decision = self.activation.decide(self._role, question, answer, now=now)
+        if decision is not None:
+            self._record(decision)
+        return actions
+
+    def _meter_now(self, now: float) -> None:
+        role = self._role
+        self._meter.update(role.roster, bytes_sent=role.broadcast.bytes_sent, now=now)
+
+    def _record(self, decision: ActivationDecision) -> None:
+        self._last_decision = str(decision)
+        self._log.info("activation: %s", self._last_decision)
+        fields = asdict(decision)
+        self._ledger.append(
+            ActivationChanged(
+                step=fields.pop("step"),
+                cause=fields.pop("cause"),
+                activated=fields.pop("activated"),
+                deactivated=fields.pop("deactivated"),
+                numbers=fields,
+            )
+        )
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the budget of the run is spent."""
+        return self._budget_per_run is not None and self._meter.total >= self._budget_per_run
+
+    def describe_spent(self, step: int) -> str:
+        """Return one line that says that the budget is spent, and how to continue."""
+        return (
+            f"${self._meter.total:.2f} are spent of activation.budget_per_run = "
+            f"${self._budget_per_run:.2f}: the run ends at step {step}; go on with --resume --set "
+            "activation.budget_per_run=..."
+        )
+
+    def metrics(self, row: Mapping[str, Any], *, now: float) -> dict[str, float]:
+        """Record the row of the last step; return the metrics of its cost."""
+        if self.activation is not None:
+            times = StepTimes(
+                step_s=row["time/step"],
+                waited_s=min(row["time/wait_for_batch"], row["time/step"]),
+                completion_tokens=row.get("completions/mean_length", 1.0),
+                useful_share=1.0 if self._trains_on_all else row.get("groups/useful", 1.0),
+            )
+            self.activation.stepped(times)
+        self._meter_now(now)
+        if self._meter.has_prices:
+            self._num_tokens += row["perf/accepted_tokens_per_s"] * row["time/step"]
+        view = self.view()
+        if view is None:
+            return {}
+        self._ledger.append(
+            Cost(step=self._role.step, total=round(view.total, 6), per_h=view.per_h)
+        )
+        metrics = {
+            "cost/per_hour": view.per_h,
+            "cost/total": view.total,
+            "cost/per_step": view.total - self._total_at_step,
+            "cost/standby_per_hour": view.standby_per_h,
+            "cost/unconfirmed_per_hour": view.unconfirmed_per_h,
+            "workers/active": view.num_active,
+            "workers/standby": view.num_standby,
+        }
+        self._total_at_step = view.total
+        if view.per_million_tokens is not None:
+            metrics["cost/per_million_tokens"] = view.per_million_tokens
+        outlook = None if self.activation is None else self.activation.outlook
+        if outlook is not None:
+            metrics["activation/rate"] = outlook.rate
+            metrics["activation/required_rate"] = outlook.required
+            metrics["activation/predicted_idle"] = outlook.idle_share
+        return metrics
+
+    def view(self) -> CostView | None:
+        """Return the costs for the live view; None if nothing has a price."""
+        meter, roster = self._meter, self._role.roster
+        if not meter.has_prices:
+            return None
+        per_million_tokens = None
+        if self._num_tokens > 0:
+            per_million_tokens = (meter.total - self._total_at_start) / self._num_tokens * 1e6
+        return CostView(
+            per_h=meter.machines_per_h + meter.traffic_per_h,
+            total=meter.total,
+            per_million_tokens=per_million_tokens,
+            standby_per_h=meter.standby_per_h,
+            unconfirmed_per_h=meter.unconfirmed_per_h,
+            budget_per_run=self._budget_per_run,
+            num_active=len(roster.active("worker")),
+            num_standby=sum(member.is_standby for member in roster.members("worker")),
+            decision=self._last_decision,
+        )

@@ -1,0 +1,148 @@
+"""Cost meter: what the machines of a run and their traffic cost, in all and per hour.
+
+A machine counts from its first Hello until the learner knows that it was given back: until a
+Goodbye that says so. A worker on standby counts, because its machine bills. A worker that fell
+silent, or left without giving its machine back, counts for LOST_COUNTS_FOR_S more, since the
+learner cannot know whether it still bills; if it comes back meanwhile it simply goes on.
+
+Traffic counts by the bytes that nodes report: weights in and out, and rollouts out. Their counters
+go on while the learner is away, so what a node reports first to a resumed learner is what the
+learner before it has counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from echo.core.units import GIGABYTE
+from echo.records.ledger import AnyRecord, totals_of
+from echo.roles.members import Member, Roster
+from echo.wire.codec import BYTES_PER_TOKEN
+
+LOST_COUNTS_FOR_S = 3600.0
+"""Seconds, the usual billing step: no message says that a lost machine is no longer billed."""
+_TRAFFIC_WINDOW_S = 300.0
+"""Seconds over which traffic is averaged."""
+
+
+@dataclass(slots=True)
+class _Machine:
+    """One machine that is paid for."""
+
+    price_per_h: float
+    incarnation: str
+    is_standby: bool = False
+    gone_at: float | None = None
+    """When the node left or fell silent; None while it is known."""
+    traffic_bytes: float | None = 0.0
+    """Bytes reported by this incarnation; None before its first report to a resumed learner."""
+
+
+class CostMeter:
+    """Adds up what the machines of a run and their traffic cost."""
+
+    def __init__(
+        self,
+        *,
+        learner_per_h: float,
+        learner_per_gb: float,
+        spent: float,
+        now: float,
+        bytes_per_token: float = BYTES_PER_TOKEN,
+    ) -> None:
+        self.total = spent
+        self._is_resumed = spent > 0
+        self._bytes_per_token = bytes_per_token
+        self._learner_per_h = learner_per_h
+        self._learner_per_gb = learner_per_gb
+        self._machines: dict[str, _Machine] = {}
+        self._sent_bytes = 0
+        self._at = now
+        self._traffic_per_s = 0.0
+
+    @property
+    def machines_per_h(self) -> float:
+        """$ per hour for all machines: learner, relays, workers, and those that vanished."""
+        return self._learner_per_h + sum(m.price_per_h for m in self._machines.values())
+
+    @property
+    def standby_per_h(self) -> float:
+        """The part of `machines_per_h` for workers on standby."""
+        return sum(m.price_per_h for m in self._machines.values() if m.is_standby)
+
+    @property
+    def unconfirmed_per_h(self) -> float:
+        """The part of `machines_per_h` for machines that are gone and may still be billed."""
+        return sum(m.price_per_h for m in self._machines.values() if m.gone_at is not None)
+
+    @property
+    def traffic_per_h(self) -> float:
+        """$ per hour for traffic, over the last minutes."""
+        return 3600 * self._traffic_per_s
+
+    @property
+    def has_prices(self) -> bool:
+        """Whether any machine has a price, or any money was spent."""
+        prices = [machine.price_per_h for machine in self._machines.values()]
+        return bool(self._learner_per_h or self.total or any(prices))
+
+    def update(self, roster: Roster, *, bytes_sent: int, now: float) -> None:
+        """Count the cost since the last call, then record which machines are there now."""
+        elapsed_s = max(0.0, now - self._at)
+        self._at = now
+        self.total += elapsed_s / 3600 * self.machines_per_h
+        traffic = self._learner_per_gb * (bytes_sent - self._sent_bytes) / GIGABYTE
+        self._sent_bytes = bytes_sent
+        traffic += self._take(roster.nodes.values())
+        self.total += traffic
+        if elapsed_s > 0:
+            weight = min(1.0, elapsed_s / _TRAFFIC_WINDOW_S)
+            self._traffic_per_s += weight * (traffic / elapsed_s - self._traffic_per_s)
+        self._drop_gone(roster, now)
+
+    def _take(self, members: Iterable[Member]) -> float:
+        """Record every known node; return $ for their traffic since the last call."""
+        cost = 0.0
+        for member in members:
+            machine = self._machines.get(member.node_id)
+            if machine is None:
+                machine = _Machine(0.0, member.incarnation)
+                machine.traffic_bytes = None if self._is_resumed else 0.0
+                self._machines[member.node_id] = machine
+            if machine.incarnation != member.incarnation:
+                machine.incarnation, machine.traffic_bytes = member.incarnation, 0
+            machine.price_per_h = member.price.per_h or 0.0
+            machine.is_standby, machine.gone_at = member.is_standby, None
+            stats = member.stats
+            rollouts = self._bytes_per_token * stats.tokens_sampled
+            total = stats.bytes_received + stats.bytes_sent + rollouts
+            if machine.traffic_bytes is None:
+                machine.traffic_bytes = None if member.tokens_sampled is None else total
+                continue
+            cost += member.price.per_gb * max(0, total - machine.traffic_bytes) / GIGABYTE
+            machine.traffic_bytes = max(total, machine.traffic_bytes)
+        return cost
+
+    def _drop_gone(self, roster: Roster, now: float) -> None:
+        for name, machine in list(self._machines.items()):
+            if name in roster.nodes:
+                continue
+            if machine.gone_at is None:
+                machine.gone_at, machine.is_standby = now, False
+            is_released = roster.released.get(name) == machine.incarnation
+            if is_released or now - machine.gone_at >= LOST_COUNTS_FOR_S:
+                del self._machines[name]
+
+
+def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
+    """Return $ that a run has cost before it is resumed.
+
+    Machines went on billing while the learner was away. It is not known for how long, so at most
+    LOST_COUNTS_FOR_S of that time count. `now` is unix time.
+    """
+    last = totals_of(records).cost
+    if last is None:
+        return 0.0
+    away_s = min(max(0.0, now - last.at), LOST_COUNTS_FOR_S)
+    return last.total + last.per_h * away_s / 3600
