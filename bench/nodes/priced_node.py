@@ -27,7 +27,7 @@ from bench_activation import judge
 from echo.cli.node import read_run_file, run_learner, run_role
 from echo.fleet.activation import Question, ReviewAnswer, choose
 from echo.runtime.learner import setup
-from echo.runtime.learner.cost import ActivationSettings, activation_settings
+from echo.runtime.learner.costs.activation import ActivationSettings, activation_settings
 from echo.runtime.worker import setup as worker_setup
 from echo.train.trainer import Trainer
 from nodes.timed_node import TimedEngine, make_timed_step

@@ -30,7 +30,7 @@ from echo.leases.run import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime.identity import Identity
-from echo.runtime.learner.cost import ActivationSettings
+from echo.runtime.learner.costs.activation import ActivationSettings
 from echo.runtime.learner.follower import Row
 from echo.runtime.learner.node import LearnerNode, OpenedRun, RunSections
 from echo.sim.lengths import Groups

@@ -16,12 +16,9 @@ from echo.fleet.market import Offer
 from echo.leases.throughput import Throughput
 from echo.records.ledger import read_records
 from echo.roles.members import Member, Presence, Roster
-from echo.runtime.learner import cost
-from echo.runtime.learner.cost import (
-    Activation,
-    CostMeter,
-    spent_before,
-)
+from echo.runtime.learner.costs import control as cost_control
+from echo.runtime.learner.costs.activation import Activation
+from echo.runtime.learner.costs.meter import CostMeter, spent_before
 from echo.wire.messages import NodeStats
 from tests.fleet.fleets import JOB
 from tests.promises.conftest import MakeWorld
@@ -84,7 +81,7 @@ def crowd(make_world: MakeWorld, *prices: float, **activation: float) -> World:
     """
     world = make_world(train_s=5.0, sample_s=0.5, sync={"max_staleness": 6})
     world.learner(activation=activation, learner={"price_per_h": 2.0} if any(prices) else {})
-    control = world.node("learner")._costs._activation
+    control = world.node("learner").costs.activation
     control.settings = replace(control.settings, min_dwell_s=20.0)
     for number, price in enumerate(prices, start=1):
         world.worker(f"w{number}", worker={"price_per_h": price} if price else {})
@@ -138,7 +135,7 @@ def test_a_learner_that_waits_or_loses_a_worker_gets_the_others_back(make_world:
     world.train_s = 5.0
     assert world.run_until(lambda: standby(world) == ["w1"], within_s=120.0) >= 20.0
     # Where an active one is gone, the next question does not wait for the end of a dwell.
-    control = world.node("learner")._costs._activation
+    control = world.node("learner").costs.activation
     control.settings = replace(control.settings, min_dwell_s=3600.0)
     world.kill("w2")
     world.run_until(lambda: not standby(world), within_s=30.0)
@@ -176,17 +173,17 @@ def test_who_was_not_looked_at_yet_takes_no_part_in_a_question_and_its_answer(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = crowd(make_world, 0.3, 0.1)
-    role, activation = world.node("learner").role, world.node("learner")._costs._activation
+    role, activation = world.node("learner").role, world.node("learner").costs.activation
     world.run_until(lambda: len(role.roster.active("worker")) == 2)
     # Nobody leaves by an answer that was found while w1 was away.
-    activation._states.pop("w1", None)  # gone at the last look
+    activation.measured.workers.pop("w1", None)  # gone at the last look
     offers = [Offer(name=name, tokens_per_s=10.0, concurrency=8) for name in ("w1", "w2")]
     question: Any = SimpleNamespace(workers=offers, job=JOB, untried=frozenset())
     answer: Any = SimpleNamespace(active=frozenset({"w2"}), after=None)
     assert activation.decide(role, question, answer, now=world.now) == ([], None)
     # As in large fleets, where nobody is looked at ten times a second.
     world.run_until(lambda: world.step >= 4)
-    monkeypatch.setattr(cost, "POLLS_PER_S", 0.05)
+    monkeypatch.setattr(cost_control, "POLLS_PER_S", 0.05)
     world.worker("late", worker={"price_per_h": 0.2})
     world.run(20.0)
     assert world.is_alive("learner")
@@ -235,21 +232,22 @@ def test_what_a_worker_was_late_counts_for_the_sets_with_it_and_while_it_stands_
 ) -> None:
     world = crowd(make_world, 0.3, 0.1)
     node = world.node("learner")
-    control, role = node._costs._activation, node.role
-    world.run_until(lambda: all(s.took_s for s in control._states.values()) and control._states)
+    control, role = node.costs.activation, node.role
+    measured = control.measured
+    world.run_until(lambda: all(s.took_s for s in measured.workers.values()) and measured.workers)
     members = role.roster.members("worker")
 
     def forecast_s(*names: str) -> float:
-        return float(control._links(role, members).broadcast_s(names))
+        return float(measured.links(role, members).broadcast_s(names))
 
-    control._shown_bytes_per_s = 1e9
-    control._states["w1"].took_s = control._states["w2"].took_s = 0.0
+    measured.shown_bytes_per_s = 1e9
+    measured.workers["w1"].took_s = measured.workers["w2"].took_s = 0.0
     both_s, second_s = forecast_s("w1", "w2"), forecast_s("w2")
-    control._states["w1"].took_s = both_s + 7.0
+    measured.workers["w1"].took_s = both_s + 7.0
     assert forecast_s("w1", "w2") == pytest.approx(both_s + 7.0)
     assert forecast_s("w2") == pytest.approx(second_s)
     [first] = [member for member in members if member.node_id == "w1"]
-    first.node.is_standby, control._states["w1"].took_s = True, None
+    first.node.is_standby, measured.workers["w1"].took_s = True, None
     assert forecast_s("w1", "w2") == pytest.approx(both_s + 7.0)
     assert forecast_s("w2") == pytest.approx(second_s)
 
@@ -259,26 +257,27 @@ def test_what_is_known_of_the_links_bounds_the_forecast_and_is_kept_on_standby(
 ) -> None:
     world = crowd(make_world, 0.3, 0.1)
     node = world.node("learner")
-    control, role = node._costs._activation, node.role
-    world.run_until(lambda: control._states and all(s.took_s for s in control._states.values()))
+    control, role = node.costs.activation, node.role
+    measured = control.measured
+    world.run_until(lambda: measured.workers and all(s.took_s for s in measured.workers.values()))
     # The first version may have been kept from another run: it shows nothing of the uplink.
-    assert control._shown_bytes_per_s == 0
+    assert measured.shown_bytes_per_s == 0
     world.run_until(lambda: world.step >= 2)
-    assert control._shown_bytes_per_s > role.plans.version_bytes / 2.0
+    assert measured.shown_bytes_per_s > role.plans.version_bytes / 2.0
     members = role.roster.members("worker")
 
     def forecast_s(*names: str) -> float:
-        return float(control._links(role, members).broadcast_s(names))
+        return float(measured.links(role, members).broadcast_s(names))
 
     # What was sent bounds the uplink: a second copy of what takes 5 s is not there after 6 s.
-    control._shown_bytes_per_s = role.plans.planner.payload_bytes / 5.0
-    for state in control._states.values():
+    measured.shown_bytes_per_s = role.plans.planner.payload_bytes / 5.0
+    for state in measured.workers.values():
         state.took_s = 6.0
     assert forecast_s("w1") == pytest.approx(5.0, rel=0.1)
     assert forecast_s("w1", "w2") == pytest.approx(10.0, rel=0.1)
     [first] = [member for member in members if member.node_id == "w1"]
-    first.node.is_standby, control._states["w1"].took_s = True, None
-    control._shown_bytes_per_s, control._states["w2"].took_s = 1e9, 0.1
+    first.node.is_standby, measured.workers["w1"].took_s = True, None
+    measured.shown_bytes_per_s, measured.workers["w2"].took_s = 1e9, 0.1
     assert forecast_s("w2") < 1.0
     assert forecast_s("w1", "w2") == pytest.approx(5.0, rel=0.2)
 
@@ -288,16 +287,17 @@ def test_the_time_of_a_version_runs_from_when_the_worker_could_fetch_it(
 ) -> None:
     world = crowd(make_world, 0.3)
     node = world.node("learner")
-    control = node._costs._activation
-    published_at = control._published_at
+    control = node.costs.activation
+    measured = control.measured
+    published_at = measured.published_at
     world.run_until(lambda: world.step >= 2)
     world.run_until(lambda: world.now > max(published_at.values()) + 3.0)
-    assert 0 < control._states["w1"].took_s < 1.0
+    assert 0 < measured.workers["w1"].took_s < 1.0
     newest = node.role.broadcast.newest_complete
     world.worker("late", worker={"price_per_h": 0.3})
-    world.run_until(lambda: "late" in control._states and control._states["late"].took_s)
-    assert control._states["late"].installed == newest, "which went out long before it came"
-    assert control._states["late"].took_s < 1.5
+    world.run_until(lambda: "late" in measured.workers and measured.workers["late"].took_s)
+    assert measured.workers["late"].installed == newest, "which went out long before it came"
+    assert measured.workers["late"].took_s < 1.5
     # So it is with one that was on standby when the version went out.
     offers = [Offer(name=name, tokens_per_s=10.0, concurrency=8) for name in ("w1", "late")]
     question: Any = SimpleNamespace(workers=offers, job=JOB, untried=frozenset(), idle_share=0.0)
@@ -316,15 +316,15 @@ def test_the_time_of_a_version_runs_from_when_the_worker_could_fetch_it(
     world.train_s = 60.0
     world.run_until(lambda: world.now > max(published_at.values()) + 6.0)
     activate("w1", "late")
-    world.run_until(lambda: control._states["late"].took_s)
-    assert control._states["late"].installed == node.role.broadcast.newest_complete
-    assert control._states["late"].took_s < 1.5
+    world.run_until(lambda: measured.workers["late"].took_s)
+    assert measured.workers["late"].installed == node.role.broadcast.newest_complete
+    assert measured.workers["late"].took_s < 1.5
     # And with one that was still busy with the version before.
-    state, at = control._states["w1"], world.now
+    state, at = measured.workers["w1"], world.now
     for number, published_s, installed_s in ((101, 0.0, 7.0), (102, 5.0, 14.0)):
         version = PolicyVersion(1, number)
-        control._published_at[version] = at + published_s
-        control._installed(node.role, state, version, at + installed_s)
+        measured.published_at[version] = at + published_s
+        measured.note_installed(node.role, state, version, now=at + installed_s)
         assert state.took_s == pytest.approx(7.0)
 
 
@@ -334,10 +334,11 @@ def test_a_worker_without_a_rate_is_untried_for_a_dwell_and_then_as_slow_as_it_s
     world = crowd(make_world, 0.3, 0.1)
     world.run_until(lambda: world.step >= 3)
     node = world.node("learner")
-    control, role = node._costs._activation, node.role
-    begun = Throughput(tokens_sampled=0, now=world.now)
-    state = replace(control._states["w1"], throughput=begun, active_s=19.0, loaded_s=0.0)
-    control._states["w1"] = state
+    control, role = node.costs.activation, node.role
+    measured = control.measured
+    begun, began_at = Throughput(tokens_sampled=0, now=world.now), world.now
+    state = replace(measured.workers["w1"], throughput=begun, active_s=19.0, loaded_s=0.0)
+    measured.workers["w1"] = state
 
     def ask(later_s: float) -> tuple[frozenset[str], float]:
         question = control.question(role, node.pace, waiting_s=0.0, now=world.now + later_s)
@@ -354,8 +355,8 @@ def test_a_worker_without_a_rate_is_untried_for_a_dwell_and_then_as_slow_as_it_s
     assert not untried
     assert share < 0.1
     # A report counts, though there are too few for a rate.
-    rates = control._states["w2"].throughput.tokens_per_s
-    begun.look(load=1.0, tokens_sampled=round(30 * rates), now=begun._at + 60.0)
+    rates = measured.workers["w2"].throughput.tokens_per_s
+    begun.look(load=1.0, tokens_sampled=round(30 * rates), now=began_at + 60.0)
     untried, share = ask(400.0)
     assert not untried
     assert share == pytest.approx(0.5, rel=0.1)
@@ -367,7 +368,7 @@ def test_the_next_question_waits_for_a_group_of_the_slowest_active_worker(
     world = crowd(make_world, 0.3, 0.1)
     world.run_until(lambda: world.step >= 3)
     node = world.node("learner")
-    control, before_s = node._costs._activation, node._costs._activation.dwell_s
+    control, before_s = node.costs.activation, node.costs.activation.dwell_s
     workers = [
         Offer(name=name, price_per_h=0.1, tokens_per_s=10.0, concurrency=concurrency)
         for name, concurrency in (("w1", 8), ("w2", 40), ("w3", 200))

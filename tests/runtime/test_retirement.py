@@ -90,7 +90,7 @@ def test_a_worker_on_standby_gives_its_machine_back_and_costs_while_that_is_not_
 ) -> None:
     world = make_world(train_s=1.0, sync={"max_staleness": 6})
     world.learner()
-    activation = world.node("learner")._costs._activation
+    activation = world.node("learner").costs.activation
     activation.settings = replace(activation.settings, min_dwell_s=0.5)
     world.worker("w1", worker={"price_per_h": 0.2})
     terms = {"release_after_s": 3.0, "on_release": "fail"}

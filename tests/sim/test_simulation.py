@@ -340,9 +340,9 @@ def test_the_share_of_useful_groups_is_what_the_activation_reckons_with() -> Non
     scenario = replace(crowded(), job=make_job(useful_share=0.5))
     simulation = Simulation(scenario)
     simulation.run()
-    activation = simulation.learner._costs._activation
+    activation = simulation.learner.costs.activation
     assert activation is not None
-    shares = [times.useful_share for times in activation._steps]
+    shares = [times.useful_share for times in activation.steps]
     assert sum(shares) / len(shares) == pytest.approx(0.5, abs=0.15)
 
 

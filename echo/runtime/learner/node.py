@@ -21,7 +21,7 @@ The node makes its parts, and drives them from `_train`; no part refers to the n
     waiting.py         says what the learner waits for, and ends a wait that is hopeless
     failed_steps.py    ends the groups that made a step fail
     bound.py           moves the bound on staleness
-    cost.py            meters costs, and decides which workers are needed
+    costs/             meters costs, and decides which workers are needed
     publish.py         publishes versions
     evaluation.py      evaluates them
     weights_check.py   looks for NaN in them
@@ -63,7 +63,9 @@ from echo.roles.review import ReviewDue, SamplesTrained
 from echo.runtime.learner.bound import AdaptiveBound
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.commits import Commits
-from echo.runtime.learner.cost import METER_S, POLL_S, ActivationSettings, CostControl
+from echo.runtime.learner.costs.activation import ActivationSettings
+from echo.runtime.learner.costs.control import METER_S, CostControl
+from echo.runtime.learner.costs.measurements import POLL_S
 from echo.runtime.learner.evaluation import Evaluations, EvaluationSchedule, Evaluator
 from echo.runtime.learner.failed_steps import FailedSteps
 from echo.runtime.learner.follower import Follower, Reporter
@@ -259,7 +261,7 @@ class LearnerNode(Node):
     def _wire_reports(self, run: OpenedRun, follower: Follower) -> None:
         """Make the parts that count costs, show the run and announce its end."""
         sections, log = self._sections, self.log
-        self._costs = CostControl(
+        self.costs = CostControl(
             run.role,
             learner_per_h=sections.learner.price_per_h or 0.0,
             learner_per_gb=sections.network.price_per_gb,
@@ -270,7 +272,7 @@ class LearnerNode(Node):
         )  # fmt: skip
         self._reporter = Reporter(
             follower, run.role, self.transport, run=sections.run, progress=run.progress,
-            pace=self.pace, bound=self.bound, costs=self._costs, rewards=run.rewards, log=log,
+            pace=self.pace, bound=self.bound, costs=self.costs, rewards=run.rewards, log=log,
         )  # fmt: skip
         self._shutdown = RunShutdown(
             run.role, self.transport, report=self.report, wait_until=self.wait_until,
@@ -356,7 +358,7 @@ class LearnerNode(Node):
 
     async def _watch_costs(self) -> None:
         """Measure the workers and what they cost, and decide which are needed, until the end."""
-        costs, pool = self._costs, self.threads.pool("activation")
+        costs, pool = self.costs, self.threads.pool("activation")
         has_published = self._versions.has_published
         while True:
             if costs.is_idle:
@@ -396,7 +398,7 @@ class LearnerNode(Node):
             self._failed_steps.succeeded()
             for notice in result.notices:
                 self.log.warning("%s", notice)
-            trained_s = self._costs.train_s = self.now - started_at
+            trained_s = self.costs.train_s = self.now - started_at
             staleness = await self._model_pool.run(
                 partial(
                     self._ledger.trained,
@@ -429,8 +431,8 @@ class LearnerNode(Node):
         self._progress.begin("", now=self.now)
         self._waiting.begin(now=self.now)
         while not self.is_stopping:
-            if self._costs.is_spent:
-                self.log.warning("%s", self._costs.describe_spent(self.role.step))
+            if self.costs.is_spent:
+                self.log.warning("%s", self.costs.describe_spent(self.role.step))
                 return None
             self._evict()
             if self._is_put_off and self._versions.prepare():

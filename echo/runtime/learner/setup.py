@@ -78,7 +78,7 @@ from echo.runtime.identity import (
     write_join,
 )
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import activation_settings
+from echo.runtime.learner.costs.activation import activation_settings
 from echo.runtime.learner.evaluation import Evaluator
 from echo.runtime.learner.follower import Follower
 from echo.runtime.learner.node import LearnerNode, OpenedRun, RunSections

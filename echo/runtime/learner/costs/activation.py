@@ -214,9 +214,8 @@ class Activation:
         Then its few reports count. If it sent none, its rate is the mean, or that of MIN_REPORTS
         groups in its loaded time if that is less.
         """
-        found = {
-            m.node_id: self.measured.workers[m.node_id].throughput.tokens_per_s for m in members
-        }
+        times = self.measured.workers
+        found = {m.node_id: times[m.node_id].throughput.tokens_per_s for m in members}
         known = [rate for rate in found.values() if rate is not None]
         if not known:
             return {}

@@ -24,7 +24,7 @@ MAX_VERSIONS = 8
 
 
 @dataclass(slots=True)
-class WorkerTimes:
+class MeasuredWorker:
     """Measurements of a worker."""
 
     incarnation: str
@@ -54,7 +54,7 @@ class Measurements:
 
     def __init__(self) -> None:
         """Start without a worker."""
-        self.workers: dict[str, WorkerTimes] = {}
+        self.workers: dict[str, MeasuredWorker] = {}
         """Of each worker that was measured at least once and is here."""
         self.published_at: dict[PolicyVersion, float] = {}
         """Publication times of the last MAX_VERSIONS versions."""
@@ -79,7 +79,7 @@ class Measurements:
             state = self.workers.get(member.node_id)
             if state is None or state.incarnation != member.incarnation:
                 throughput = Throughput(tokens_sampled=member.tokens_sampled, now=now)
-                self.workers[member.node_id] = WorkerTimes(
+                self.workers[member.node_id] = MeasuredWorker(
                     member.incarnation, throughput, now, installed=member.installed, free_at=now
                 )
                 new.append(member)
@@ -92,7 +92,7 @@ class Measurements:
                 state.active_s += now - state.measured_at
             state.measured_at = now
             if member.installed is not None and member.installed != state.installed:
-                self.note_installed(role, state, member.installed, now)
+                self.note_installed(role, state, member.installed, now=now)
         if len(self.workers) > len(members):
             present = {member.node_id for member in members}
             self.workers = {name: s for name, s in self.workers.items() if name in present}
@@ -106,7 +106,7 @@ class Measurements:
             state.took_s = None
 
     def note_installed(
-        self, role: Learner, state: WorkerTimes, version: PolicyVersion, now: float
+        self, role: Learner, state: MeasuredWorker, version: PolicyVersion, now: float
     ) -> None:
         """Record how long a worker needed to install a version."""
         state.took_s = now - max(self.published_at.get(version, now), state.free_at)
