@@ -314,7 +314,7 @@ class HexScheduler:
         link = self.cluster.cross_bytes_per_s if crosses else self.cluster.node_bytes_per_s
         return self.job.model.num_params * BYTES_PER_WEIGHT / link
 
-    def _divisions(self) -> Iterator[tuple[int, ...]]:
+    def divisions(self) -> Iterator[tuple[int, ...]]:
         """Return all divisions, or in a large cluster those by steps of several GPUs of a type."""
         counts = [self.cluster.counts[name] for name in self.types]
         steps = [1] * len(counts)
@@ -357,7 +357,7 @@ class HexScheduler:
             power = sum(self.cluster.gpus[name].flops_per_s * count for name, count in pairs)
             return abs(power / self._power() - share)
 
-        divisions = list(self._divisions())
+        divisions = list(self.divisions())
         nearest = min(map(distance, divisions))
         within = max(nearest, self._tolerance()) + 1e-12
         return max((d for d in divisions if distance(d) <= within), key=self._preference)

@@ -45,7 +45,7 @@ class ControlLink:
             parents: knows the learner's addresses; a parent may share this connection.
             now: the present.
         """
-        self._settings, self._joining, self._parents = settings, joining, parents
+        self._settings, self.joining, self._parents = settings, joining, parents
         self._connection: Connection | None = None
         self._address_index = 0
         self.lost_at = self.received_at = now
@@ -82,7 +82,7 @@ class ControlLink:
         addresses = self._parents.learner_addresses
         address = addresses[self._address_index % len(addresses)]
         self._connection = self._parents.control = Connection(address, dialled_at=now)
-        lost = self._joining.lost(retry_at=now + CONNECT_TIMEOUT_S, now=now)
+        lost = self.joining.lost(retry_at=now + CONNECT_TIMEOUT_S, now=now)
         return [*lost, Dial(address, "control")]
 
     def dial_next(self, now: float) -> list[Action]:
@@ -108,8 +108,8 @@ class ControlLink:
         self._connection.node_id = node_id
         self._faults.pop(self.address, None)
         self.received_at = now
-        self._joining.via = f"{self.address.partition('#')[0]} ({node_id})"
-        return self._joining.linked(now=now)
+        self.joining.via = f"{self.address.partition('#')[0]} ({node_id})"
+        return self.joining.linked(now=now)
 
     def disconnected(self, reason: str, *, now: float) -> list[Action]:
         """Handle that the connection is lost."""
@@ -128,7 +128,7 @@ class ControlLink:
 
     def leave_address(self, reason: str, text: str, now: float) -> list[Action]:
         """Dial another address: the process that answers at this address may not be honest."""
-        if self._connection is None or self._joining.state is NodeState.STOPPED:
+        if self._connection is None or self.joining.state is NodeState.STOPPED:
             return []
         self._faults[self.address] = text
         stop = self._refused(reason, text, now)
@@ -141,7 +141,7 @@ class ControlLink:
         if any(self._num_refusals[each] < MAX_REFUSALS for each in addresses):
             return []
         error = RefusedError(f"{text} (tried {MAX_REFUSALS} times)")
-        return self._joining.give_up(reason, error, now=now)
+        return self.joining.give_up(reason, error, now=now)
 
     def welcomed(self) -> None:
         """Forget the refusals: the learner has answered."""
@@ -161,14 +161,14 @@ class ControlLink:
     @property
     def silent_at(self) -> float:
         """When the learner counts as silent, if no message of it arrives before."""
-        return self.received_at + self._joining.dead_after_s
+        return self.received_at + self.joining.dead_after_s
 
     def deadline(self, *, is_leaving: bool) -> float:
         """Return when `expire` must be called next, while the node is not admitted.
 
         A node that is leaving gives nothing up.
         """
-        return min(self._joining.retry_at, math.inf if is_leaving else self._give_up_at)
+        return min(self.joining.retry_at, math.inf if is_leaving else self._give_up_at)
 
     @property
     def _give_up_at(self) -> float:
@@ -176,7 +176,7 @@ class ControlLink:
 
     def expire(self, *, is_leaving: bool, now: float) -> list[Action]:
         """Repeat what joining waits for, dial the next address, or stop the node."""
-        joining = self._joining
+        joining = self.joining
         remaining_s = self._give_up_at - now
         if remaining_s <= 0 and not is_leaving:
             error = TransportError(self._describe_failure())
@@ -191,12 +191,12 @@ class ControlLink:
 
     def leave_silent(self, *, now: float) -> list[Action]:
         """Dial the next address, because no message of the learner has arrived for too long."""
-        text = f"no message from the learner for {self._joining.dead_after_s:.0f} s"
+        text = f"no message from the learner for {self.joining.dead_after_s:.0f} s"
         return [Note("warning", text, "silent learner"), *self.dial_next(now)]
 
     def _describe_failure(self) -> str:
         """Return the error text for an operator whose learner could not be reached."""
-        role, run_id = self._settings.role, self._joining.run_id
+        role, run_id = self._settings.role, self.joining.run_id
         since = f"run {run_id} last answered" if run_id else f"this {role} started"
         text = (
             f"no learner reached at {', '.join(self._parents.learner_addresses)} for "
@@ -208,7 +208,7 @@ class ControlLink:
 
     def _warn(self, remaining_s: float, now: float) -> list[Action]:
         """Warn after WARN_AFTER_S without the learner, then once a minute in each state."""
-        state = self._joining.state
+        state = self.joining.state
         if state is NodeState.DIALLING and self._connection is not None:
             self._faults.setdefault(
                 self.address,

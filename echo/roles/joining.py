@@ -405,8 +405,8 @@ class Joining:
         self.heartbeat_s = settings.heartbeat_s
         self.dead_after_s = settings.dead_after_s
         self.seals = Seals()
-        self._hello = self._make_hello(b"")
-        self._hello_hash = b""
+        self.hello = self._make_hello(b"")
+        self.hello_hash = b""
         self._role = role
         self._learner_key = b""
         self._assets = Assets()
@@ -446,7 +446,7 @@ class Joining:
             case Asset() | Rehello():
                 return True
             case Welcome():
-                return message.answers == self._hello_hash
+                return message.answers == self.hello_hash
             case Refuse() | Finish() if message.signature or isinstance(message, Refuse):
                 return self._is_own_answer(message)
             case Finish():
@@ -465,7 +465,7 @@ class Joining:
             raise ForgedError(fault[1])
         is_joined = self.state in (NodeState.READYING, NodeState.ADMITTED)
         is_late = isinstance(message, Finish) and is_joined  # a sealed Finish
-        return message.answers == self._hello_hash and not is_late
+        return message.answers == self.hello_hash and not is_late
 
     def linked(self, *, now: float) -> list[Action]:
         """Send Hello over the control link that has just been established."""
@@ -493,7 +493,7 @@ class Joining:
         return message
 
     def _classify_welcome(self, message: Welcome) -> object:
-        if message.answers != self._hello_hash:
+        if message.answers != self.hello_hash:
             return AnswerToAnother()
         mismatch = self._find_mismatch(message)
         if mismatch is not None:
@@ -519,14 +519,14 @@ class Joining:
         self.retry_at = now + self.settings.retry_s
         match self.state:
             case NodeState.JOINING:
-                return self._role.to_learner(self._hello)
+                return self._role.to_learner(self.hello)
             case NodeState.CONFIGURING if self._assets.missing:
                 # One file at a time, with a late repeat: over a slow link a file takes a while.
                 self.retry_at = now + self.dead_after_s / 2
                 return self._role.to_learner(AssetRequest(name=self._assets.missing[0]))
             case NodeState.CONFIGURING:
                 self.retry_at = now + self.heartbeat_s
-                return self._role.to_learner(self._hello)
+                return self._role.to_learner(self.hello)
             case NodeState.READYING:
                 incarnation = self.settings.incarnation
                 return self._role.to_learner(
@@ -553,8 +553,8 @@ class Joining:
     # --- the steps of the table ------------------------------------------------------------------
 
     def _begin(self, event: object, payload: list[Frame], now: float) -> list[Action]:
-        self._hello = self._make_hello(self.settings.seal_keys.nonce())
-        self._hello_hash = hash_hello(self._hello)
+        self.hello = self._make_hello(self.settings.seal_keys.nonce())
+        self.hello_hash = hash_hello(self.hello)
         return self.repeat(now)
 
     def _channel_of(self, message: Welcome) -> bytes:

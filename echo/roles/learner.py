@@ -158,7 +158,7 @@ class Learner(Role):
         self.roster = Roster(heartbeat_s=admission.heartbeat_s, dead_after_s=admission.dead_after_s)
         self.is_granting = True
         self._grants = Paced(GRANT_S)
-        self._routes = Routes(self.counters, self.roster.channel_of)
+        self.routes = Routes(self.counters, self.roster.channel_of)
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
         self._complaints = Complaints()
         self.plans = Plans(
@@ -167,51 +167,51 @@ class Learner(Role):
             uplinks=settings.uplinks,
             roster=self.roster,
             broadcast=broadcast,
-            routes=self._routes,
+            routes=self.routes,
         )
         self._admission = Admission(
             admission,
             lineages=run.lineages,
             roster=self.roster,
             counters=self.counters,
-            routes=self._routes,
+            routes=self.routes,
             complaints=self._complaints,
             plans=self.plans,
             role=self,
         )
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             settings.leases,
             run,
             buffer=buffer,
             prompts=prompts,
             counters=self.counters,
-            routes=self._routes,
+            routes=self.routes,
             complaints=self._complaints,
         )
-        self.review = WorkerReview(self.roster, self._scheduler.usefulness, counters=self.counters)
-        self.fleet = FleetView(self.roster, self._scheduler.groups.leases, broadcast)
-        self.shutdown = Shutdown(self.roster, self._routes)
+        self.review = WorkerReview(self.roster, self.scheduler.usefulness, counters=self.counters)
+        self.fleet = FleetView(self.roster, self.scheduler.groups.leases, broadcast)
+        self.shutdown = Shutdown(self.roster, self.routes)
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self._scheduler.groups.step
+        return self.scheduler.groups.step
 
     @property
     def buffer(self) -> AcceptedGroups:
         """Groups accepted and not yet used."""
-        return self._scheduler.buffer
+        return self.scheduler.buffer
 
     @property
     def leases(self) -> LeaseBook:
         """The leases that workers hold."""
-        return self._scheduler.groups.leases
+        return self.scheduler.groups.leases
 
     # --- links and messages ----------------------------------------------------------------------
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Forget a link; the nodes behind it are dropped only after `dead_after_s` of silence."""
-        self._routes.forget(peer)
+        self.routes.forget(peer)
         self._peer_names.discard(peer)
         return self.broadcast.remove_child(peer, now=now)
 
@@ -235,7 +235,7 @@ class Learner(Role):
         source, target, _ = describe(frames)
         if target != LEARNER_ID:
             return [HangUp(peer), *self.disconnected(peer, "an internal error", now=now)]
-        if self._routes.peer_of(source) == peer and self._admission.expel(source, now=now):
+        if self.routes.peer_of(source) == peer and self._admission.expel(source, now=now):
             self.leases.drop_worker(source)
             self.plans.want(now=now)
             self._grants.want(now=now)
@@ -290,16 +290,16 @@ class Learner(Role):
         if not is_genuine and self._admission.has_joined(source):
             self.counters.add("dropped/other_channel")
             return []
-        former = self._routes.peer_of(source)
-        self._routes.learn(source, peer)
+        former = self.routes.peer_of(source)
+        self.routes.learn(source, peer)
         try:
             is_new_way = peer != former and self._admission.is_missing_hello(source, message)
             if is_new_way or not is_genuine:
-                return self._routes.to(source, Rehello())
+                return self.routes.to(source, Rehello())
             return self._on_genuine(source, message, payload, now)
         finally:
             if peer != former and not self._admission.proves_name(source, message):
-                self._routes.restore(source, former)
+                self.routes.restore(source, former)
 
     def _refuse_forged(
         self, peer: str, source: str, message: Message, error: ForgedError, now: float
@@ -321,7 +321,7 @@ class Learner(Role):
             return self._admission.finish(message, reason)
         is_known = source in self.roster.nodes
         if isinstance(message, AssetRequest | Ready) and is_known and reason is not None:
-            return self._routes.to(source, Finish(reason=reason))
+            return self.routes.to(source, Finish(reason=reason))
         return self._admission.receive(source, message, payload, now=now)
 
     def on_work(
@@ -333,7 +333,7 @@ class Learner(Role):
                 return self._on_heartbeat(member, message, now)
             case Deliver() | Partial() | Failed():
                 self._grants.want(now=now)
-                return self._scheduler.results.receive(member.node_id, message, payload, now=now)
+                return self.scheduler.results.receive(member.node_id, message, payload, now=now)
             case Goodbye():
                 if message.is_released:
                     self.roster.release(member)
@@ -353,19 +353,19 @@ class Learner(Role):
     def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Action]:
         reason = self.shutdown.reason
         if reason is not None and self.shutdown.may_leave(member):
-            return self._routes.to(member.node_id, Finish(reason=reason))
+            return self.routes.to(member.node_id, Finish(reason=reason))
         has_new_suspects = message.stats.suspects != member.stats.suspects
         probe = self.plans.before_heartbeat(member, message, now=now)
         refused = _note_refusal(member, message)
         has_progress = member.beat(message, now=now)
-        actions = self._routes.to(
+        actions = self.routes.to(
             member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
         )
         actions += [*probe, *refused, *self.plans.repeat(member)]
         if has_new_suspects or self.plans.planner.is_due(now=now):
             actions += self.plans.replan(now)
         self._grants.want(now=now)
-        answers = self._scheduler.on_heartbeat(
+        answers = self.scheduler.on_heartbeat(
             member.worker, message, has_progress=has_progress, now=now
         )
         return [*actions, *answers]
@@ -373,19 +373,19 @@ class Learner(Role):
     def _grant(self, now: float) -> list[Action]:
         """Grant the groups that admission and capacities allow, now or at the next deadline."""
         is_over = self.shutdown.reason is not None or not self.is_granting
-        if is_over or self._scheduler.quota.is_closed(self.broadcast.newest_complete):
+        if is_over or self.scheduler.quota.is_closed(self.broadcast.newest_complete):
             self._grants.deadline = None
             return []
         if not self._grants.may(len(self.roster.nodes), now=now):
             return []
-        actions = self._scheduler.grant(self._workers, now=now)
+        actions = self.scheduler.grant(self._workers, now=now)
         self.is_granting = self.prompt_fault is None
         return actions
 
     @property
     def prompt_fault(self) -> DataError | None:
         """Why there are no more prompts, so that no group can be granted; None while there are."""
-        return self._scheduler.prompt_fault
+        return self.scheduler.prompt_fault
 
     def validate(self) -> None:
         """Check that nodes, leases and groups agree; for tests.
@@ -393,13 +393,13 @@ class Learner(Role):
         Raises:
             AssertionError: if they do not.
         """
-        self._scheduler.groups.validate()
+        self.scheduler.groups.validate()
         known = {*self.roster.nodes, LOST_WORKER}
         assert self.leases.worker_ids <= known, "a node that is gone holds a lease"
 
     def wait_reason(self) -> WaitReason:
         """Return the reason why the groups of the next batch cannot be granted."""
-        return self._scheduler.wait_reason(self._workers, self.broadcast.newest_complete)
+        return self.scheduler.wait_reason(self._workers, self.broadcast.newest_complete)
 
     @property
     def _workers(self) -> list[LeasedWorker]:
@@ -419,7 +419,7 @@ class Learner(Role):
         return []
 
     def _on_step(self, event: StepTaken, now: float) -> list[Action]:
-        self._scheduler.groups.step = event.step
+        self.scheduler.groups.step = event.step
         return self._grant(now)
 
     def _on_stored(self, event: GroupStored, now: float) -> list[Action]:
@@ -434,7 +434,7 @@ class Learner(Role):
         return [AppendRecord(end), *acknowledgement]
 
     def _acknowledge(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
-        stored = self._scheduler.results.stored(group_id, is_useful=is_useful, now=now)
+        stored = self.scheduler.results.stored(group_id, is_useful=is_useful, now=now)
         return [*stored, *self.review.update(now=now), *self._grant(now)]
 
     def _on_review_due(self, event: ReviewDue, now: float) -> list[Action]:

@@ -97,8 +97,8 @@ class DialingRole:
         self.broadcast = broadcast
         self.counters = Counters()
         self.is_leaving = False
-        self._joining = Joining(settings, broadcast, self)
-        self._probing = UplinkProbe(broadcast.uplink, node_id=settings.node_id)
+        self.joining = Joining(settings, broadcast, self)
+        self.probing = UplinkProbe(broadcast.uplink, node_id=settings.node_id)
         self._heartbeat_at = self._beat_at = now
         self.learner_step = 0
         self._complaints = Complaints()
@@ -109,7 +109,7 @@ class DialingRole:
             retry_s=settings.retry_s,
         )
         self._weights.retry_preferred_s = settings.dead_after_s
-        self.control = ControlLink(settings, self._joining, self._weights, now=now)
+        self.control = ControlLink(settings, self.joining, self._weights, now=now)
 
     # --- what subclasses override ----------------------------------------------------------------
 
@@ -158,12 +158,12 @@ class DialingRole:
     @property
     def state(self) -> NodeState:
         """The state of this node's admission."""
-        return self._joining.state
+        return self.joining.state
 
     @property
     def heartbeat_s(self) -> float:
         """Seconds between heartbeats."""
-        return self._joining.heartbeat_s
+        return self.joining.heartbeat_s
 
     @property
     def is_admitted(self) -> bool:
@@ -259,12 +259,12 @@ class DialingRole:
             raise RemoteProtocolError(
                 f"a {type(message).__name__} that did not come from the learner's side"
             )
-        forgery = self._joining.forgery(message)
+        forgery = self.joining.forgery(message)
         if forgery is not None:
             self.counters.add("refused/forged")
             return self.control.leave_address(*forgery, now)
         try:
-            is_genuine = self._joining.is_genuine(envelope, message, frames[1:])
+            is_genuine = self.joining.is_genuine(envelope, message, frames[1:])
         except ForgedError as error:
             self.counters.add("refused/forged")
             raise ForgedError(f"a {type(message).__name__} of the learner's: {error}") from error
@@ -298,7 +298,7 @@ class DialingRole:
             case Probe():
                 return acknowledge(peer, source=self.settings.node_id)
             case ProbeAck():
-                return self._probing.acknowledged(peer, now=now)
+                return self.probing.acknowledged(peer, now=now)
         return self._perform(self.broadcast.receive(peer, message, payload, now=now), now)
 
     def _perform(self, actions: Iterable[Action | ParentFailed], now: float) -> list[Action]:
@@ -319,7 +319,7 @@ class DialingRole:
         control = self.control
         if not control.node_id or self.settings.advertise is None:
             return []
-        return self._probing.begin(control.peer, payload_bytes=num_bytes, now=now)
+        return self.probing.begin(control.peer, payload_bytes=num_bytes, now=now)
 
     def _on_greeted(self, peer: str, message: Greeted, now: float) -> list[Action]:
         self._peer_names[peer] = message.node_id
@@ -332,7 +332,7 @@ class DialingRole:
     ) -> list[Action]:
         if not isinstance(message, Rehello):  # a relay may send it without the learner
             self.control.received(now=now)
-        return self._joining.receive(message, payload, now=now)
+        return self.joining.receive(message, payload, now=now)
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
         """Handle a message of the learner that is not about joining."""
@@ -355,12 +355,12 @@ class DialingRole:
             payload,
             source=self.settings.node_id,
             target=LEARNER_ID,
-            channel=self._joining.seals.newest,
+            channel=self.joining.seals.newest,
         )
         return [Send(self.control.peer, frames)]
 
     def _on_built(self, event: Built, now: float) -> list[Action]:
-        return self._joining.configured(event.digests, now=now)
+        return self.joining.configured(event.digests, now=now)
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
         """Measure the uplink while the engine is built; the plan after admission needs it."""
@@ -373,7 +373,7 @@ class DialingRole:
         self._heartbeat_at = now
         self._weights.new_learner()
         where = f"{self.control.address} ({self.control.node_id})"
-        text = f"joined run {self._joining.run_id} through {where}"
+        text = f"joined run {self.joining.run_id} through {where}"
         return [Note("info", text, ends=LOST_LINK)]
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:

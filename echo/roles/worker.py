@@ -239,7 +239,7 @@ class Worker(DialingRole):
     @property
     def lineages(self) -> tuple[Lineage, ...]:
         """The learner's histories so far, oldest first."""
-        return self._joining.lineages
+        return self.joining.lineages
 
     @property
     def activity(self) -> str:
@@ -455,7 +455,7 @@ class Worker(DialingRole):
         self.max_groups = engine.max_groups
         num_dropped = self.held.limit_tokens(engine.max_completion_tokens)
         self.partial_counts["wasted_tokens"] += num_dropped
-        return self._joining.configured(event.digests, now=now)
+        return self.joining.configured(event.digests, now=now)
 
     def _on_engine(self, event: EngineEvent, now: float) -> list[Action]:
         return self._decided(self._engine.handle(event), now)

@@ -229,7 +229,8 @@ class MemoryStore(VersionStore):
             raise ValueError(f"limit_bytes is {limit_bytes}, must be at least 1")
         self.limit_bytes = limit_bytes
         self._live: dict[PolicyVersion, Pages] = {}
-        self._spares: list[Pages] = []
+        self.spares: list[Pages] = []
+        """Files of dropped versions, largest first, kept for versions of the same size."""
 
     # --- for the protocol's shell ----------------------------------------------------------------
 
@@ -271,12 +272,12 @@ class MemoryStore(VersionStore):
         if not self._leave(version, pages):
             self._free(pages)
             return
-        self._spares.append(pages)
+        self.spares.append(pages)
         # Keep the largest spares: small ones are cheap to make again.
-        self._spares.sort(key=len, reverse=True)
-        for spare in self._spares[MAX_SPARES:]:
+        self.spares.sort(key=len, reverse=True)
+        for spare in self.spares[MAX_SPARES:]:
             self._free(spare)
-        del self._spares[MAX_SPARES:]
+        del self.spares[MAX_SPARES:]
 
     def recover(self, run_id: str) -> list[Saved]:
         """Return the versions of this run that an earlier process stored, newest first.
@@ -341,14 +342,14 @@ class MemoryStore(VersionStore):
         """Release pages; they are unmapped when their last view has died."""
 
     def _drop_spares(self) -> None:
-        for spare in self._spares:
+        for spare in self.spares:
             self._free(spare)
-        self._spares.clear()
+        self.spares.clear()
 
     def _take_spare(self, num_bytes: int) -> Pages | None:
-        for index, spare in enumerate(self._spares):
+        for index, spare in enumerate(self.spares):
             if len(spare) == num_bytes and not spare.is_lent:
-                return self._spares.pop(index)
+                return self.spares.pop(index)
         return None
 
     def _make_space(self, version: PolicyVersion, num_bytes: int) -> None:
@@ -360,8 +361,8 @@ class MemoryStore(VersionStore):
                 f"{format_bytes(self.bytes_held)} of {format_bytes(self.limit_bytes)} are taken by "
                 f"{_names(list(self._live))}; raise network.store_bytes"
             )
-        while self._spares and sum(map(len, self._spares)) + num_bytes > room:
-            self._free(self._spares.pop())
+        while self.spares and sum(map(len, self.spares)) + num_bytes > room:
+            self._free(self.spares.pop())
 
 
 def _names(versions: Sequence[PolicyVersion]) -> str:
@@ -496,7 +497,7 @@ class DiskStore(MemoryStore):
         self._run = run
         self.flush()
         saved = []
-        known = {spare.path for spare in self._spares} | {p.path for p in self._live.values()}
+        known = {spare.path for spare in self.spares} | {p.path for p in self._live.values()}
         for version in self._sift(known):
             found = self._reopen(version)
             if found is not None:

@@ -86,13 +86,13 @@ def learning_curve(run_dir: Path, out_png: Path) -> Path:
         )
     figure = new_figure((10, 4.2), dpi=144, extra="learner", wanted_by="the learning curve")
     curves, histogram = figure.subplots(1, 2, width_ratios=(2.4, 1))
-    _draw_curves(curves, history)
+    draw_curves(curves, history)
     _draw_staleness(histogram, tokens_by_staleness(history.train), _bound(run_dir))
     figure.suptitle(run_dir.resolve().name, fontsize=11, color=_INK)
     return save_figure(figure, out_png)
 
 
-def _draw_curves(axes: Axes, history: MetricsHistory) -> None:
+def draw_curves(axes: Axes, history: MetricsHistory) -> None:
     """Draw the mean rewards of steps and of held-out prompts on the same axis."""
     from matplotlib.ticker import MaxNLocator
 
@@ -106,7 +106,7 @@ def _draw_curves(axes: Axes, history: MetricsHistory) -> None:
     if rewards:
         axes.plot(steps, rewards, color=_REWARD, alpha=0.3, linewidth=1)
         label = f"reward of the steps, mean of {_SMOOTHED_STEPS}"
-        shown += axes.plot(steps, _smoothed(rewards), color=_REWARD, label=label)
+        shown += axes.plot(steps, smoothed(rewards), color=_REWARD, label=label)
     if evaluated:
         for style, color, name, values in (
             ("o-", _SAMPLED, "sampled", sampled),
@@ -156,7 +156,7 @@ def _draw_staleness(axes: Axes, tokens: Mapping[int, int], max_staleness: int | 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _smoothed(values: Sequence[float]) -> list[float]:
+def smoothed(values: Sequence[float]) -> list[float]:
     """Return the running mean of the values over _SMOOTHED_STEPS steps."""
     windows = [values[max(i - _SMOOTHED_STEPS + 1, 0) : i + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]

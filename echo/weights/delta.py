@@ -421,7 +421,7 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
     """
     if base is not None:
         return encode_delta(base, new, word_bytes=word_bytes).coded
-    words, tail = _split(new, word_bytes)
+    words, tail = split_words(new, word_bytes)
     return _no_longer(_assembled(PLANES, pack_planes(words), word_bytes, tail), new)
 
 
@@ -448,8 +448,8 @@ def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) ->
     """
     if len(base) != len(new):
         raise LocalProtocolError(f"a base of {len(base)} bytes for a block of {len(new)}")
-    words, tail = _split(new, word_bytes)
-    old, old_tail = _split(base, word_bytes)
+    words, tail = split_words(new, word_bytes)
+    old, old_tail = split_words(base, word_bytes)
     if not has_more_changes(old, words, most_sparse(words.size)):
         where, difference, replaced = find_changes(old, words)
         if not where.size and old_tail == tail:
@@ -459,7 +459,7 @@ def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) ->
             if len(coded) <= len(new):
                 return CodedBlock(coded, hash_old(replaced, old_tail))
     codec = _shortest(old, words)
-    coded = _no_longer(_assembled(codec, _CODERS[codec](old, words), word_bytes, tail), new)
+    coded = _no_longer(_assembled(codec, CODERS[codec](old, words), word_bytes, tail), new)
     return CodedBlock(coded, _old_hash(coded[0], base, old, old_tail, words))
 
 
@@ -523,7 +523,7 @@ def _write(block: memoryview, where: Indices | None, words: Words, tail: bytes) 
     if where is None:
         fill(block, words.data)
         return
-    target, behind = _split(block, words.itemsize)
+    target, behind = split_words(block, words.itemsize)
     target[where] = words
     behind[:] = tail
 
@@ -552,7 +552,7 @@ def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPat
         patch = BlockPatch(_NOTHING, empty, empty, b"", b"")
     elif codec == CHANGES:
         word_bytes = _word_bytes(reader)
-        words, old_tail = _split(base, word_bytes)
+        words, old_tail = split_words(base, word_bytes)
         where, difference = read_changes(reader, words.size, word_bytes)
         old: Words = gather(words, where)
         new_tail = bytes(reader.take(len(old_tail)))
@@ -585,7 +585,7 @@ def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) ->
     if codec == RAW:
         fill(out, reader.take(len(out)))
     elif codec == PLANES:
-        words, tail = _split(out, _word_bytes(reader))
+        words, tail = split_words(out, _word_bytes(reader))
         words[:] = reader.planes(words.size, words.itemsize)
         tail[:] = reader.take(len(tail))
     elif codec in (UNCHANGED, CHANGES, DIFFERENCE, XOR):
@@ -603,8 +603,8 @@ def _decode_difference(codec: int, reader: BlockReader, base: memoryview, out: m
         fill(out, base)
         return
     word_bytes = _word_bytes(reader)
-    words, tail = _split(out, word_bytes)
-    old, _ = _split(base, word_bytes)
+    words, tail = split_words(out, word_bytes)
+    old, _ = split_words(base, word_bytes)
     if codec == CHANGES:
         where, difference = read_changes(reader, words.size, word_bytes)
         np.copyto(words, old)
@@ -616,7 +616,7 @@ def _decode_difference(codec: int, reader: BlockReader, base: memoryview, out: m
     tail[:] = reader.take(len(tail))
 
 
-_CODERS: dict[int, _Coder] = {
+CODERS: dict[int, _Coder] = {
     CHANGES: lambda old, new: pack_changes(*find_changes(old, new)[:2]),
     DIFFERENCE: lambda old, new: pack_planes(zigzag(new - old)),
     XOR: lambda old, new: pack_planes(old ^ new),
@@ -627,7 +627,7 @@ _CODERS: dict[int, _Coder] = {
 def _shortest(old: Words, new: Words) -> int:
     """Return the codec that codes samples of the block in the fewest bytes."""
     old, new = _samples(old), _samples(new)
-    return min(_CODERS, key=lambda codec: sum(map(len, _CODERS[codec](old, new))))
+    return min(CODERS, key=lambda codec: sum(map(len, CODERS[codec](old, new))))
 
 
 def _samples(words: Words) -> Words:
@@ -648,7 +648,7 @@ def _no_longer(coded: bytes, new: memoryview) -> bytes:
     return coded if len(coded) <= len(new) else b"".join([bytes([RAW]), new])
 
 
-def _split(block: memoryview, word_bytes: int) -> tuple[Words, memoryview]:
+def split_words(block: memoryview, word_bytes: int) -> tuple[Words, memoryview]:
     """Return a block's words, and the bytes after its last whole word."""
     count = len(block) // word_bytes
     words: Words = np.frombuffer(block, f"<u{word_bytes}", count)

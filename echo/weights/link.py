@@ -628,11 +628,17 @@ class UplinkProbe:
         """Start with no probe sent; results raise the estimate `uplink`."""
         self._uplink = uplink
         self._node_id = node_id
-        self._num_probes = 0
+        self.num_probes = 0
+        """Measurements begun; each is a probe, and larger ones while they are fast."""
         self._awaited: tuple[str, int, float] | None = None
         """(peer that must acknowledge the probe, bytes of the probe, time of sending); None if no
         probe is under way."""
         self._most_bytes = 0
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether the acknowledgement of a probe is awaited."""
+        return self._awaited is not None
 
     def begin(self, peer: str, *, payload_bytes: int, now: float) -> list[Action]:
         """Send a probe to `peer`, unless the uplink is known or a probe is under way.
@@ -647,10 +653,10 @@ class UplinkProbe:
         is_under_way = self._awaited is not None and (
             self._awaited[0] == peer or now < self._awaited[2] + UNANSWERED_S
         )
-        is_known = self._uplink.is_measured or self._num_probes >= MAX_PROBES
+        is_known = self._uplink.is_measured or self.num_probes >= MAX_PROBES
         if is_under_way or is_known or self._most_bytes < FIRST_BYTES:
             return []
-        self._num_probes += 1
+        self.num_probes += 1
         return self._send(peer, FIRST_BYTES, now)
 
     def _send(self, peer: str, num_bytes: int, now: float) -> list[Action]:

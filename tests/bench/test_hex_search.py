@@ -29,7 +29,7 @@ def cluster(**counts: int) -> Cluster:
 
 def try_all(scheduler: HexScheduler) -> Schedule:
     """Return the best schedule of all divisions."""
-    return min(map(scheduler.price, scheduler._divisions()), key=lambda s: s.rank)
+    return min(map(scheduler.price, scheduler.divisions()), key=lambda s: s.rank)
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_56_gpus_take_few_tries(model: str) -> None:
 def test_a_large_cluster_is_divided_by_more_than_one_gpu_at_a_time() -> None:
     names = ("A100-80GB", "H100-SXM", "H20", "H800", "L40S")
     scheduler = HexScheduler(cluster(**dict.fromkeys(names, 64)), JOB)
-    looked_at = list(itertools.islice(scheduler._divisions(), MAX_DIVISIONS + 1))
+    looked_at = list(itertools.islice(scheduler.divisions(), MAX_DIVISIONS + 1))
     assert MAX_DIVISIONS / 32 < len(looked_at) <= MAX_DIVISIONS
     assert {0, 64} <= {count for division in looked_at for count in division}
 

@@ -317,7 +317,7 @@ class Process:
         """End it where it stands: nothing is written or sent any more."""
         self.is_alive = False
         self.threads.close()
-        self.world._loop.thaw(self)
+        self.world.loop.thaw(self)
         if self.node is not None:
             self.node.transport.kill(is_silent=is_silent)
         if self.task is not None:
@@ -657,7 +657,7 @@ class World:
         self._network = NobodysNetwork(seed=seed, between=route, bulk_bytes=0)
         self._processes: list[Process] = []
         self._told: list[tuple[str, str]] = []
-        self._loop = WorldLoop()
+        self.loop = WorldLoop()
         self._handler = _Notes(self._told)
         logging.getLogger("promises").addHandler(self._handler)
         logging.getLogger("promises").setLevel(logging.INFO)
@@ -677,8 +677,8 @@ class World:
             tasks = [process.task for process in self._processes if process.task is not None]
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        self._loop.run_until_complete(end())
-        self._loop.close()
+        self.loop.run_until_complete(end())
+        self.loop.close()
         logging.getLogger("promises").removeHandler(self._handler)
 
     def write_metrics(self, step: int, row: Any) -> None:
@@ -696,7 +696,7 @@ class World:
             seconds = self.sample_s if process.sample_s is None else process.sample_s
         elif getattr(function, "__func__", None) is StubTrainer.step:
             seconds = self.train_s
-        elif pool == "engine" and process.node._parts is None:
+        elif pool == "engine" and function is process.node.build:
             return process.build_s
         elif getattr(function, "__func__", None) is WorkerParts.install and process.rated:
             return process.rated.install_s
@@ -796,7 +796,7 @@ class World:
             node.perform = perform_and_validate
             process.task = asyncio.create_task(node.run(), name=process.name)
 
-        self._loop.run_until_complete(self._loop.create_task(start(), context=process.context))
+        self.loop.run_until_complete(self.loop.create_task(start(), context=process.context))
         self._processes.append(process)
 
     def _config(self, role: str, sections: dict[str, Any], **own: Any) -> Config:
@@ -964,16 +964,16 @@ class World:
         async def kill() -> None:
             self._process(name).kill(is_silent=silently)
 
-        self._loop.run_until_complete(kill())
+        self.loop.run_until_complete(kill())
         self.run(0.01)
 
     def freeze(self, name: str) -> None:
         """Hold a process as SIGSTOP does: its connections stand and nothing moves."""
-        self._loop.freeze(self._process(name))
+        self.loop.freeze(self._process(name))
 
     def thaw(self, name: str) -> None:
         """Let a frozen process go on with what has arrived meanwhile."""
-        self._loop.thaw(self._process(name))
+        self.loop.thaw(self._process(name))
 
     def interrupt(self, name: str) -> None:
         """Press Ctrl-C once."""
@@ -986,7 +986,7 @@ class World:
             return function(*arguments)
 
         context = self._process(name).context
-        return self._loop.run_until_complete(self._loop.create_task(call(), context=context))
+        return self.loop.run_until_complete(self.loop.create_task(call(), context=context))
 
     def report(self, name: str, event: Any) -> None:
         """Have a node report an event to its role, and carry out the actions."""
@@ -1079,7 +1079,7 @@ class World:
 
     def peer_of(self, node: str) -> str:
         """Return the learner's link over which a node has said hello."""
-        return self.node(LEARNER).role._routes.peer_of(node) or "none"
+        return self.node(LEARNER).role.routes.peer_of(node) or "none"
 
     def deliver(
         self,
@@ -1125,7 +1125,7 @@ class World:
 
     def channel_of(self, node: str) -> Channel:
         """Return the channel in which a node seals what it says to the learner."""
-        channel: Channel = self.node(node).role._joining.seals.newest
+        channel: Channel = self.node(node).role.joining.seals.newest
         return channel
 
     def claim(self, name: str, *, over: str) -> None:
@@ -1168,11 +1168,11 @@ class World:
 
     def cut(self, a: str, b: str) -> None:
         """Cut two nodes apart."""
-        self._loop.call_soon(self._network.cut, a, b)
+        self.loop.call_soon(self._network.cut, a, b)
 
     def mend(self, a: str, b: str) -> None:
         """Let them reach each other again."""
-        self._loop.call_soon(self._network.mend, a, b)
+        self.loop.call_soon(self._network.mend, a, b)
 
     def slow_disk(self, name: str, seconds: float) -> None:
         """Let each chunk take so long to be written at a node."""
@@ -1252,11 +1252,11 @@ class World:
     @property
     def now(self) -> float:
         """Seconds since the beginning."""
-        return self._loop.time()
+        return self.loop.time()
 
     def run(self, seconds: float) -> None:
         """Let time pass."""
-        self._loop.run_until_complete(asyncio.sleep(seconds))
+        self.loop.run_until_complete(asyncio.sleep(seconds))
         if self._failure is not None:
             raise self._failure
 
@@ -1271,7 +1271,7 @@ class World:
                 assert self.now < began + within_s, f"not within {within_s:g} s: {self._told[-8:]}"
                 await asyncio.sleep(0.02)
 
-        self._loop.run_until_complete(wait())
+        self.loop.run_until_complete(wait())
         return self.now - began
 
     @property

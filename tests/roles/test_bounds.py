@@ -213,7 +213,7 @@ def sealed(world: World, message: Any, payload: Sequence[bytes] = ()) -> list[An
 def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(fleet: World) -> None:
     role = fleet.node("learner").role
     frames = encode(messages.Goodbye(reason="x"), source="w1", target="learner")
-    peer = role._routes.peer_of("w1")
+    peer = role.routes.peer_of("w1")
     assert role.leases.num_leases("w1")
     assert role.expel(peer, frames, now=fleet.now) == []
     assert "w1" not in role.roster.nodes

@@ -58,13 +58,13 @@ def test_the_learner_dies_while_an_engine_is_built_and_it_is_not_built_twice(
     world.learner()
     world.worker("w1", build_s=8.0)
     node, built = world.node("w1"), list[Any]()
-    build = node._build
+    build = node.build
 
     def build_and_note(*arguments: Any) -> Any:
         built.append(arguments)
         return build(*arguments)
 
-    node._build = build_and_note
+    node.build = build_and_note
     world.run(3.0)
     world.kill("learner")
     world.run(1.0)
@@ -259,10 +259,10 @@ def test_a_probe_of_an_uplink_is_answered(make_world: MakeWorld) -> None:
     # The answer to its own is awaited from its parent alone.
     role = world.node("w1").role
     peer = role.control.peer
-    role._probing.begin(peer, payload_bytes=8 << 20, now=3.0)
+    role.probing.begin(peer, payload_bytes=8 << 20, now=3.0)
     for source, is_awaited in (("in99", True), (peer, False)):
         role.receive(source, encode(ProbeAck(), source="r1"), now=9.0)
-        assert (role._probing._awaited is not None) == is_awaited
+        assert role.probing.is_awaiting == is_awaited
 
 
 def test_who_can_serve_shows_its_uplink_before_it_is_given_a_place_and_then_the_learner(
@@ -279,7 +279,7 @@ def test_who_can_serve_shows_its_uplink_before_it_is_given_a_place_and_then_the_
     for name, num_probes in (("r1", 1), ("w1", 0)):  # whoever cannot be dialled serves nobody
         world.run_until(partial(is_trusting, name), within_s=5.0)
         node = world.node(name)
-        assert node.role._probing._num_probes == num_probes, name
+        assert node.role.probing.num_probes == num_probes, name
     learner = world.node("learner").role
     world.run_until(lambda: learner.plans.uplinks().get("r1"), within_s=5.0)
     learner.plans.planner.has_news = False

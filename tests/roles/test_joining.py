@@ -274,7 +274,7 @@ def test_every_state_is_reached_and_leads_to_admission_or_to_an_end() -> None:
 
 def answering(node: Joining, welcome: Welcome = WELCOME, **changes: Any) -> Welcome:
     """Return a Welcome in answer to what a node has said last."""
-    return sign_answer(replace(welcome, answers=node._hello_hash, **changes), KEY)
+    return sign_answer(replace(welcome, answers=node.hello_hash, **changes), KEY)
 
 
 def feed(node: Joining, event: type) -> list[Action]:
@@ -449,7 +449,7 @@ def test_from_any_two_states_the_ends_come_to_agree(state: NodeState, presence: 
 def test_a_learner_that_is_restarted_meanwhile_is_heard(state: NodeState) -> None:
     """A relay keeps the link: only the answer to a Hello tells of the new learner."""
     node, lineages = node_in(state), (Lineage(1, 0), Lineage(2, 3))
-    old_hello = node.joining._hello_hash
+    old_hello = node.joining.hello_hash
     assert node.joining.receive(answering(node.joining), [], now=1.5) == []
     assert node.joining.state is state, "the same once more"
     # What it expects of rollouts is no setting: other prompts, or more groups a step, do no harm.

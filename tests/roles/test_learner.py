@@ -90,7 +90,7 @@ def test_what_workers_count_is_added_once() -> None:
 def test_what_a_dead_worker_has_shipped_is_continued_by_another(hung_world: World) -> None:
     world = hung_world
     begin(world, partial(3, reason="stop"), partial(5))
-    shipped = world.node("learner").role._scheduler.groups.shipped
+    shipped = world.node("learner").role.scheduler.groups.shipped
     assert 0 in shipped
     world.kill("w1")
     world.run_until(lambda: not world.leased("w1"))
@@ -111,7 +111,7 @@ def test_what_the_learner_before_was_sent_is_shipped_to_the_one_that_follows(
     world.kill("learner")
     world.learner()
     world.run_until(lambda: 0 in world.leased("w1"))
-    shipped = world.node("learner").role._scheduler.groups.shipped
+    shipped = world.node("learner").role.scheduler.groups.shipped
     assert 0 not in shipped
     # As where it pauses or leaves; it has sampled nothing more.
     world.perform("w1", world.node("w1").role.ship(interval_s=0, now=world.now))
@@ -199,7 +199,7 @@ def test_what_cannot_have_been_sampled_is_refused(
         notes = learner.receive(hung_world.peer_of("w1"), frames_of(hung_world, members), now=now)
         assert complaint in notes[0].text
     assert learner.counters["protocol_errors"] == 2
-    assert 0 not in learner._scheduler.groups.shipped
+    assert 0 not in learner.scheduler.groups.shipped
 
 
 def test_partials_of_others_groups_are_not_believed(hung_world: World) -> None:

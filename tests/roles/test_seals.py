@@ -124,9 +124,9 @@ def test_a_worker_keeps_a_group_whose_ack_is_forged(make_world: MakeWorld) -> No
 
 def forged_ends(world: World) -> list[Message]:
     """Return ends of the run for w1 that the learner has not stated."""
-    joining = world.node("w1").role._joining
-    finish = Finish(reason="over", answers=joining._hello_hash)
-    refuse = Refuse(reason="no", detail="no", answers=joining._hello_hash)
+    joining = world.node("w1").role.joining
+    finish = Finish(reason="over", answers=joining.hello_hash)
+    refuse = Refuse(reason="no", detail="no", answers=joining.hello_hash)
     public_key = FOREIGN_KEY.public_key().public_bytes_raw()
     signed = (
         sign_answer(replace(finish, public_key=public_key), FOREIGN_KEY),
@@ -227,7 +227,7 @@ def test_a_finish_of_before_a_resume_ends_nobody_after_it(
         world.run_until(lambda: {m.node_id for m in roster.members()} == {"w1", "r1"})
         world.run(0.1)  # w1 has received that it is admitted: until then its old channel counts
     else:
-        seals = world.node("w1").role._joining.seals
+        seals = world.node("w1").role.joining.seals
         world.run_until(lambda: seals.offered is not None)
     kinds = {type(decode_message(envelope)) for envelope, _ in kept}
     assert kinds == {Ack, Finish}
@@ -299,7 +299,7 @@ def test_a_replayed_hello_neither_moves_a_node_nor_ends_its_channel(
 ) -> None:
     world = fleet(make_world, via=("learner",))
     role = world.node("learner").role
-    hello = world.node("w1").role._joining._hello
+    hello = world.node("w1").role.joining.hello
     before = world.peer_of("w1")
     for message in (hello, replace(hello, nonce=b"old")):
         frames = encode(message, source="w1", target=LEARNER_ID)

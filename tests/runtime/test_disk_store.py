@@ -151,7 +151,7 @@ def test_recovering_twice_gives_nothing_twice(opened: Opened) -> None:
     store.drop(version(2))
     assert store.recover("r") == []
     assert store.bytes_held == SIZE
-    assert len(store._spares) == 1
+    assert len(store.spares) == 1
     store.drop(version(2))  # what is not there
     assert [item.version for item in opened(run=None).recover("r")] == [version(1)]
 
@@ -370,7 +370,7 @@ def test_a_directory_that_disappears_is_an_error(opened: Opened) -> None:
     for path in store.directory.iterdir():
         path.unlink()
     store.drop(version(1))  # nothing left to recycle
-    assert store._spares == []
+    assert store.spares == []
     store.create(version(2), None, SIZE)
     store.drop(version(2))
     for path in store.directory.iterdir():
@@ -450,7 +450,7 @@ def test_a_storage_that_is_dropped_while_a_chunk_is_written_is_not_recycled(open
     assert bytes(other) == b"2" * len(IMAGE)
     # Now that nobody can write to it any more, it is.
     store.create(version(3), b"manifest", len(IMAGE))
-    assert store._spares == []
+    assert store.spares == []
 
 
 # --- what a version store verifies ----------------------------------------------------------------
@@ -555,7 +555,7 @@ def test_the_limit_counts_what_was_not_dropped(store: MemoryStore) -> None:
     store.drop(version(1))
     store.create(version(3), None, 4 * SIZE)  # the spare had to make room
     assert store.bytes_held == 7 * SIZE
-    assert store._spares == []
+    assert store.spares == []
 
 
 @pytest.mark.parametrize(
@@ -594,8 +594,8 @@ def test_only_the_largest_spares_are_kept_and_views_of_the_others_stay_valid(
         view[:] = bytes([step]) * len(view)
     for step in range(1, 5):
         store.drop(version(step))
-    assert [len(spare) for spare in store._spares] == [4 * 4096, 3 * 4096]
-    assert len(store._spares) == MAX_SPARES
+    assert [len(spare) for spare in store.spares] == [4 * 4096, 3 * 4096]
+    assert len(store.spares) == MAX_SPARES
     assert [view[0] for view in views] == [1, 2, 3, 4]
 
 
@@ -636,7 +636,7 @@ def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: MemoryStore) -> N
         for _ in range(num_bytes // piece_bytes):
             assert set(pull.recv()) == {1}
         deadline = time.monotonic() + 60  # libzmq tells Python in a thread of its own
-        while store._spares[0].is_lent and time.monotonic() < deadline:
+        while store.spares[0].is_lent and time.monotonic() < deadline:
             time.sleep(0.01)
         assert address(store.create(version(3), None, num_bytes)) == place
 
@@ -722,10 +722,10 @@ class Recycling(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_right(self) -> None:
-        spares = sum(map(len, self.store._spares))
+        spares = sum(map(len, self.store.spares))
         assert self.store.bytes_held == sum(map(len, self.live.values()))
         assert self.store.bytes_held + spares <= self.store.limit_bytes
-        assert len(self.store._spares) <= MAX_SPARES
+        assert len(self.store.spares) <= MAX_SPARES
 
 
 TestRecycling = Recycling.TestCase

@@ -114,7 +114,7 @@ def test_a_worker_that_fails_tells_the_learner_why_and_is_not_missed(
     if has_engine:
         world.refuse_version("w1", 0)
     else:
-        world.node("w1")._build = fail
+        world.node("w1").build = fail
     world.run_until(lambda: world.end("w1"))
     world.run(0.1)
     assert not world.node("learner").role.roster.nodes

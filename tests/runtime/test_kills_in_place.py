@@ -267,7 +267,7 @@ def in_a_block(number: int) -> Callable[[], None]:
             if where is None:
                 delta.fill(block[:half], words[:half].data)
             else:
-                target, _ = delta._split(block, words.itemsize)
+                target, _ = delta.split_words(block, words.itemsize)
                 target[where[:half]] = words[:half]  # type: ignore[index]
             die()
 

@@ -52,7 +52,7 @@ def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
         "staleness/hist": {"0": 3, "2": 1},
     }
     progress.stepped([group], waited_s=0.0, trained_s=0.5, staleness={})
-    told = progress._last_step
+    told = progress.last_step
     assert told is not None
     assert (told.step, told.mean_staleness, told.max_staleness) == (7, 0.5, 2)
     assert (told.reward, told.accepted_tokens_per_s, told.seconds) == (row["reward/mean"], 2.0, 2.0)
@@ -174,12 +174,12 @@ def test_the_curve_goes_on_where_a_run_was_resumed_after_its_last_hole() -> None
     evaluations = ((0, 0.3, 0.2), (4, 0.5, 0.4), (6, 0.6, 0.5))
     curve = LearningCurve(rewards=rewards, evaluations=evaluations)
     progress = Progress(staleness_tokens={}, now=0.0, step=4, earlier=curve)
-    assert list(progress._rewards) == [0.3, 0.4]  # later ones are void
-    assert list(progress._evals) == [(0, 0.3, 0.2), (4, 0.5, 0.4)]
+    assert list(progress.curves.rewards) == [0.3, 0.4]  # later ones are void
+    assert list(progress.curves.evals) == [(0, 0.3, 0.2), (4, 0.5, 0.4)]
     progress.evaluated(4, 0.55, 0.45, is_rate=False, num_errors=2)
-    assert not progress._evals_are_rates
-    assert list(progress._evals) == [(0, 0.3, 0.2), (4, 0.55, 0.45)]
-    assert progress._eval_errors == {4: 2}
+    assert not progress.curves.evals_are_rates
+    assert list(progress.curves.evals) == [(0, 0.3, 0.2), (4, 0.55, 0.45)]
+    assert progress.curves.eval_errors == {4: 2}
 
 
 def test_the_learner_says_whom_it_waits_for(make_world: MakeWorld) -> None:

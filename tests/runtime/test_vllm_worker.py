@@ -62,8 +62,7 @@ def test_rollouts_go_on_while_versions_are_written_in_place(
         async with running(learner, worker) as (learning, working):
             assert await learning == "finished"
             assert await working == "the run is finished"
-        assert worker._parts is not None
-        assert worker._parts.groups_per_batch == 8
+        assert worker.parts.groups_per_batch == 8
         installed = read_jsonl(run.run_dir / "workers" / "w1" / "installed.jsonl")
         versions = [record["version"] for record in installed]
         assert len(versions) > 1

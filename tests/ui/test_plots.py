@@ -57,7 +57,7 @@ def test_every_reward_is_within_the_plot(
     with MetricsWriter(run_dir) as writer:
         writer.write(10, evaluation(10, heldout, heldout))
     figure = Figure()
-    plots._draw_curves(figure.subplots(), read_metrics(run_dir))
+    plots.draw_curves(figure.subplots(), read_metrics(run_dir))
     for axes, wanted in zip(figure.axes, limits, strict=True):
         low, high = axes.get_ylim()
         assert wanted is None or (low, high) == wanted
@@ -67,7 +67,7 @@ def test_every_reward_is_within_the_plot(
 
 
 def test_the_reward_is_smoothed_over_the_last_steps_only() -> None:
-    smooth = plots._smoothed([float(step) for step in range(1, 8)])
+    smooth = plots.smoothed([float(step) for step in range(1, 8)])
     assert smooth == [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
 
 

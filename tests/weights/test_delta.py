@@ -193,7 +193,7 @@ def test_the_choice_is_close_to_the_shortest(
     new = base.copy()
     is_changed = generator.random(base.size) < share
     new[is_changed] += generator.integers(1, largest + 1, base.size)[is_changed].astype(base.dtype)
-    sizes = [sum(map(len, coder(base, new))) for coder in blocks_module._CODERS.values()]
+    sizes = [sum(map(len, coder(base, new))) for coder in blocks_module.CODERS.values()]
     chosen = len(coded(base.tobytes(), new.tobytes(), word_bytes))
     assert chosen <= 1.04 * min(*sizes, new.nbytes) + 100
 

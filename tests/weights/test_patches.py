@@ -48,9 +48,9 @@ def coded_as(codec: int, base: bytes, new: bytes, word_bytes: WordBytes) -> Code
     whole = hash_old(np.frombuffer(base, np.uint8))
     if codec == RAW:
         return CodedBlock(bytes([RAW]) + new, whole)
-    old_words, old_tail = delta._split(memoryview(base), word_bytes)
-    new_words, tail = delta._split(memoryview(new), word_bytes)
-    parts = delta._CODERS[codec](old_words, new_words)
+    old_words, old_tail = delta.split_words(memoryview(base), word_bytes)
+    new_words, tail = delta.split_words(memoryview(new), word_bytes)
+    parts = delta.CODERS[codec](old_words, new_words)
     old_hash = whole
     if codec == CHANGES:
         _, _, replaced = delta.find_changes(old_words, new_words)

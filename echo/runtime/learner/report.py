@@ -46,6 +46,38 @@ _ADVICE = {
 """Remedies by the reason for which groups are left out, other than equal rewards."""
 
 
+class RunCurves:
+    """Mean rewards by step and scores by evaluation; the steps before a resume included."""
+
+    def __init__(self, earlier: LearningCurve | None, *, step: int) -> None:
+        """Continue the curves of the run before a resume at `step`; None if there is none."""
+        self.rewards: deque[float] = deque(maxlen=MAX_HISTORY)
+        """Mean reward of each step."""
+        self.evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
+        """(step, sampled score, greedy score) of each evaluation."""
+        self.eval_errors: dict[int, int] = {}
+        """Step -> rewards that failed in its evaluation."""
+        self.evals_are_rates = earlier is None or earlier.is_rate
+        """Whether every reward of the evaluations was 0 or 1."""
+        if earlier is not None:
+            first = step
+            while first in earlier.rewards:
+                first -= 1
+            self.rewards.extend(earlier.rewards[at] for at in range(first + 1, step + 1))
+            self.evals.extend(point for point in earlier.evaluations if point[0] <= step)
+
+    def evaluated(
+        self, step: int, sampled: float, greedy: float, *, is_rate: bool, num_errors: int
+    ) -> None:
+        """Add a point to the held-out curves; see `Progress.evaluated`."""
+        self.evals_are_rates &= is_rate
+        for known in [point for point in self.evals if point[0] == step]:
+            self.evals.remove(known)
+        self.evals.append((step, sampled, greedy))
+        if num_errors:
+            self.eval_errors[step] = num_errors
+
+
 class Progress:
     """Totals since the learner started; staleness and curves include the run before a resume."""
 
@@ -63,20 +95,12 @@ class Progress:
         self._step_times: tuple[float, float] = (0.0, 0.0)
         self._published_s = 0.0
         self._speed: SpeedView | None = None
-        self._last_step: StepView | None = None
+        self.last_step: StepView | None = None
+        """Figures of the last step; None before the first."""
         self._tokens_since_step = 0
         self._bytes_reported = 0
         self._staleness_tokens = dict(staleness_tokens)
-        self._rewards: deque[float] = deque(maxlen=MAX_HISTORY)
-        self._evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
-        self._eval_errors: dict[int, int] = {}
-        self._evals_are_rates = earlier is None or earlier.is_rate
-        if earlier is not None:
-            first = step
-            while first in earlier.rewards:
-                first -= 1
-            self._rewards.extend(earlier.rewards[at] for at in range(first + 1, step + 1))
-            self._evals.extend(point for point in earlier.evaluations if point[0] <= step)
+        self.curves = RunCurves(earlier, step=step)
         self._groups = GroupStats()
         self._left_out = GroupStats()
         self._reasons: Counter[str] = Counter()
@@ -218,12 +242,7 @@ class Progress:
             is_rate: whether every reward was 0 or 1.
             num_errors: rewards that failed.
         """
-        self._evals_are_rates &= is_rate
-        for known in [point for point in self._evals if point[0] == step]:
-            self._evals.remove(known)
-        self._evals.append((step, sampled, greedy))
-        if num_errors:
-            self._eval_errors[step] = num_errors
+        self.curves.evaluated(step, sampled, greedy, is_rate=is_rate, num_errors=num_errors)
 
     def step_metrics(
         self,
@@ -240,7 +259,7 @@ class Progress:
         those that were left out since the step before.
         """
         metrics = {**metrics, **self._groups.metrics(), **self._dropped}
-        self._rewards.append(metrics.get("reward/mean", 0.0))
+        self.curves.rewards.append(metrics.get("reward/mean", 0.0))
         num_tokens = sum(staleness.values())
         waited_s, trained_s = self._step_times
         step_s = max(now - self._stepped_at, 1e-9)
@@ -268,9 +287,9 @@ class Progress:
                 forward_backward_s=metrics["time/forward_backward"],
                 optimizer_s=metrics["time/optimizer"],
             )
-        self._last_step = StepView(
+        self.last_step = StepView(
             step=step,
-            reward=self._rewards[-1],
+            reward=self.curves.rewards[-1],
             mean_staleness=mean_staleness,
             max_staleness=max(staleness, default=0),
             accepted_tokens_per_s=self._tokens_since_step / step_s,
@@ -376,14 +395,14 @@ class Progress:
             activity=self.activity,
             waiting_for="" if self.activity else self._describe_wait(role),
             nodes=tuple(map(self._with_quality, role.fleet.nodes(step=role.step, now=now))),
-            reward_history=tuple(self._rewards),
-            eval_history=tuple(sorted(self._evals)),
-            evals_are_rates=self._evals_are_rates,
-            eval_errors=dict(self._eval_errors),
+            reward_history=tuple(self.curves.rewards),
+            eval_history=tuple(sorted(self.curves.evals)),
+            evals_are_rates=self.curves.evals_are_rates,
+            eval_errors=dict(self.curves.eval_errors),
             staleness_tokens=dict(self._staleness_tokens),
             idle_ratio=self.idle_ratio_by_now(now),
             recent_idle_ratio=self.recent_idle_ratio(now),
-            last_step=self._last_step,
+            last_step=self.last_step,
             speed=self._speed,
             num_buffered=len(role.buffer),
             groups_per_step=role.settings.leases.groups_per_step,

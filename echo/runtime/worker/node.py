@@ -284,7 +284,7 @@ class WorkerNode(DialingNode):
         """
         super().__init__(role, transport, version_store=version_store, threads=threads, log=log)
         self.role: Worker = role
-        self._build = build
+        self.build = build
         self._engine_pool = self.threads.pool("engine")
         self._reward_pool = self.threads.pool("reward", MAX_BLOCKING)
         self._file_pool = self.threads.pool("partials")
@@ -354,7 +354,7 @@ class WorkerNode(DialingNode):
 
     async def _set_up(self, configure: Configure) -> None:
         settings, assets = configure.settings, configure.assets
-        parts = await self._engine_pool.run(self._build, settings, assets)
+        parts = await self._engine_pool.run(self.build, settings, assets)
         self._parts = parts
         if parts.note:
             self.log.info("%s", parts.note)
