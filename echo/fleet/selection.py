@@ -29,7 +29,7 @@ MAX_NODES = 1000
 differ reach the limit, after 2 s.
 """
 MAX_ROUNDS = 60
-"""Largest number of tangents that a search adds; a handful is usual."""
+"""Largest number of rounds: each solves the programme and adds a tangent; a handful is usual."""
 
 
 class SearchLimitError(EchoError):
@@ -110,7 +110,7 @@ def _search(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...], float] | Non
         programme.add_tangent(rate=rate, broadcast_s=broadcast_s)
     raise SearchLimitError(
         f"no set of nodes was found that satisfies the rule, and no proof that there is none: "
-        f"{MAX_ROUNDS} tangents were not enough; put alike offers together"
+        f"{MAX_ROUNDS} rounds of the search were not enough; put alike offers together"
     )
 
 

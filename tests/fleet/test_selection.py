@@ -129,7 +129,7 @@ def test_a_search_that_reaches_its_bound_says_how_much_cheaper_a_set_may_be(
 
 def test_a_search_without_an_answer_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "MAX_ROUNDS", 0)
-    with pytest.raises(SearchLimitError, match="0 tangents were not enough"):
+    with pytest.raises(SearchLimitError, match="0 rounds of the search were not enough"):
         select(make_fleet(make_offer("any")), JOB)
 
 
