@@ -322,8 +322,8 @@ class Broadcast:
         """Ask the parent for the learner's newest version, unless it is known already.
 
         The Announce of this version may be under way, or may have been lost. If the parent does not
-        announce a newer version for GIVE_UP_STALLS * stall_s, it has no space for the version or is
-        cut off, so the node leaves it.
+        announce a newer version for GIVE_UP_STALLS * stall_s, the parent has no space for the
+        version or is cut off, so the node leaves this parent.
         """
         held = self.newest_complete
         known = (self._store.newest_known, self.receiver.offers.newest)
@@ -402,7 +402,7 @@ class Broadcast:
     def _pass_on(
         self, found: Iterable[Action | ParentFailed], now: float
     ) -> list[Action | ParentFailed]:
-        """Return the receiver's actions; the sender's actions replace each store change."""
+        """Return what the receiver returned, with sender's actions in place of store changes."""
         actions: list[Action | ParentFailed] = []
         for each in found:
             if not isinstance(each, StoreChange):

@@ -138,7 +138,7 @@ class RateEstimate:
         return self._last_at is None
 
     def add(self, num_bytes: float, *, now: float, since: float = math.inf) -> None:
-        """Add bytes that have arrived; after a pause they start a measurement, uncounted.
+        """Add bytes that have arrived; the first bytes after a pause only start a measurement.
 
         Args:
             num_bytes: number of bytes that have arrived.
@@ -454,7 +454,7 @@ class ParentLink:
         self._move(LinkEvent.MESSAGE)
 
     def fetch(self, *, now: float) -> int:
-        """Note that this node sends Fetch, and return the credit in bytes for it.
+        """Note that this node sends Fetch, and return the bytes of credit that the Fetch gives.
 
         The credit is the window, less the bytes of any item that are still being written.
         """
@@ -515,7 +515,7 @@ class ParentLink:
         self.progress_at, self.promised_s = now, 0.0
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note that the parent waits itself, and will send its next Waiting within `again_s`."""
+        """Note that the parent waits for the item, and sends another Waiting within `again_s`."""
         self._move(LinkEvent.WAITS)
         self.progress_at = now
         self.promised_s = min(again_s, MAX_PROMISE_S)  # a longer time is not accepted

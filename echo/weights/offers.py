@@ -61,7 +61,7 @@ class Offers:
         return item in self._refused
 
     def refuse(self, item: ItemId) -> None:
-        """Remember never to fetch this item again, because it was unusable here."""
+        """Remember never to fetch this item again, because it was unusable on this node."""
         self._refused[item] = None
         while len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
@@ -76,7 +76,7 @@ class Offers:
         return self._sizes.keys()
 
     def next_step(self, current: ItemId | None) -> ItemId | None:
-        """Return the item to fetch now; None for no item.
+        """Return the item to fetch now; None if there is nothing to fetch.
 
         Args:
             current: the item that is being fetched; it is returned if this node should continue

@@ -84,7 +84,7 @@ class Parents:
 
     @property
     def rtt_s(self) -> float | None:
-        """The round-trip time to the parent in use, seconds; None without one."""
+        """The round-trip time to the parent in use, in seconds; None if no parent is in use."""
         return None if self.current is None else self.current.rtt_s
 
     def suspects(self, *, now: float) -> tuple[str, ...]:
@@ -317,7 +317,7 @@ class Parents:
         return first
 
     def expire(self, *, now: float) -> list[Action]:
-        """Leave a parent that does not answer; after all have failed, begin again."""
+        """Leave a parent that does not answer; when it is time, dial again or replace the spare."""
         actions: list[Action] = []
         for connection in self.connections:
             is_late = not connection.node_id and now >= connection.dialled_at + CONNECT_TIMEOUT_S

@@ -429,9 +429,9 @@ class Receiver:
         return [*self._go_on(encoded.version, now), *self.arrived(item_id, now)]
 
     def _go_on(self, version: PolicyVersion, now: float) -> list[Action]:
-        """Add the manifest of a complete version, and open deltas that are coded against it.
+        """Seal a complete version, and return work to open the deltas coded against this version.
 
-        The manifest is added only if it has arrived.
+        To seal a version is to add its manifest, which happens only if the manifest has arrived.
         """
         return [*self._seal(version, now), *self.store.decodable_on(version)]
 

@@ -119,7 +119,10 @@ class Pace:
         return self._rate(1e-3)
 
     def at_once(self, now: float) -> int:
-        """Return how many chunks to send in one message: those of TOGETHER_S, at least one."""
+        """Return how many chunks to send in one message: what the child takes in TOGETHER_S.
+
+        The number is at least 1.
+        """
         self._count(now)
         return min(MAX_CHUNKS, max(1, int(self._rate(SAMPLE_S) * TOGETHER_S)))
 
@@ -615,7 +618,7 @@ class Sender:
         return []
 
     def _send_waiting(self, peer: str, child: Child, item: ItemId, now: float) -> Send:
-        """Return a Waiting for a child, which says when the next message follows."""
+        """Return the action that sends a child a Waiting, which says when the next one follows."""
         is_awaited = child.held_at is not None or child.awaiting is not None
         doubled = WAITING_PERIOD_S if is_awaited else 2 * child.waiting_s
         child.waiting_s = min(max(doubled, WAITING_PERIOD_S), MAX_WAITING_S)

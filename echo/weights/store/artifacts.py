@@ -114,7 +114,7 @@ class Chunked(abc.ABC):
 
     @property
     def is_missing(self) -> bool:
-        """Whether chunks are missing: a known one is not held or written, or more may be added."""
+        """Whether a known chunk is neither held nor being written, or more chunks may be added."""
         return self.is_open or self._come().find(0) >= 0
 
     def missing(self) -> tuple[tuple[int, int], ...]:

@@ -15,7 +15,7 @@ from echo.wire.messages import ItemId
 
 
 class StoreChange(Action):
-    """A change of the store; `Broadcast` replaces it, so no role gets one."""
+    """A change of the store; `Broadcast` turns it into actions, so no role gets a StoreChange."""
 
 
 @dataclass(frozen=True, slots=True)

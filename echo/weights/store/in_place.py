@@ -70,7 +70,8 @@ class InPlace:
     def ready(self) -> EncodedVersion | None:
         """A delta that may be written over its base now; None if there is none.
 
-        The changes of all its blocks are known, and the memory of its base holds the base.
+        The changes of all the delta's blocks are known, and the memory of its base still holds the
+        base.
         """
         return next((each for each in self.open if not self.is_being_written(each)), None)
 
@@ -116,5 +117,5 @@ class InPlace:
             image.later = [patch for patch in image.later if patch is not encoded.patch]
 
     def _images_in(self, storage: bytearray | memoryview) -> list[Transfer]:
-        """Return the images of which this is the memory."""
+        """Return the images whose memory is `storage`."""
         return [image for image in self._images.values() if image.storage is storage]

@@ -92,7 +92,7 @@ class ItemStore:
         The first segment reserves memory for the decoded image.
 
         Returns:
-            Why the encoded version cannot be used on this node; "" if it can.
+            Why this node cannot use the encoded version; "" if this node can use it.
 
         Raises:
             StorageError: if there is no space.
@@ -123,7 +123,7 @@ class ItemStore:
     def decodable(self, encoded: EncodedVersion, index: int) -> list[DecodeBlock | OpenBlock]:
         """Return work for the blocks that can be decoded since chunk `index` was written.
 
-        There is none while a patch is being written over the memory of the base.
+        There is no such work while a patch is being written over the memory of the base.
         """
         if encoded.form.base is None:
             return encoded.decodable(index, None)
@@ -221,7 +221,8 @@ class ItemStore:
     ) -> tuple[PolicyVersion, tuple[EncodedVersionOffer, ...], bytes | None] | None:
         """Return the content of an Announce: (version, offers, signed manifest of its image).
 
-        The manifest is None if no image can be sent; all is None if there is no version.
+        The manifest is None if no image can be sent; the whole result is None if there is no
+        version.
         """
         offers = tuple(
             EncodedVersionOffer(version, form.base, encoded.num_bytes)

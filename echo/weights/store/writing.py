@@ -32,7 +32,7 @@ class WriteChunk(Work):
     """The version store's `write`, if a write may take long; None to write to memory."""
 
     def run(self) -> str:
-        """Verify and write the chunk; return WRONG_HASH, the error of the disk, or ""."""
+        """Verify and write the chunk; return WRONG_HASH, the disk's error, or "" for success."""
         item, index = self.item, self.index
         is_whole = len(self.data) == item.chunk_size(index)
         if not is_whole or blake3(self.data).digest() != item.chunk_hash(index):

@@ -79,7 +79,7 @@ Parents = Mapping[str, tuple[Hop, ...]]
 
 
 def with_backups(fleet: Sites, parents: Tree, *, previous: Parents) -> Parents:
-    """Return the parents of every node in order of preference: tree parent, then stand-ins.
+    """Return each node's parents in order of preference: the parent in the tree, then stand-ins.
 
     Args:
         fleet: the learner and the nodes.
@@ -588,7 +588,7 @@ class Planner:
         self._listening: tuple[str, ...] = ()
 
     def expect(self, payload: Chunked | None) -> None:
-        """Plan from now on for versions of the payload's size, in chunks of its size."""
+        """Plan from now on for versions of the size and chunk size that the payload has."""
         if payload is not None and payload.num_chunks:
             self.payload_bytes, self.chunk_bytes = payload.num_bytes, payload.chunk_size(0)
 

@@ -112,7 +112,7 @@ def slots_of(
         share: share of the largest possible rate for which to count slots; a smaller share gives
             more slots.
         groups: the region of each node, as a number; one link enters each region, except the
-            learner's, which is 0.
+            learner's region, whose number is 0.
     """
     needed = fleet.num_receivers
     uplinks = np.array(fleet.uplinks)
