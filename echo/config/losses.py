@@ -154,7 +154,7 @@ class GspoSection(ClippedSection):
 
 
 class GepoSection(LossSection):
-    """GEPO: a loss whose ratios use the sampler's expectation over the group."""
+    """GEPO: a loss of ratios to the sampler's expected probability over the group."""
 
     kind: Literal["gepo"]
     normalize_by_std: bool = False
@@ -203,7 +203,7 @@ class CispoSection(MaskedLossSection):
 
 
 class DecoupledPpoSection(ClippedSection):
-    """Decoupled PPO: a clip around a policy between learner and sampler."""
+    """Decoupled PPO: it clips against a proximal policy, not the sampler."""
 
     kind: Literal["decoupled_ppo"]
     dual_clip: DualClip = False
@@ -238,7 +238,8 @@ class M2poSection(MaskedLossSection):
     def least_ratios(self) -> dict[str, float]:
         """Return, by key, the smallest ratios that the masks and the bound accept.
 
-        For the bound it is the ratio at which a single token alone reaches the second moment.
+        The smallest ratio that the bound accepts is the ratio at which a single token alone reaches
+        the bound on the second moment.
         """
         end = math.exp(-math.sqrt(self.max_second_moment))
         return super().least_ratios() | {"max_second_moment": end}
@@ -269,7 +270,8 @@ class DppoTvSection(MaskedLossSection):
     def least_ratios(self) -> dict[str, float]:
         """Return, by key, the smallest ratios that the masks and the bound accept.
 
-        For the bound it is the ratio of a token that the sampler gave a probability of 1.
+        The smallest ratio that the bound accepts is that of a token to which the sampler gave a
+        probability of 1.
         """
         end = 1 - self.max_probability_gap
         return super().least_ratios() | {"max_probability_gap": end}

@@ -269,7 +269,7 @@ class Footprint:
         return -(-8 * self._largest_trained // self.num_ranks)
 
     def _sizes_with_model(self) -> dict[str, int]:
-        """Return the bytes in the memory where the model is trained, by name.
+        """Return the bytes that a learner needs in the memory of the trained model, by name.
 
         An entry is 0 if its bytes are not needed, or are in other memory.
         """
@@ -308,7 +308,10 @@ class Footprint:
         return sizes
 
     def _sizes_beside_model(self) -> dict[str, int]:
-        """Return the bytes in the host's memory, by name; all ranks are on one machine."""
+        """Return the bytes that a learner needs in the host's memory, by name.
+
+        All ranks are on one machine.
+        """
         moments, master_bytes = self._moment_bytes, 4 * self._num_trained
         has_undo = self.config.batch.minibatches_per_step > 1
         return {
@@ -354,7 +357,7 @@ class Footprint:
         return per_token * self.rollout_tokens + 4 * facts.vocab_size
 
     def _held_versions(self, role: Role) -> tuple[Item, ...]:
-        """Return what a worker or relay needs memory for besides its model."""
+        """Return what a worker or relay needs memory for besides a model: process and versions."""
         sizes = {"process": PROCESS_BYTES[role], "encoded versions": self._encoded_bytes}
         items = [Item(name=name, num_bytes=size, is_on_gpu=False) for name, size in sizes.items()]
         return (self._versions(KEEP_VERSIONS), *(item for item in items if item.num_bytes))

@@ -58,8 +58,8 @@ def fork_guarded(node: int, end: socket.socket) -> None:
 def _watch(node: int, task: int) -> None:
     """Wait until the task's process ends, or end it; then end like the task's process.
 
-    The task's process is ended if the node has died or has sent SIGTERM. All its remaining children
-    are killed.
+    The task's process is killed if the node has died or has sent SIGTERM. When it has ended, all
+    remaining children of this process are killed.
     """
     status = None
     while status is None:

@@ -415,7 +415,7 @@ class Sender:
         return actions
 
     def _patience_s(self, child: Child, now: float) -> float:
-        """Return how many seconds a child without credit may be silent before siblings go on."""
+        """Return for how many seconds siblings wait for a silent child that has no credit."""
         return min(
             max(SILENT_CHUNKS / max(child.pace.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S
         )

@@ -88,7 +88,7 @@ class InPlace:
     def is_being_written(self, encoded: EncodedVersion) -> bool:
         """Return whether a delta is being written over its base.
 
-        `begin` was called for it, and its new words are not all written.
+        In this state `begin` was called for the delta, and not all its new words are written yet.
         """
         base = encoded.base_among(self._images) if encoded.is_ready else None
         return base is not None and encoded.patch in base.later

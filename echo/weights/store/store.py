@@ -164,7 +164,7 @@ class ItemStore:
         return fault
 
     def chunk_bytes(self, item: ItemId | None) -> int:
-        """Return the size of an item's chunks in bytes; 1 MiB if it is not known."""
+        """Return the size of an item's chunks in bytes; 1 MiB if the size is not known."""
         found = None if item is None else self.get(item)
         return found.chunk_size(0) if found is not None and found.num_chunks else 1 << 20
 

@@ -111,9 +111,9 @@ class Sites:
 
     @property
     def best_rate(self) -> float:
-        """The rate, in bytes per second, that no plan can exceed for every receiver.
+        """The upper bound, in bytes per second, on the rate at which a plan can feed all receivers.
 
-        Stragglers do not count.
+        Stragglers do not count as receivers.
         """
         downlinks = (d for i, d in enumerate(self.downlinks) if i and i not in self.stragglers)
         return min(_uplink_rate(self.uplinks), min(downlinks, default=math.inf))

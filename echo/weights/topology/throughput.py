@@ -52,7 +52,7 @@ class PlanThroughput:
 
 
 def fluid_rate(uplink: float, uplinks: Sequence[float], downlinks: Sequence[float]) -> float:
-    """Return the bound r*, in bytes per second, that no plan can exceed.
+    """Return r*, in bytes per second, a rate for every receiver that no plan can exceed.
 
     Args:
         uplink: the rate of the learner's uplink.
