@@ -213,9 +213,9 @@ def rented_nodes(
 ) -> dict[str, int]:
     """Return the number of rented nodes of each offer.
 
-    The number is the one in [sim], otherwise the one in the plan; without either all nodes on offer
-    are rented. A number above the number on offer is ignored, because memory may not hold so large
-    a list of nodes; `scenario_rules` reports it.
+    The number is the one in [sim], otherwise the one in the plan; if neither has a number, all
+    nodes on offer are rented. A number above the number on offer is ignored, because memory may not
+    hold so large a list of nodes; `scenario_rules` reports it.
     """
     counts = dict(offered)
     if plan is not None:

@@ -517,7 +517,7 @@ class Footprint:
 
     @property
     def _keeps_freed(self) -> bool:
-        """Whether to count memory that the process has freed, which a CPU's keeps a while."""
+        """Whether to count memory that the process has freed; on a CPU it keeps this a while."""
         return not (self.has_gpu or self.has_tensors_alone)
 
     @property

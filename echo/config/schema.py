@@ -736,7 +736,7 @@ def _paths() -> Mapping[KeyPath, Leaf]:
 
 
 def find_leaf(path: KeyPath) -> Leaf | None:
-    """Return the key at `path`, of any kind of its section.
+    """Return the key at `path`, whatever the kind of its section.
 
     For a path within a table of the user's own keys, return the key of that table. None if neither
     key exists.

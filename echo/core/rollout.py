@@ -200,7 +200,7 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """One reward per rollout, in order."""
+        """One reward per rollout, in the order of the rollouts."""
         return [rollout.reward for rollout in self.rollouts]
 
 

@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 class RecentMap(Generic[RecentKey, Value]):
     """A map that keeps the `max_entries` entries that were written last.
 
-    It is for maps to which messages of peers add entries.
+    So a map to which messages of peers add entries cannot grow without a limit.
     """
 
     def __init__(self, *, max_entries: int) -> None:
@@ -98,7 +98,7 @@ class Paced:
         """The time of the next run; None if none is requested."""
 
     def may(self, num_nodes: int, *, now: float) -> bool:
-        """Return whether the work may run now; if not, set `deadline` to when it may."""
+        """Return whether the work may run now; if not, set `deadline` to the time when it may."""
         pause_s = self._node_s * num_nodes if num_nodes > MANY_NODES else 0.0
         if now >= self._done_at + pause_s:
             self._done_at, self.deadline = now, None

@@ -517,7 +517,7 @@ class Question:
         )
 
     def _trials(self, roll: Roll) -> frozenset[str]:
-        """Return the untried workers that the budget can pay for, the cheapest first."""
+        """Return the untried workers that the budget can pay for, adding the cheapest first."""
         trials: frozenset[str] = frozenset()
         for worker in sorted(self.workers, key=lambda worker: (worker.price_per_h, worker.name)):
             if worker.name in self.untried:

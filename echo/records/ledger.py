@@ -100,7 +100,7 @@ class Began(Record, tag="lineage"):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a group's bytes are stored; in JSON an array of these four values."""
+    """Where a group's bytes are stored; in JSON an array of the values of its four fields."""
 
     file: str
     """Name of the group file."""
@@ -563,7 +563,7 @@ class Ledger(LedgerQueue):
             yield
 
     def _note(self, record: AnyRecord) -> None:
-        """Note an accepted group in its file, or the step at which a group ended."""
+        """Note for a group's file that the group was accepted, or the step at which it ended."""
         match record:
             case Accepted():
                 self._unended.setdefault(record.place.file, set()).add(record.group)

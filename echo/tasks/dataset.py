@@ -290,8 +290,8 @@ class DatasetTask(RowsTask):
     Args:
         path, heldout_path, columns, leave_out, skip_bad, assistant_last: see `RowsTask`.
         reward: "exact" (the completion is `answer`), "math" (the last number or boxed expression
-            equals `answer`: a number, LaTeX, or a solution that ends in either), or a function:
-            "package.module:function" or "path/to/file.py:function".
+            equals `answer`, which is a number, LaTeX, or a solution that ends with one of these),
+            or a function: "package.module:function" or "path/to/file.py:function".
     """
 
     def __init__(

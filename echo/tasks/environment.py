@@ -92,7 +92,7 @@ class Environment(Task):
     def outcome(self, state: Any) -> Reward:
         """Return the reward of the episode: a finite number, however the episode ended.
 
-        If it is None, the task cannot score the episode, which is left out of its group.
+        If the result is None, the task cannot score the episode, which is left out of its group.
         """
 
     def end(self, state: Any) -> Awaitable[None] | None:

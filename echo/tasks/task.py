@@ -129,8 +129,8 @@ class Task(abc.ABC):
     def reward(self, example: Example, completion: str) -> Reward:
         """Return the reward of a completion: a finite number.
 
-        If it is None, the task cannot score the answer, which is left out of its group. The method
-        may be `async`.
+        If the result is None, the task cannot score the answer, which is left out of its group. The
+        method may be `async`.
         """
 
     def compares_answers(self, example: Example) -> bool:
@@ -276,9 +276,9 @@ def task_digests(task: Task) -> dict[str, str]:
 
     Returns:
         "task_source": the hash of the files that define the task's class and its base classes.
-            Whole files are hashed, since helper functions beside a class matter, too. "dataset":
-            the hash of the dataset's files; empty if there are none, or if this node lacks one of
-            them.
+            Whole files are hashed, since helper functions beside a class matter, too.
+        "dataset": the hash of the dataset's files; empty if there are none, or if this node lacks
+            one of them.
     """
     source = blake3()
     for part in (task, *task.parts()):

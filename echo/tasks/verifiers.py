@@ -63,7 +63,7 @@ class VerifiersTask(Environment):
     def example(self, index: int, *, split: str) -> Example:
         """Return a row of the environment's dataset as an example.
 
-        For the split "heldout" the row is one of its evaluation dataset.
+        For the split "heldout" the row is from the environment's evaluation dataset.
         """
         rows = self._rows[split]
         if not rows:
@@ -210,7 +210,7 @@ class _Session:
         _loop().call_soon_threadsafe(turn.set_result, text)
 
     async def sample(self, prompt: list[Any]) -> str | None:
-        """Ask the policy for a turn, and return the text of the turn; None if there is no space."""
+        """Ask the policy for a turn, and return its text; None if there is no space for a turn."""
         self._turn = asyncio.get_running_loop().create_future()
         self._requests.put(prompt)
         return await self._turn

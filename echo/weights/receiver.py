@@ -154,7 +154,7 @@ class SpaceRetry:
         return True
 
     def found(self) -> None:
-        """Note that there was space: the next `lack` is reported, and its pause is the shortest."""
+        """Note that there was space: the next failure is reported, with the shortest pause."""
         self.retry_at, self._pause_s, self._has_noted = None, FIRST_PAUSE_S, False
 
 
@@ -293,7 +293,7 @@ class Receiver:
         return [ItemsChanged()]
 
     def audited(self, work: AuditChunks, fault: str, *, now: float) -> list[Action]:
-        """Handle the result of an AuditChunks."""
+        """Handle the result of AuditChunks, which has hashed some chunks of an image."""
         if not self.audit.worked(work, fault, now=now):
             return []
         version = work.image.manifest.version
@@ -414,7 +414,7 @@ class Receiver:
     # --- in place --------------------------------------------------------------------------------
 
     def applied(self, work: ApplyPatch, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Handle the result of an ApplyPatch.
+        """Handle the result of ApplyPatch, which has written a delta over its base.
 
         The result is ignored if the memory of the image was dropped meanwhile.
         """
@@ -537,7 +537,7 @@ class Receiver:
         return begun
 
     def written(self, work: WriteChunk, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Handle the result of a WriteChunk."""
+        """Handle the result of WriteChunk, which has verified and written a chunk."""
         return self._written([(work, fault)], now)
 
     def _written(

@@ -280,7 +280,7 @@ class FormSchedule:
 
     @property
     def _is_delta_due(self) -> bool:
-        """Whether the next version should be coded as a delta against the last one."""
+        """Whether to code the next version as a delta against the last published version."""
         alone = min(self._expected_keyframe_bytes, self._full_bytes)
         is_worthwhile = self._delta_bytes <= DELTA_SHARE * alone
         return is_worthwhile or self._num_since_delta + 1 >= RETRY_AFTER

@@ -370,7 +370,7 @@ Parents = Annotated[tuple[tuple[NodeId, Address], ...], Meta(max_length=MAX_NODE
 class TopologyPlan(Message, frozen=True):
     """Learner to node: the parents from which to get weights, the preferred parent first.
 
-    The learner is the last of them.
+    The learner is the last of these parents.
     """
 
     epoch: Count

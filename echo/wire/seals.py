@@ -206,7 +206,7 @@ class Channel:
 
 @dataclass(slots=True)
 class Seals:
-    """One end's channels between a node and the learner: the present and the next one."""
+    """One end's channels between a node and the learner: the present channel and the next one."""
 
     confirmed: Channel | None = None
     """The channel of the last message that this end has opened; None before the first."""
@@ -216,12 +216,12 @@ class Seals:
 
     @property
     def newest(self) -> Channel | None:
-        """The channel in which the node seals its messages; None before any is agreed on."""
+        """The channel in which the node seals its messages; None before a channel is agreed on."""
         return self.offered or self.confirmed
 
     @property
     def proven(self) -> Channel | None:
-        """The channel in which the learner seals its messages; None before any is agreed on."""
+        """The channel in which the learner seals its messages; None before one is agreed on."""
         return self.confirmed or self.offered
 
     def open(

@@ -149,7 +149,7 @@ def survey(sites: Sequence[Site], *, learner: Site, rtt_s: Callable[[str, str], 
 def _uplink_rate(uplinks: Sequence[float]) -> float:
     """Return the rate that all uplinks together could give every receiver.
 
-    The learner's uplink is the first; no receiver can get more than it sends.
+    The learner's uplink is the first; no receiver can get more than the learner sends.
     """
     return min(uplinks[0], math.fsum(uplinks) / max(1, len(uplinks) - 1))
 
