@@ -1,8 +1,8 @@
 """`echo-rl rollouts RUN`: shows the completions of a run with their rewards.
 
 The command reads the ledger and the group files of a run; the run may be under way. The learner
-deletes a group file when all its groups have ended and a checkpoint has replaced the one before, so
-the rollouts of earlier steps cannot be shown.
+deletes a group file when all its groups have ended and a new checkpoint has replaced the previous
+one, so the rollouts of earlier steps cannot be shown.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """Sets of token ids, one for each token of a rollout.
 
-A rollout carries two kinds, each only where the learner asks for it:
+A rollout has two kinds of sets, each only if the learner asks for it:
 
-    support   the ids that could have been drawn: what top-k, top-p and min-p left. The learner
-              scores the token on this set, so that both probabilities are of the same distribution.
+    support   the ids that could have been drawn, which top-k, top-p and min-p have left. The
+              learner scores the token on this set, so that its probability and the sampler's are of
+              the same distribution.
     likely    the sampler's most likely ids with their log-probabilities, which some corrections of
               the loss need.
 
-A set is recorded while the token is sampled. The learner's own logits would cut another set.
+A set is recorded while its token is sampled, because the learner's own logits would give another
+set.
 
 Shapes: T tokens, M ids of all sets together.
 """
@@ -21,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_SET_IDS = 1 << 14
-"""Most ids of a set. A larger set is not recorded, and its size is TOO_LARGE."""
+"""The largest number of ids in a set; a larger set is not recorded, and its size is TOO_LARGE."""
 
 NOT_RECORDED = 0
-"""The size of a set that was not recorded: the token could have been any, or was not sampled."""
+"""The size of a set that was not recorded: any id could have been drawn, or no id was sampled."""
 
 TOO_LARGE = -1
-"""The size of a set that has more than MAX_SET_IDS ids, and therefore travels without them."""
+"""The size of a set that has more than MAX_SET_IDS ids, and is therefore sent without its ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +37,7 @@ class TokenSets:
     """A set of token ids for each of the T tokens of a rollout."""
 
     sizes: npt.NDArray[np.int32]
-    """[T] ids of each set; NOT_RECORDED or TOO_LARGE for a set without ids."""
+    """[T] number of ids of each set; NOT_RECORDED or TOO_LARGE for a set without ids."""
     ids: npt.NDArray[np.int32]
     """[M] the ids of all sets in the order of the tokens, ascending within a set."""
     logprobs: npt.NDArray[np.float32] | None = None

@@ -3,9 +3,9 @@ r"""How the rewards `exact` and `math` compare an answer with a reference.
 **exact** compares the whole text, without the white space around the text. If the reference is a
 number, every notation of the number is right: 5.0, 5 and 5e0 are equal. So are `True` and `true`.
 
-**math** extracts an answer from the text: what follows the last `####` on the same line; without
-one the content of the last `\boxed{...}`; without one the last number. The answer is right if
-math-verify finds it equal to the reference.
+**math** extracts an answer from the text: what follows the last `####` on the same line; if there
+is no `####`, the content of the last `\boxed{...}`; if there is none, the last number. The answer
+is right if math-verify finds it equal to the reference.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ A varint has 7 bits of the number in each byte, the lowest first; the highest bi
 unless it is the number's last. Frequent tokens have low ids, and large sets are dense, so most
 differences take one or two bytes.
 
-A rollout has two blocks: `support`, without log-probabilities, and `likely`, with them; a block of
-no bytes if it has no such sets. A group is one message, so the largest supports are left out where
-the blocks would not fit. The blocks of all rollouts of a group (codec.py, and
-leases/partials.py for partial rollouts) stand behind the other arrays of the group. Its header has
-a pair of lengths for each rollout, and no pair at all if no rollout has sets.
+A rollout has two blocks: `support`, without log-probabilities, and `likely`, with
+log-probabilities. A block is empty if the rollout has no such sets. A group is one message, so the
+largest supports are left out if the blocks would not fit into it. The blocks of all rollouts of a
+group (codec.py, and leases/partials.py for partial rollouts) stand behind the other arrays of the
+group. Its header has a pair of lengths for each rollout, and no pair at all if no rollout has sets.
 """
 
 from __future__ import annotations
