@@ -283,6 +283,24 @@ def test_memory_that_runs_out_while_nothing_is_sampled_is_not_laid_to_the_rollou
     assert engine.take_counts() == {}
 
 
+def test_memory_that_runs_out_in_a_swap_is_told_with_what_to_lower(
+    engine: VllmEngine, other: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = StandIn.update
+
+    def fail(stand_in: StandIn, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
+        if stand_in is StandIn.started[0]:
+            stand_in.die("the update failed: OutOfMemoryError: CUDA out of memory")
+            raise EngineDeadError("OutOfMemoryError: CUDA out of memory")
+        update(stand_in, weights, tag, clears_cache=clears_cache)
+
+    monkeypatch.setattr(StandIn, "update", fail)
+    message = "v2 could not be installed: .*out of memory .*lower engine.options.gpu_memory_utiliz"
+    with pytest.raises(EngineError, match=message):
+        engine.load(other, V2)
+    assert_samples(engine, 2)
+
+
 # --- in this process ------------------------------------------------------------------------------
 
 

@@ -389,6 +389,22 @@ def test_a_start_that_fails_of_something_else_is_not_tried_again(
     assert start.call_count == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"max_model_len": 9999}, "Lower engine.options.max_model_len to the model's window"),
+        ({"kv_cache_memory_bytes": 4096}, "raise engine.options.kv_cache_memory_bytes"),
+    ],
+)
+def test_a_start_that_vllm_refuses_is_told_on_one_line_with_its_remedy(
+    make_tiny_model: Callable[..., Path], options: dict[str, int], remedy: str
+) -> None:
+    arguments = SMALL["arguments"] | options
+    with pytest.raises(EngineError, match=f"vLLM does not start: .*{remedy}") as caught:
+        VllmEngine(make_tiny_model(head_dim=32), arguments=arguments, num_threads=1)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_smaller_cache_still_holds_the_longest_rollout(
     own_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

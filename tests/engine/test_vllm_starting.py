@@ -73,18 +73,28 @@ from echo.engine.vllm.starting import (
             "update the driver",
         ),
         ("OSError: [Errno 28] No space left on device", "VLLM_CACHE_ROOT"),
+        (
+            "ValidationError: 1 validation error for ModelConfig\n  Value error, User-specified "
+            "max_model_len (144) is greater than the derived max_model_len (128.0)",
+            "lower engine.options.max_model_len to the model's window",
+        ),
         ("no answer in 600 s", "VLLM_LOGGING_LEVEL=INFO in the environment"),
     ],
 )
 def test_each_likely_cause_comes_with_its_remedy(reason: str, remedy: str) -> None:
-    told = with_remedy(reason)
-    assert told.startswith(reason.rstrip("."))
-    assert remedy.lower() in told.removeprefix(reason.rstrip(".")).lower()
+    told, reason = with_remedy(reason), " ".join(reason.split()).rstrip(".")
+    assert told.startswith(f"{reason}. ")
+    assert remedy.lower() in told.removeprefix(reason).lower()
     assert "\n" not in told
 
 
-def test_a_cause_that_is_not_known_is_told_as_it_is() -> None:
-    assert with_remedy("ValueError: no such kernel.") == "ValueError: no such kernel."
+def test_a_cause_that_is_not_known_is_told_on_one_line() -> None:
+    assert with_remedy("ValueError: no such\n  kernel.") == "ValueError: no such kernel."
+    program = "x = 1\n" * 10_000
+    told = with_remedy(f"InductorError: in\n{program}CalledProcessError: gcc")
+    assert told.startswith("InductorError: in x = 1 x = 1")
+    assert told.endswith("install gcc and the headers of Python (python3-dev)")
+    assert len(told) < 800
 
 
 def test_a_missing_compiler_and_missing_headers_are_named(

@@ -795,6 +795,12 @@ class VllmEngine(Engine):
     def _start_backend(self) -> Backend:
         is_measuring = self._device != "cpu" and not self._arguments.get("kv_cache_memory_bytes")
         num_gpus = self._arguments.get("tensor_parallel_size", 1)
+        if self._device != "cpu":
+            log.info(
+                "vLLM starts: on a GPU it compiles the model and captures graphs first, which may "
+                "take minutes; its cache makes later starts shorter (VLLM_CACHE_ROOT), and "
+                "engine.options.enforce_eager = true leaves it out"
+            )
         with alone_on_gpus(num_gpus) if is_measuring else contextlib.nullcontext():
             if self._process == "inline":
                 return InlineBackend(self._arguments, num_threads=self._num_threads)

@@ -9,6 +9,7 @@ import re
 import shutil
 import sysconfig
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
@@ -33,6 +34,10 @@ REMEDIES = (
         "No available memory for the cache blocks|Cannot auto-fit max_model_len",
         "The weights leave no memory for the KV cache: raise engine.options.kv_cache_memory_bytes, "
         "or on a GPU gpu_memory_utilization, or take a GPU with more memory",
+    ),
+    (
+        "greater than the derived max_model_len",
+        "Lower engine.options.max_model_len to the model's window",
     ),
     (
         "larger than the available KV cache memory",
@@ -71,12 +76,17 @@ REMEDIES = (
 """Patterns of vLLM's messages, and the remedy for each."""
 
 
+MAX_REASON = 600
+"""Longest reason that is told, characters; errors of compilers quote whole programs."""
+
+
 def with_remedy(reason: str) -> str:
-    """Return the reason of a failed start, followed by the remedy if there is a known one."""
+    """Return the reason of a failed start on one line, followed by the remedy if one is known."""
+    told = textwrap.shorten(reason, MAX_REASON, placeholder=" ...")
     for pattern, remedy in REMEDIES:
         if re.search(pattern, reason):
-            return f"{reason.rstrip('. ')}. {remedy}"
-    return reason
+            return f"{told.rstrip('. ')}. {remedy}"
+    return told
 
 
 def find_missing_compiler() -> str:
