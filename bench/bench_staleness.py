@@ -67,14 +67,30 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "dppo_tv": ("kind=dppo_tv",),
     "sapo": ("kind=sapo",),
     "oapl": ("kind=oapl", "normalize_by_std=false"),
-    "oapl beta .03": ("kind=oapl", "normalize_by_std=false", "beta=0.03"),
+    "oapl beta .3": ("kind=oapl", "normalize_by_std=false", "beta=0.3"),
     "gspo .02/.03 + ess": (
         "kind=gspo", "clip_low=0.02", "clip_high=0.03", "optimizer.scale_by_ess=true",
     ),
 }  # fmt: skip
+LOSSES |= {
+    "gspo .02/.03 + centering": (
+        "kind=gspo", "clip_low=0.02", "clip_high=0.03", "score_centering=32",
+    ),
+    "none + centering": (*LOSSES["none"], "score_centering=32"),
+    "cispo + centering": ("kind=cispo", "score_centering=32"),
+}  # fmt: skip
 CHOSEN = "gspo .02/.03"
 BESIDE = ("grpo", CHOSEN, "gepo .2", "m2po", "none")
-CORRECTIONS = (f"{CHOSEN} + ess", "oapl", "oapl beta .03", "dppo_tv", "sapo")
+CORRECTIONS = (
+    f"{CHOSEN} + centering",
+    "none + centering",
+    "cispo + centering",
+    f"{CHOSEN} + ess",
+    "oapl",
+    "oapl beta .3",
+    "dppo_tv",
+    "sapo",
+)
 AGES = ("fixed:11", "fixed:32", "fixed:6", "fixed:3", "fixed:0", "uniform:64")
 """Lags of the corrections, those that tell most first."""
 METRICS = (

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from echo.algo.loss import needs_of
 from echo.config.load import load_config
 from echo.config.schema import Config
 from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout, staleness_of
@@ -35,7 +36,13 @@ from echo.engine.model import make_sampling, pick_device
 from echo.engine.weights import Weights, publish_image, tensors_from_image
 from echo.runtime.learner.evaluation import EvalResult
 from echo.runtime.learner.resume import StartingPoint
-from echo.runtime.learner.setup import Data, build_evaluator, build_trainer, load_data
+from echo.runtime.learner.setup import (
+    Data,
+    build_evaluator,
+    build_loss,
+    build_trainer,
+    load_data,
+)
 from echo.tasks.rewards import InlineHost
 from echo.tasks.task import Example
 from echo.train.trainer import Trainer
@@ -238,7 +245,11 @@ class Sampler:
         # A task that is judged in this process needs no thread to watch over each call.
         is_inline = isinstance(data.host, InlineHost)
         self._reward = data.task.reward if is_inline else data.host.score
-        self._sampling: Sampling = make_sampling(config.sampling, data.text.stop_ids)
+        self._sampling: Sampling = make_sampling(
+            config.sampling,
+            data.text.stop_ids,
+            likely_ids=needs_of(build_loss(config)).likely_ids,
+        )
         self._engine = TransformersEngine(
             data.model_dir,
             device=pick_device(config.learner.device),
@@ -285,6 +296,7 @@ class Sampler:
             sampler_logprobs=completion.logprobs,
             policy_versions=completion.policy_versions,
             completion_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
+            likely=completion.likely,
             reward=reward,
             finish_reason=completion.finish_reason,
         )

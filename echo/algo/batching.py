@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from echo.core.rollout import Rollout
-from echo.kernels.contract import Pairs
+from echo.kernels.contract import FurtherIds, Pairs
 from echo.kernels.logprob import IdSets
 
 PAD_ID = 0
@@ -133,6 +133,55 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LikelyTokens:
+    """The sampler's most likely ids of the scored tokens, M of all tokens together."""
+
+    ids: FurtherIds
+    """[M] scored token, 0..N-1, and id of each."""
+    places: Tensor
+    """[M] int64: the place of that token in the flattened [B, T]."""
+    sampler_logprobs: Tensor
+    """[M] float32 nats."""
+
+    @staticmethod
+    def of(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> LikelyTokens | None:
+        """Return the likely ids of the scored tokens, on the CPU; None if no rollout has any.
+
+        Args:
+            rollouts: the rollouts of a micro-batch.
+            is_scored: [B, T] whether each token is scored.
+        """
+        if all(rollout.likely is None for rollout in rollouts):
+            return None
+        counts, ids, logprobs = [], [], []
+        for rollout, scored in zip(rollouts, is_scored, strict=True):
+            likely, is_row = rollout.likely, scored[: rollout.num_tokens]
+            if likely is None or likely.logprobs is None:
+                counts.append(np.zeros(is_row.sum(), np.int32))
+                continue
+            kept = np.repeat(is_row, likely.counts)
+            counts.append(likely.counts[is_row])
+            ids.append(likely.ids[kept])
+            logprobs.append(likely.logprobs[kept])
+        sizes = np.concatenate(counts)
+        rows = np.repeat(np.arange(len(sizes)), sizes)
+        return LikelyTokens(
+            ids=FurtherIds(
+                torch.from_numpy(rows), torch.from_numpy(np.concatenate(ids).astype(np.int64))
+            ),
+            places=torch.from_numpy(np.flatnonzero(is_scored)[rows]),
+            sampler_logprobs=torch.from_numpy(np.concatenate(logprobs)),
+        )
+
+    def to(self, device: torch.device) -> LikelyTokens:
+        return LikelyTokens(
+            ids=FurtherIds(_moved(self.ids.rows, device), _moved(self.ids.ids, device)),
+            places=_moved(self.places, device),
+            sampler_logprobs=_moved(self.sampler_logprobs, device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
     """Rollouts that go through the model together."""
 
@@ -166,6 +215,8 @@ class MicroBatch:
     """The ids that scored tokens were drawn from, for those that were drawn from a part of the
     vocabulary; None if there are none.
     """
+    likely: LikelyTokens | None = None
+    """The sampler's most likely ids of the scored tokens; None if workers send none."""
     segments: Segments | None = None
     """Segments of a packed row; None for padded rows."""
     num_filled: int = 0
@@ -198,7 +249,7 @@ class MicroBatch:
         for name, value in tensors.items():
             if isinstance(value, Tensor):
                 tensors[name] = _moved(value, device)
-            elif isinstance(value, Segments):
+            elif isinstance(value, Segments | LikelyTokens):
                 tensors[name] = value.to(device)
             elif isinstance(value, IdSets):
                 tensors[name] = _moved_sets(value, device)
@@ -503,6 +554,7 @@ def collate(
         ),
         proximal_logprobs=torch.from_numpy(padded(proximal, np.float32)) if proximal else None,
         supports=id_sets(rollouts, mask),
+        likely=LikelyTokens.of(rollouts, mask),
         segments=Segments.of(row.lengths, row.prefixes) if is_packed else None,
         num_filled=num_filled,
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,10 @@ class LossNeeds:
     """Whether `entropies` is needed, with gradient."""
     reference_logprobs: bool = False
     """Whether `reference_logprobs` is needed, from a pass through a frozen model in memory."""
+    likely_ids: int = 0
+    """Number of the sampler's most likely ids of each token for which `likely` is needed; 0 if not.
+    Workers then send these ids with their log-probabilities.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,6 +68,38 @@ class BatchScores:
     """[N] learner minus sampler, nats; without gradient."""
     advantages: Tensor
     """[N] the advantage of each token's rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LikelyIds:
+    """The sampler's most likely ids of the tokens of a micro-batch, M of all tokens together."""
+
+    places: Tensor
+    """[M] int64, ascending: the place of the id's token in the flattened [B, T]."""
+    learner_logprobs: Tensor
+    """[M] nats of each id under the policy being trained; carries the gradient."""
+    sampler_logprobs: Tensor
+    """[M] nats of each id under the distribution that was sampled from; without gradient."""
+
+    def sum(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """Return the [B, T] sums of [M] values by token, 0 for a token without ids."""
+        ends = torch.arange(shape.numel() + 1, device=self.places.device)
+        offsets = torch.searchsorted(self.places, ends)
+        return _SegmentSums.apply(values, offsets, self.places).view(shape)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SegmentSums(torch.autograd.Function):
+    """Sums of consecutive values, in a fixed order on every device."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,6 +136,8 @@ class LossInputs:
     """[B, T] nats of the policy being trained, with gradient; None if not needed."""
     reference_logprobs: Tensor | None = None
     """[B, T] nats under the frozen reference policy, without gradient; None if not needed."""
+    likely: LikelyIds | None = None
+    """The sampler's most likely ids of each token; None if not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

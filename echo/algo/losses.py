@@ -18,6 +18,7 @@ from torch import Tensor
 from echo.algo.corrections import ImportanceWeight, importance_weights
 from echo.algo.loss import (
     Aggregation,
+    LikelyIds,
     Loss,
     LossInputs,
     LossNeeds,
@@ -364,6 +365,73 @@ class DecoupledPpoLoss:
         )
 
 
+# --- score centering ------------------------------------------------------------------------------
+# The score of a token, grad log pi, has expectation 0 under pi, and not under the mu that sampled.
+# So at a prefix whose expected advantage is not 0, a policy gradient on stale rollouts also pulls
+# towards mu, whatever the rewards. Score centering subtracts the score's expectation under mu,
+# which workers tell by mu's most likely ids H; the other ids, the tail, count as mu = rho pi.
+#
+#     rho = (1 - sum_H mu) / (1 - sum_H pi);  C = sum_H sg(m - alpha pi) log pi;  loss = base + A C,
+#
+# where m is the weight times mu of an id in H, and alpha the weight times mu / pi of the tail. For
+# a weight clip(pi / mu, lo, hi) of each token, m = clip(pi, lo mu, hi mu) and alpha = clip(1, lo
+# rho, hi rho). For a weight s of a whole rollout, m = s mu and alpha = s rho, both 0 if the rollout
+# is clipped. sum_tail alpha pi grad log pi is -sum_H alpha pi grad log pi, so only H is scored. If
+# H is the whole vocabulary, the expectation of the loss's gradient is 0 for rewards that do not
+# depend on the token, exactly.
+#
+# Source: M. Marek, M. Ryabinin, "Score Centering Stabilizes Off-policy Reinforcement Learning",
+# arXiv:2609.20807.
+# Differs from the paper: rho is 1 where the tail has less than 1e-6 of the learner's probability
+# (there the paper divides by 1e-6), and at most 100. The log-probabilities of H travel in bfloat16,
+# whose rounding would otherwise decide rho where the tails are tiny.
+# Limits: the prefixes are still the sampler's. A token without recorded ids is not centered.
+
+
+MIN_TAIL = 1e-6
+"""Least probability outside of H, under the learner, that counts."""
+MAX_TAIL_RATIO = 100.0
+"""Bound on rho."""
+
+
+def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
+    """Return [B, T] rho of each token, without gradient; 1 where the learner's tail is empty."""
+    learner, sampler = (
+        (1.0 - likely.sum(logprobs.detach().exp(), shape)).clamp(min=0.0)
+        for logprobs in (likely.learner_logprobs, likely.sampler_logprobs)
+    )
+    ratio = (sampler / learner.clamp(min=MIN_TAIL)).clamp(max=MAX_TAIL_RATIO)
+    return torch.where(learner < MIN_TAIL, 1.0, ratio)
+
+
+def expected_scores(likely: LikelyIds, m: Tensor, alpha: Tensor) -> Tensor:
+    """Return [B, T] C of each token, from [M] m of each id and [B, T] alpha."""
+    of_id = alpha.flatten().index_select(0, likely.places)
+    weights = m - of_id * likely.learner_logprobs.detach().exp()
+    return likely.sum(weights.detach() * likely.learner_logprobs, alpha.shape)
+
+
+def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, high: float) -> Tensor:
+    """Return [B, T] C for weights clip(pi / mu, low, high) of tokens; `high` may be infinite."""
+    learner = likely.learner_logprobs.detach().exp()
+    sampler = likely.sampler_logprobs.exp()
+    rho = tail_ratio(likely, shape)
+    m = torch.maximum(learner, low * sampler)
+    alpha = (low * rho).clamp(min=1.0)
+    if high < float("inf"):  # infinity times a rho of 0 would be NaN
+        m = torch.minimum(m, high * sampler)
+        alpha = torch.minimum(alpha, high * rho)
+    return expected_scores(likely, m, alpha)
+
+
+def centering_of_rollouts(likely: LikelyIds, mask: Tensor, weights: Tensor) -> Tensor:
+    """Return [B, T] C for [B] weights of rollouts, without gradient; 0 for a clipped rollout."""
+    of_token = weights.detach()[:, None].expand(mask.shape)
+    of_id = of_token.flatten().index_select(0, likely.places)
+    m = of_id * likely.sampler_logprobs.exp()
+    return expected_scores(likely, m, of_token * tail_ratio(likely, mask.shape))
+
+
 # --- one ratio per token: other shapes ------------------------------------------------------------
 #
 # All take the ratio r_t = pi(t) / mu(t) of learner to sampler, limited to |log r| <= 20.
@@ -387,6 +455,13 @@ class CispoLoss:
     """The weight is at least 1 - clip_low, 0..1; at 1 there is no lower bound, as in the paper."""
     clip_high: float | None = 4.0
     """The weight is at most 1 + clip_high, >= 0; None for no bound."""
+    score_centering: int = 0
+    """Ids of each token by which scores are centered, see above; 0 for none."""
+
+    @property
+    def needs(self) -> LossNeeds:
+        """Return what the loss needs: the likely ids that it centers by."""
+        return LossNeeds(likely_ids=self.score_centering)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch and how often the weight was clipped."""
@@ -396,6 +471,10 @@ class CispoLoss:
         ratio = masked_log_ratio(inputs).detach().exp()
         logprobs = torch.where(mask, inputs.learner_logprobs, 0.0)
         losses = -ratio.clamp(low, high) * inputs.advantages[:, None] * logprobs
+        if self.score_centering:
+            likely = required(inputs.likely, "likely", self)
+            centering = centering_of_tokens(likely, mask.shape, low=low, high=high)
+            losses = losses + inputs.advantages[:, None] * centering
         is_low, is_high = mask & (ratio < low), mask & (ratio > high)
         return LossOutput(
             loss=aggregate(losses, inputs, "token_mean"),
@@ -582,18 +661,31 @@ class GspoLoss:
     """Width of the range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
     clip_high: float | None = 0.03
     """Width of the range above 1, >= 0; None for no bound."""
+    score_centering: int = 0
+    """Ids of each token by which scores are centered, see above; 0 for none."""
+
+    @property
+    def needs(self) -> LossNeeds:
+        """Return what the loss needs: the likely ids that it centers by."""
+        return LossNeeds(likely_ids=self.score_centering)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch and the tokens of clipped rollouts."""
         mask = inputs.completion_mask
         has_tokens = mask.any(1)
+        ratios = sequence_mean(masked_log_ratio(inputs), mask).exp()
         losses, clips = clipped_surrogate(
-            sequence_mean(masked_log_ratio(inputs), mask).exp(),
+            ratios,
             inputs.advantages,
             has_tokens,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
         )
+        if self.score_centering:
+            likely = required(inputs.likely, "likely", self)
+            weights = ratios.where(~clips["clip_ratio/mean"], 0.0)
+            centering = centering_of_rollouts(likely, mask, weights)
+            losses = losses + inputs.advantages * sequence_mean(centering, mask)
         return LossOutput(
             loss=losses.where(has_tokens, 0.0).sum() / inputs.num_rollouts,
             token_counts=count_tokens(clips, mask),

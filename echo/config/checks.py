@@ -19,6 +19,8 @@ from echo.wire.codec import BYTES_PER_TOKEN, MAX_ARRAY_BYTES
 
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights that is allowed on an encrypted link, in bytes."""
+BYTES_PER_LIKELY_ID = 5
+"""Most bytes of a likely id with its log-probability, in vocabularies of up to 2 million ids."""
 
 
 def check_config(config: Config, role: Role | None) -> list[Problem]:
@@ -31,6 +33,7 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
         *_check_security(config),
         *_check_group_bytes(config),
         *_check_dual_clip(config),
+        *_check_centering(config),
         *_check_agent(config),
         *_check_without_effect(config),
         *_check_role(config, role),
@@ -145,18 +148,44 @@ def _check_dual_clip(config: Config) -> Iterator[Problem]:
         )
 
 
+def _check_centering(config: Config) -> Iterator[Problem]:
+    """Refuse score centering with truncated sampling.
+
+    The learner's log-probabilities of the likely ids are of the whole vocabulary, and the sampler's
+    would be of the part that truncation leaves.
+    """
+    if not likely_ids_of(config):
+        return
+    for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        if getattr(config.sampling, name) != off:
+            yield _problem(
+                "truncates what workers sample, and loss.score_centering compares the whole "
+                f"distributions of learner and sampler: write sampling.{name} = {off}, or remove "
+                "loss.score_centering",
+                f"sampling.{name}",
+                "loss.score_centering",
+            )
+
+
+def likely_ids_of(config: Config) -> int:
+    """Return the number of likely ids of each token that the configured loss asks for."""
+    number: int = getattr(config.loss, "score_centering", 0)
+    return number
+
+
 def _check_group_bytes(config: Config) -> Iterator[Problem]:
     """Refuse settings with which a group of full-length rollouts exceeds the largest message."""
     key, tokens = "sampling.max_completion_tokens", config.sampling.max_completion_tokens
     if config.agent.listen is not None and config.agent.max_session_tokens > tokens:
         key, tokens = "agent.max_session_tokens", config.agent.max_session_tokens
     size = config.batch.group_size
-    num_bytes = size * tokens * BYTES_PER_TOKEN
+    bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_LIKELY_ID * likely_ids_of(config)
+    num_bytes = size * tokens * bytes_per_token
     if num_bytes > MAX_ARRAY_BYTES:
         yield _problem(
             f"makes groups of up to {format_bytes(num_bytes)} with batch.group_size = {size}; a "
             f"group travels in one message of at most {format_bytes(MAX_ARRAY_BYTES)}: at most "
-            f"{MAX_ARRAY_BYTES // (size * BYTES_PER_TOKEN)} tokens",
+            f"{MAX_ARRAY_BYTES // (size * bytes_per_token)} tokens",
             key,
             "batch.group_size",
         )

@@ -23,9 +23,21 @@ from pydantic import Discriminator, Field, Tag
 
 from echo.config.fields import OWN_KIND, Off, Section, kind_of
 
+MAX_LIKELY_IDS = 1024
+"""Largest number of likely ids of a token."""
+
 ClipLow = Annotated[
     Annotated[float, Field(gt=0, le=1)] | Off,
     Field(description="Clip the ratio below 1 - clip_low; false is off."),
+]
+ScoreCentering = Annotated[
+    int,
+    Field(
+        ge=0,
+        le=MAX_LIKELY_IDS,
+        description="Center scores by this many of the sampler's most likely ids of each token, "
+        "which workers then send; 32 is usual; 0 is off.",
+    ),
 ]
 ClipHigh = Annotated[
     Annotated[float, Field(gt=0)] | Off,
@@ -151,6 +163,7 @@ class GspoSection(ClippedSection):
     kind: Literal["gspo"]
     clip_low: ClipLow = 0.02
     clip_high: ClipHigh = 0.03
+    score_centering: ScoreCentering = 0
 
 
 class GepoSection(LossSection):
@@ -200,6 +213,7 @@ class CispoSection(MaskedLossSection):
     kind: Literal["cispo"]
     clip_low: ClipLow = 1.0
     clip_high: ClipHigh = 4.0
+    score_centering: ScoreCentering = 0
 
 
 class DecoupledPpoSection(ClippedSection):

@@ -73,6 +73,9 @@ class Sampling:
     min_p: float = 0.0
     """Keep the tokens at least this many times as likely as the most likely one, before top_k; 0
     keeps all."""
+    likely_ids: int = 0
+    """Record this many of the most likely ids of each token, with log-probabilities; 0 records
+    none."""
 
     def __post_init__(self) -> None:
         checks = {

@@ -568,8 +568,16 @@ def has_all_weights(directory: Path) -> bool:
 # --- what a configuration says of its model -------------------------------------------------------
 
 
-def make_sampling(sampling: SamplingSection, stop_ids: list[int]) -> Sampling:
-    """Return an engine's sampling settings from a configuration and the stop token ids."""
+def make_sampling(
+    sampling: SamplingSection, stop_ids: list[int], *, likely_ids: int = 0
+) -> Sampling:
+    """Return an engine's sampling settings.
+
+    Args:
+        sampling: section of the configuration.
+        stop_ids: ids that end a completion.
+        likely_ids: number of most likely ids to record with each token.
+    """
     return Sampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -577,6 +585,7 @@ def make_sampling(sampling: SamplingSection, stop_ids: list[int]) -> Sampling:
         min_p=sampling.min_p,
         max_completion_tokens=sampling.max_completion_tokens,
         stop_ids=tuple(stop_ids),
+        likely_ids=likely_ids,
     )
 
 

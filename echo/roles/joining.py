@@ -197,6 +197,9 @@ def _hash(answer: Welcome | Refuse | Finish) -> bytes:
 
 CODE = "task.code"
 """Key, in the inherited settings, of the hash and path of each module of the learner's task."""
+LIKELY_IDS = "likely_ids"
+"""Key of the number of most likely ids that workers send with each token; the loss determines it.
+"""
 EXPECTED = "expected"
 """Key, in the inherited settings, of the number of concurrent rollouts and the prompt lengths."""
 INHERITED_FILES = frozenset({

@@ -11,6 +11,7 @@ before it accepts a group, so that a step trains on every group that it gets:
     bad_support     a token that is not among the ids that it was drawn from
     all_masked      no trained token, for example because every completion was cut off
     no_support      a trained token without the ids that it was drawn from, if the loss needs them
+    no_likely       a trained token without likely ids, if the loss needs them
     lost_member     a rollout without a trained token, if the loss needs complete groups
     zero_variance   no trained token has an advantage, and the loss has no other gradient
 
@@ -41,6 +42,9 @@ from echo.algo.losses import group_log_expectation
 from echo.core.errors import DataError
 from echo.core.rollout import MAX_LOGPROB, Group, Rollout
 from echo.core.token_sets import TOO_LARGE
+
+MAX_LIKELY_MASS = 1.05
+"""Largest probability of a token's likely ids together, with the rounding of the way here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +163,8 @@ def find_refusal(
 
 def _unusable(group: Group, needs: LossNeeds) -> str | None:
     """Return the reason why a loss with these needs cannot use an undamaged group, or None."""
+    if needs.likely_ids and not all(map(_has_likely_ids, group.rollouts)):
+        return "no_likely"
     if not needs.group_expectation:
         return None
     is_whole = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
@@ -190,6 +196,13 @@ def _lacks_support(group: Group) -> bool:
         if mask.any() and (support is None or (support.sizes[mask] == TOO_LARGE).any()):
             return True
     return False
+
+
+def _has_likely_ids(rollout: Rollout) -> bool:
+    """Return whether every trained token has likely ids."""
+    if rollout.likely is None:
+        return not rollout.completion_mask.any()
+    return bool((rollout.likely.counts[rollout.completion_mask] > 0).all())
 
 
 def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[str, str] | None:
@@ -236,6 +249,22 @@ def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[
                 f", rollout {index}: a token is not among the ids that it was drawn from, or these "
                 "are outside the vocabulary; its worker's sampler is at fault"
             )
+        if (damage := _damage_of_likely(rollout, vocab_size)) is not None:
+            return damage[0], f", rollout {index}: {damage[1]}; its worker's sampler is at fault"
+    return None
+
+
+def _damage_of_likely(rollout: Rollout, vocab_size: int) -> tuple[str, str] | None:
+    """Return reason and description of damage in a rollout's likely ids; None if there is none."""
+    likely = rollout.likely
+    if likely is None or likely.logprobs is None or not len(likely.ids):
+        return None
+    if not _are_within(likely.ids, vocab_size):
+        return "bad_token_ids", f"likely ids lie outside the model's vocabulary of {vocab_size}"
+    is_bad = ~(np.isfinite(likely.logprobs) & (likely.logprobs <= MAX_LOGPROB))
+    masses = np.bincount(likely.rows, weights=np.exp(np.where(is_bad, 0.0, likely.logprobs)))
+    if is_bad.any() or masses.max() > MAX_LIKELY_MASS:
+        return "bad_logprobs", "the log-probabilities of likely ids are not of a distribution"
     return None
 
 

@@ -27,9 +27,10 @@ from echo.algo.diagnostics import (
     mismatch_sums,
     rollout_ratio_sums,
 )
-from echo.algo.loss import BatchScores, Loss, LossInputs, needs_of
+from echo.algo.loss import BatchScores, LikelyIds, Loss, LossInputs, needs_of
 from echo.algo.losses import ClippedTokenLoss
-from echo.kernels.logprob import TokenLosses
+from echo.core.errors import ConfigError
+from echo.kernels.logprob import EntropyMode, TokenLosses
 from echo.train.batch import StepBatch
 from echo.train.findings import ENTROPY, LOSS, NUM_TOKENS, Sums, gather_findings
 from echo.train.models.models import Models
@@ -58,6 +59,8 @@ class _Scored:
     """[B, T] nats, with gradient if `tokens` is None."""
     entropies: Tensor
     """[N] nats."""
+    likely: Tensor | None = None
+    """[M] nats of the likely ids, with gradient; None if the loss needs none."""
     tokens: TokenLosses | None = None
     """Clipped token losses with gradient; None if they were not computed with the scores."""
 
@@ -177,11 +180,21 @@ class Gradients:
         policy = self._models.policy
         fused_clip = loss.fused_clip if isinstance(loss, ClippedTokenLoss) else None
         if fused_clip is None or micro.supports is not None:
-            has_bonus = needs_of(loss).entropies
+            needs = needs_of(loss)
+            entropy: EntropyMode = "grad" if needs.entropies else "value"
+            if needs.likely_ids and micro.likely is not None:
+                if micro.supports is not None:
+                    raise ConfigError(
+                        "the loss compares whole distributions by their likely ids, and tokens "
+                        "were drawn from a part of the vocabulary: set sampling.top_p = 1, "
+                        "sampling.top_k = 0 and sampling.min_p = 0, or choose another loss"
+                    )
+                logprobs, entropies, likely = policy.further_logprobs(
+                    micro, inv_temperature=self._inv_temperature, entropy=entropy
+                )
+                return _Scored(logprobs=logprobs, entropies=entropies, likely=likely)
             logprobs, entropies = policy.logprobs(
-                micro,
-                inv_temperature=self._inv_temperature,
-                entropy="grad" if has_bonus else "value",
+                micro, inv_temperature=self._inv_temperature, entropy=entropy
             )
             return _Scored(logprobs=logprobs, entropies=entropies)
         tokens = policy.token_losses(micro, clip=fused_clip, inv_temperature=self._inv_temperature)
@@ -214,6 +227,13 @@ class _BatchInputs:
         else:
             if needs_of(self.loss).entropies:
                 inputs = replace(inputs, entropies=micro.spread(scored.entropies))
+            if scored.likely is not None and micro.likely is not None:
+                likely = LikelyIds(
+                    places=micro.likely.places,
+                    learner_logprobs=scored.likely,
+                    sampler_logprobs=micro.likely.sampler_logprobs,
+                )
+                inputs = replace(inputs, likely=likely)
             output = self.loss(inputs)
         log_ratios = scored.logprobs.detach() - micro.sampler_logprobs
         learner = micro.pick(scored.logprobs.detach())

@@ -547,7 +547,7 @@ REASONS = frozenset(
         "agent_failed", "agent_timeout", "version_not_installed",
         # The learner ends a group itself: it teaches nothing, no step can be made with it, or it
         # cannot be sampled or is not needed.
-        "zero_variance", "no_opinion", "all_masked", "lost_member", "no_support",
+        "zero_variance", "no_opinion", "all_masked", "lost_member", "no_support", "no_likely",
         "step_error", "nonfinite_gradient", "out_of_memory", "bad_group",
         "prompt_error", "lost", "attempts_exhausted", "run_finished",
     }

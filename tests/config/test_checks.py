@@ -35,6 +35,11 @@ BROKEN = {
     "network.chunk_bytes=1MiB | network.chunk_bytes=2MiB": "clearly more CPU; lower it to 1MiB",
     # 60 MiB / (100 rollouts x 17 bytes) = 37008.9 tokens
     "batch.group_size=100 sampling.max_completion_tokens=37008 | batch.group_size=101": "36642",
+    # 60 MiB / (100 rollouts x (17 + 32 x 5) bytes) = 3554.5 tokens
+    "batch.group_size=100 sampling.max_completion_tokens=3554 loss.kind=gspo | "
+    "loss.score_centering=32 sampling.max_completion_tokens=3555": "at most 3554",
+    "loss.kind=gspo loss.score_centering=32 | sampling.top_p=0.9": "write sampling.top_p = 1",
+    "loss.kind=cispo loss.score_centering=1 | sampling.min_p=0.1": "write sampling.min_p = 0",
     "sync.max_staleness=6 | sync.min_staleness=1": "sync.adaptive is false",
     "reference.kl_coef=0.1 reference.kl_estimator=k1 | reference.kl_coef=0": "no effect: refere",
     "metrics.sinks=wandb metrics.wandb_project=demo | metrics.sinks=[]": 'sinks has no "wandb"',

@@ -98,6 +98,8 @@ def test_set_options_reach_the_loss() -> None:
     assert build_loss(config) == make_loss("oapl", beta=0.1)
     assert config.loss.value_beta == 2
     assert section_of().value_beta is None
+    config = parse_config({}, ["loss.kind=gspo", "loss.score_centering=32"])
+    assert build_loss(config) == make_loss("gspo", score_centering=32)
     section = section_of("loss.kind=mine:loss", "loss.options.strength=2", "loss.opsm=1e-4")
     assert (section.own_options(), section.masks()["opsm"]) == ({"strength": 2}, 1e-4)
 
@@ -114,6 +116,7 @@ def test_set_options_reach_the_loss() -> None:
         *(("gepo", option) for option in ("gate_kl=-1.0", "sampler_kl_coef=nan")),
         *(("oapl", option) for option in ("beta=0", "baseline_beta=0", "leave_one_out=true")),
         ("oapl", "normalize_by_std=true"),
+        *(("cispo", f"score_centering={value}") for value in ("-1", "1025")),
         ("cispo", "clip_high=-1.0"),
         ("sapo", "tau_negative=0.0"),
         ("m2po", "max_second_moment=-0.1"),
@@ -151,7 +154,8 @@ def test_advantages_are_scaled_as_the_paper_does_unless_told(
 def test_what_a_saved_run_did_not_choose_follows_the_loss() -> None:
     saved = resolved(parse_config({}, ["loss.clip_low=false", "loss.kind=grpo"]))
     config = parse_config(saved, ["loss.kind=gspo"], is_saved=True)
-    assert config.loss.own_options() == {"clip_low": None, "clip_high": 0.03}
+    expected = {"clip_low": None, "clip_high": 0.03, "score_centering": 0}
+    assert config.loss.own_options() == expected
 
 
 @pytest.mark.parametrize(

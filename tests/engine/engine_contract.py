@@ -289,6 +289,31 @@ class EngineContract(PatchContract):
             assert completion.logprobs.dtype == np.float32
             assert_the_learners(completion, models[0], prompt, how)
 
+    @pytest.mark.parametrize("likely_ids", [3, 40])
+    def test_the_likely_ids_are_the_samplers(
+        self, engine: Engine, models: list[Module], likely_ids: int
+    ) -> None:
+        """40 are more than there are; a sampled token that is none of them is not among them."""
+        how = replace(SAMPLINGS["temperature"], likely_ids=likely_ids)
+        num_beyond = 0
+        requests = mixed_requests(8)
+        for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
+            ids = torch.tensor([*prompt.context_ids.tolist(), *completion.token_ids.tolist()])
+            start = len(prompt.context_ids)
+            with torch.no_grad():
+                logits = models[0](input_ids=ids[None]).logits[0, start - 1 : -1]
+            expected = sampling_logprobs(logits, how)
+            likely = completion.likely
+            assert likely is not None
+            assert likely.logprobs is not None
+            most = expected.topk(min(likely_ids, expected.shape[1])).indices.sort(-1).values
+            assert likely.ids.tolist() == most.flatten().tolist()
+            assert likely.sizes.tolist() == [most.shape[1]] * len(completion.token_ids)
+            own = expected.gather(1, most).flatten().numpy()
+            np.testing.assert_allclose(likely.logprobs, own, atol=TOLERANCE)
+            num_beyond += int((~likely.includes(completion.token_ids)).sum())
+        assert (num_beyond > 0) == (likely_ids == 3)
+
     def test_the_seed_decides(self, engine: Engine) -> None:
         requests = [
             request([1, 5, 6], seed, str(i)) for i, seed in enumerate((11, 12, 11, -1, 2**63))

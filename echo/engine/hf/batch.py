@@ -125,6 +125,23 @@ def _supports(logprobs: Tensor) -> TokenSets:
     )
 
 
+def most_likely(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Return the `likely_ids` most likely ids of each row, and their log-probabilities.
+
+    Args:
+        logits: [B, V] in any floating-point dtype.
+        sampling: the distribution, as for `draw_tokens`.
+
+    Returns:
+        [B, k] int64 ids, ascending in each row, and [B, k] float32 log-probabilities; minus
+        infinity for an id that cannot be drawn.
+    """
+    logprobs = sampling_logprobs(logits.float(), sampling)
+    ids = logprobs.topk(min(sampling.likely_ids, logprobs.shape[-1]), dim=-1, sorted=False).indices
+    ids = ids.sort(-1).values
+    return ids, logprobs.gather(-1, ids)
+
+
 def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -163,6 +180,10 @@ class StaticBatch:
         """For each request size and ids of each token's support; empty unless the sampling
         truncates.
         """
+        k = sampling.likely_ids
+        self._likely_ids = np.zeros((num_rows, self.max_tokens, k), np.int32)
+        self._likely_logprobs = np.full((num_rows, self.max_tokens, k), -np.inf, np.float32)
+        """Minus infinity for an id that does not count."""
         self._lengths = np.zeros(num_rows, np.int64)
         self._reasons: list[FinishReason] = ["abort"] * num_rows
         self._stop_ids = np.array(sampling.stop_ids, np.int64)
@@ -280,6 +301,14 @@ class StaticBatch:
         self._is_running = running & ~is_bad & ~is_stop & ~is_full
         return [int(row) for row in self._rows[running & ~self._is_running]]
 
+    def note_likely(
+        self, step: int, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+    ) -> None:
+        """Record the [B, k] most likely ids of token `step` of each running row."""
+        rows, k = self._rows[self._is_running], ids.shape[1]
+        self._likely_ids[rows, step, :k] = ids[self._is_running]
+        self._likely_logprobs[rows, step, :k] = logprobs[self._is_running]
+
     def compact(self) -> npt.NDArray[np.int64] | None:
         """Drop the ended rows if they are a quarter of the batch; return the rows kept, or None."""
         if self._is_running.sum() > COMPACT_BELOW * len(self._rows):
@@ -302,6 +331,7 @@ class StaticBatch:
             self._reasons[row],
             self._versions[row, :num_tokens].copy(),
             self._support_of(row),
+            self._likely_of(row),
         )
 
     def _support_of(self, row: int) -> TokenSets | None:
@@ -311,6 +341,17 @@ class StaticBatch:
         return TokenSets(
             sizes=np.array([size for size, _ in supports], np.int32),
             ids=np.concatenate([np.empty(0, np.int32), *(ids for _, ids in supports)]),
+        )
+
+    def _likely_of(self, row: int) -> TokenSets | None:
+        if not self.sampling.likely_ids:
+            return None
+        logprobs = self._likely_logprobs[row, : self._lengths[row]]
+        is_drawn = np.isfinite(logprobs)
+        return TokenSets(
+            sizes=is_drawn.sum(1).astype(np.int32),
+            ids=self._likely_ids[row, : self._lengths[row]][is_drawn],
+            logprobs=logprobs[is_drawn],
         )
 
 

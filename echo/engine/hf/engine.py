@@ -46,7 +46,7 @@ from echo.engine.engine import (
     describe_error,
     is_out_of_memory,
 )
-from echo.engine.hf.batch import StaticBatch, draw_tokens
+from echo.engine.hf.batch import StaticBatch, draw_tokens, most_likely
 from echo.engine.lora import Lora, build_adapted
 from echo.engine.model import (
     build_meta_model,
@@ -423,6 +423,9 @@ class TransformersEngine(Engine):
             tokens, logprobs, supports = draw_tokens(logits, batch.sampling, batch.uniforms(step))
             new = tokens.cpu().numpy(), logprobs.cpu().numpy()
             watcher.on_tokens(batch.num_running)
+            if batch.sampling.likely_ids:
+                likely = most_likely(logits, batch.sampling)
+                batch.note_likely(step, *(each.cpu().numpy() for each in likely))
             for row in batch.append(step, *new, self._version, supports):
                 watcher.on_completion(batch.completion(row))
             if batch.is_done or watcher.should_stop():

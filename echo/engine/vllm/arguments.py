@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
+from echo.config.losses import MAX_LIKELY_IDS
 from echo.config.memory import read_model_facts
 from echo.core.errors import DataError, EngineError
 from echo.core.extras import install_command
@@ -264,6 +265,7 @@ def make_arguments(
     arguments: dict[str, Any] = {
         "max_model_len": -1,
         "enable_prefix_caching": True,
+        "max_logprobs": MAX_LIKELY_IDS,
         **(CPU_DEFAULTS if is_cpu else {"gpu_memory_utilization": _gpu_share(passed)}),
         **passed,
         # One more than the rollouts: the probe after a swap must not wait for a rollout to end.

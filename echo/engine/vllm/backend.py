@@ -16,6 +16,7 @@ import abc
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import queue
 import shutil
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 
 from echo.core.errors import EngineError
+from echo.core.token_sets import TokenSets
 from echo.core.units import format_bytes
 from echo.engine.engine import FinishReason, VersionSlot, describe_error
 from echo.engine.lora import Lora, write_adapter
@@ -127,6 +129,10 @@ class BackendOutput:
     spans: tuple[Span, ...]
     prompt_logprobs: npt.NDArray[np.float32]
     """[P - 1], one for each prompt token after the first; empty if not requested."""
+    likely: TokenSets | None = None
+    """All ids that vLLM returned for each token, with log-probabilities: the most likely ids, and
+    the sampled token, whether or not it is one of them.
+    """
 
 
 HandedOver = Weights | Sequence[JoinedChanges]
@@ -221,7 +227,8 @@ def read_output(output: Any) -> BackendOutput:
     """Translate a finished `RequestOutput` of vLLM."""
     [completion] = output.outputs
     token_ids = list(completion.token_ids)
-    rows = zip(token_ids, completion.logprobs or [{}] * len(token_ids), strict=True)
+    returned = completion.logprobs or [{}] * len(token_ids)
+    rows = zip(token_ids, returned, strict=True)
     prompt = list(output.prompt_token_ids)
     # The first token of a prompt has no context, so it has no row.
     prompt_rows = zip(prompt, output.prompt_logprobs or [None] * len(prompt), strict=True)
@@ -233,6 +240,20 @@ def read_output(output: Any) -> BackendOutput:
         prompt_logprobs=np.array(
             [row[token].logprob for token, row in prompt_rows if row], np.float32
         ),
+        likely=_likely_sets(returned),
+    )
+
+
+def _likely_sets(rows: Sequence[Mapping[int, Any]]) -> TokenSets:
+    """Return the ids of each token that have a log-probability above minus infinity."""
+    kept = [
+        sorted((token, each.logprob) for token, each in row.items() if math.isfinite(each.logprob))
+        for row in rows
+    ]
+    return TokenSets(
+        sizes=np.array([len(row) for row in kept], np.int32),
+        ids=np.array([token for row in kept for token, _ in row], np.int32),
+        logprobs=np.array([logprob for row in kept for _, logprob in row], np.float32),
     )
 
 

@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from torch import Tensor
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
+from echo.core.token_sets import TokenSets
 from echo.core.units import format_bytes
 from echo.engine.engine import (
     UNVERSIONED,
@@ -315,7 +316,15 @@ class Call:
             num_tokens = int(is_bad.argmax()) + 1
             ids, logprobs, reason = ids[:num_tokens], logprobs[:num_tokens], "nonfinite"
         request_id = self._requests[running.index].request_id
-        completion = Completion(request_id, ids, logprobs, reason, versions[: len(ids)])
+        has_likely = self._sampling.likely_ids > 0 and not self._sampling.greedy
+        completion = Completion(
+            request_id,
+            ids,
+            logprobs,
+            reason,
+            versions[: len(ids)],
+            likely=likely_of(sample, self._sampling)[: len(ids)] if has_likely else None,
+        )
         self._done[running.index] = completion
         if reason != "abort":
             self._watcher.on_completion(completion)
@@ -338,10 +347,24 @@ def make_params(
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_ids),
         ignore_eos=True,
-        logprobs=0,
+        logprobs=0 if sampling.greedy else sampling.likely_ids,
         prompt_logprobs=0 if of_prompt else None,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
+    """Return the sampler's most likely ids of each token, without a sampled token beyond them."""
+    sets = sample.likely
+    assert sets is not None
+    assert sets.logprobs is not None
+    is_beyond = np.repeat(sets.sizes > sampling.likely_ids, sets.counts)
+    is_beyond &= sets.ids == np.repeat(sample.token_ids, sets.counts)
+    return TokenSets(
+        sizes=np.minimum(sets.sizes, np.int32(sampling.likely_ids)),
+        ids=sets.ids[~is_beyond],
+        logprobs=sets.logprobs[~is_beyond],
     )
 
 
@@ -504,6 +527,9 @@ class VllmEngine(Engine):
         version: PolicyVersion | None = None,
     ) -> list[Completion]:
         """Sample a completion for each request; calls may run concurrently."""
+        # vLLM's sampler would fail on more ids than there are.
+        likely_ids = min(sampling.likely_ids, self._probe.vocab_size)
+        sampling = replace(sampling, likely_ids=likely_ids)
         with self._installed.request(version) as slot:
             for request in requests:
                 self.check(request, sampling)

@@ -40,6 +40,8 @@ _ADVICE = {
     "prompts",
     "all_masked": "no token of them is trained on: with loss.overlong_filter completions that are "
     "cut off are not; raise sampling.max_completion_tokens, or switch the filter off",
+    "no_likely": "loss.score_centering needs the likely ids of each token, and its worker sends "
+    "none: start workers of this release",
     "lost_member": "this loss needs a trained token in each rollout of a group: raise "
     "sampling.max_completion_tokens or sync.max_staleness, or choose another loss.kind",
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks
-from echo.algo.loss import Loss
+from echo.algo.loss import Loss, needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
 from echo.config.layers import flatten
 from echo.config.load import inherited_settings, resolved, save_resolved
@@ -66,7 +66,7 @@ from echo.leases.run import LeaseSettings, RunState
 from echo.net.curve import CurveKeys
 from echo.net.transport import Transport, is_loopback
 from echo.records.ledger import Ledger
-from echo.roles.joining import EXPECTED, AdmissionSettings
+from echo.roles.joining import EXPECTED, LIKELY_IDS, AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime import node as wiring
 from echo.runtime.episodes import code_settings, make_local_host, make_runner, turns_of
@@ -753,6 +753,7 @@ class RunParts:
                     settings=inherited_settings(config)
                     | self._base_settings(is_resumed=len(start.lineages) > 1)
                     | code_settings(config.task, config.reward)
+                    | {LIKELY_IDS: needs_of(build_loss(config)).likely_ids}
                     | {EXPECTED: expected_rollouts(config, data.prompts)},
                     assets=data.read_assets(),
                     digests=data.digests,

@@ -38,7 +38,7 @@ from echo.engine.weights import publish_image
 from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules
 from echo.net.transport import Transport
-from echo.roles.joining import EXPECTED
+from echo.roles.joining import EXPECTED, LIKELY_IDS
 from echo.roles.worker import Worker
 from echo.runtime import node as wiring
 from echo.runtime.agents.agents import AgentParts
@@ -191,15 +191,18 @@ def build_parts(
         config.worker.max_concurrent_rollouts or DEFAULT_MAX_CONCURRENT_ROLLOUTS,
     )
     in_memory = longest_prompt(engine, in_window, max_new)
+    likely_ids = settings.get(LIKELY_IDS, 0)
     agents = None
     if config.agent.listen is not None:
-        agents = _agent_parts(config, config.agent.listen, text, task, node_dir, window=window)
+        agents = _agent_parts(
+            config, config.agent.listen, text, task, node_dir, window=window, likely_ids=likely_ids
+        )
     return WorkerParts(
         engine=engine,
         host=task.host,
         runner=make_runner(task.turns, task.host, engine, text),
         decode=text.decode,
-        sampling=make_sampling(config.sampling, stop_ids),
+        sampling=make_sampling(config.sampling, stop_ids, likely_ids=likely_ids),
         group_size=config.batch.group_size,
         max_prompt_tokens=in_memory,
         prompt_bound="the model's window" if in_memory == in_window else "this worker's memory",
@@ -295,11 +298,12 @@ def _agent_parts(
     node_dir: Path,
     *,
     window: int,
+    likely_ids: int,
 ) -> AgentParts:
     """Return the parts of the endpoint for outside agents."""
     return AgentParts(
         dialogue=Dialogue(text),
-        sampling=make_sampling(config.sampling, text.stop_ids),
+        sampling=make_sampling(config.sampling, text.stop_ids, likely_ids=likely_ids),
         group_size=config.batch.group_size,
         window=window,
         max_session_tokens=config.agent.max_session_tokens,

@@ -75,6 +75,7 @@ from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import (
     EntropyMode,
     TokenLosses,
+    linear_further_logprobs,
     linear_logprob,
     linear_policy_loss,
     linear_set_logprob,
@@ -510,6 +511,41 @@ class Policy:
             states,
             head,
             batch.pick(batch.token_ids),
+            inv_temperature,
+            entropy=entropy,
+            vocab_chunk=self.compute.vocab_chunk,
+            backend=self.compute.backend,
+        )
+
+    def further_logprobs(
+        self, batch: MicroBatch, *, inv_temperature: float, entropy: EntropyMode = "value"
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `logprobs` returns, and the log-probabilities of the tokens' likely ids.
+
+        Args:
+            batch: on this policy's device, with M likely ids.
+            inv_temperature: 1 / sampling temperature.
+            entropy: "value" or "grad".
+
+        Returns:
+            [B, T] log-probabilities, [N] entropies, and the [M] log-probabilities of the likely
+            ids, with gradient.
+        """
+        logprobs, entropies, further = self._compute(
+            self._further_scores, batch, inv_temperature, entropy
+        )
+        return batch.spread(logprobs), entropies, further
+
+    def _further_scores(
+        self, batch: MicroBatch, inv_temperature: float, entropy: EntropyMode
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        states, head = self.predictors(batch)
+        assert batch.likely is not None
+        return linear_further_logprobs(
+            states,
+            head,
+            batch.pick(batch.token_ids),
+            batch.likely.ids,
             inv_temperature,
             entropy=entropy,
             vocab_chunk=self.compute.vocab_chunk,
