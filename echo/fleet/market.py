@@ -102,6 +102,11 @@ class RentedFleet:
         pairs = zip(self.offers, counts, strict=True)
         return sum(offer.rollouts_per_s(job) * count for offer, count in pairs)
 
+    def largest_rate(self, job: Job, counts: Counts) -> float:
+        """Return the rollouts per second of the fastest active node; 0 without nodes."""
+        pairs = zip(self.offers, counts, strict=True)
+        return max((offer.rollouts_per_s(job) for offer, count in pairs if count), default=0.0)
+
     def latency_s(self, job: Job, counts: Counts) -> float:
         """Return the seconds that the slowest active node takes for a group; 0 without nodes."""
         pairs = zip(self.offers, counts, strict=True)

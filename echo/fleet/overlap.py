@@ -17,6 +17,10 @@ rollouts, but not before its first group is done. If groups differ in length, so
 make the last groups of a batch while the others begin the next batch or wait for it. That delays a
 batch by half of a group's time at most.
 
+Staleness is that of grants just in time (leases/grants/just_in_time.py): each batch begins at the
+latest instant that delays no step of this prediction. If the learner waits for more than OPEN_SHARE
+of its time, or if the fleet needs its fastest node, each batch begins as early as admission allows.
+
 Differs from the paper: the second reading and the prediction are this project's.
 """
 
@@ -38,6 +42,11 @@ _LARGEST_TAIL = 0.5
 """Largest delay of a batch because its last groups end late, as a share of a group's time."""
 MAX_STALENESS = 64
 """Largest S that is proposed as a remedy: published systems train stably up to this staleness."""
+OPEN_SHARE = 0.02
+"""Share of its time that the learner must have waited so that no group is held back."""
+MAX_LOSS = 0.45
+"""Largest share of a fleet's speed whose loss groups that are made ahead are to bridge. So a fleet
+with twice the speed that the learner needs always holds groups back."""
 _CHANGE = 0.9
 """Factor by which a resource is improved to find out whether it limits the run."""
 
@@ -167,6 +176,7 @@ def predict(
     rate: float,
     broadcast_s: float,
     latency_s: float,
+    largest: float = 0.0,
     lost_per_s: float = 0.0,
     is_paced: bool = True,
 ) -> Prediction:
@@ -177,6 +187,7 @@ def predict(
         rate: rollouts per second of all nodes together.
         broadcast_s: seconds from a publication until every node holds the version.
         latency_s: seconds that a node takes for a group.
+        largest: rollouts per second of the fastest node.
         lost_per_s: rollouts per second that are lost because their node is lost; not part of
             `rate`.
         is_paced: whether leases limit the workers to the demand; if not, they make more rollouts,
@@ -190,13 +201,17 @@ def predict(
         pipeline.make_step(step)
     half = num_steps // 2
     step_s = (pipeline.ends[num_steps] - pipeline.ends[half]) / (num_steps - half)
-    total = sum(pipeline.staleness.values())
+    idle_share = max(0.0, 1 - job.train_s / step_s)
+    left = rate - min(largest, MAX_LOSS * rate)
+    is_held = is_paced and idle_share <= OPEN_SHARE and left * step_s >= job.rollouts_per_step
+    staleness = pipeline.staleness(is_just_in_time=is_held)
+    total = sum(staleness.values())
     demand = job.rollouts_per_step / step_s
     surplus = 0.0 if is_paced else max(0.0, rate - demand)
     return Prediction(
         step_s=step_s,
-        idle_share=max(0.0, 1 - job.train_s / step_s),
-        staleness={lag: part / total for lag, part in sorted(pipeline.staleness.items())},
+        idle_share=idle_share,
+        staleness={lag: part / total for lag, part in sorted(staleness.items())},
         wasted_share=(surplus + lost_per_s) / (demand + surplus + lost_per_s),
     )
 
@@ -211,6 +226,8 @@ class _Pipeline:
         self.broadcast_s = broadcast_s
         self.latency_s = latency_s
         self.is_paced = is_paced
+        self.least_s = job.rollouts_per_step / rate
+        """Seconds that a batch takes if all workers have work."""
         self.tail_s = min(_LARGEST_TAIL, job.completion_spread) * latency_s
         """Seconds that a batch takes longer than R / rate, because its last groups end late."""
         self.batch_s = _with_spread(job, job.rollouts_per_step / rate)
@@ -221,15 +238,14 @@ class _Pipeline:
         """(time, version) of each installation, in order of time."""
         self.generated_at = 0.0
         """The time at which the fleet has finished the newest batch."""
-        self.staleness: dict[int, float] = {}
+        self.begins: list[float] = []
+        """Step -> the earliest time at which its batch begins."""
 
     def make_step(self, step: int) -> None:
         """Compute the times of the next step's batch, training and publication."""
         begin = max(self.generated_at, self._gate(step))
-        spans = self._spans_of_work(begin, self.batch_s)
-        self.generated_at = spans[-1][1]
-        if step >= _CYCLES // 2 * self.job.publish_period:
-            self._note_staleness(step, spans)
+        self.begins.append(begin)
+        self.generated_at = self._spans_of_work(begin, self.batch_s)[-1][1]
         whole_at = max(begin + self.latency_s, self.generated_at + self.tail_s)
         start = max(self.ends[-1], whole_at)
         self.ends.append(start + self.job.train_s)
@@ -264,15 +280,39 @@ class _Pipeline:
             at = arrival
         return [*spans, (at, at + work_s)]
 
-    def _note_staleness(self, step: int, spans: list[tuple[float, float]]) -> None:
-        """Count the seconds of a batch's generation by the staleness of the installed version."""
+    def staleness(self, *, is_just_in_time: bool) -> dict[int, float]:
+        """Return the seconds of generation by the staleness of the version installed then."""
+        found: dict[int, float] = {}
+        free_until = math.inf
+        for step in reversed(range(_CYCLES // 2 * self.job.publish_period, len(self.begins))):
+            begin, work_s = self.begins[step], self.batch_s
+            if is_just_in_time:
+                ready_at = self.ends[step + 1] - self.job.train_s
+                until = min(ready_at - self.tail_s, free_until)
+                latest = min(self._begin_of_work(until, self.least_s), ready_at - self.latency_s)
+                if latest > begin:
+                    begin, work_s = latest, max(self.least_s, self.latency_s)
+            free_until = begin
+            for since, until in self._spans_of_work(begin, work_s):
+                self._note_staleness(found, step, since, until)
+        return found
+
+    def _begin_of_work(self, end: float, work_s: float) -> float:
+        """Return when `work_s` seconds of generation must begin to be done at `end`."""
+        begin = end - work_s
+        for arrival, _ in reversed(self.installed[1:]) if self.job.has_pausing_workers else ():
+            if arrival - self.broadcast_s < end and arrival > begin:
+                begin -= min(arrival, end) - (arrival - self.broadcast_s)
+        return begin
+
+    def _note_staleness(self, found: dict[int, float], step: int, begin: float, end: float) -> None:
+        """Add the seconds from `begin` to `end`, in which a step's batch is generated."""
         installs = [*self.installed, (math.inf, -1)]
-        for begin, end in spans:
-            for (since, version), (until, _) in itertools.pairwise(installs):
-                part = min(end, until) - max(begin, since)
-                if part > 0:
-                    lag = step - version
-                    self.staleness[lag] = self.staleness.get(lag, 0.0) + part
+        for (since, version), (until, _) in itertools.pairwise(installs):
+            part = min(end, until) - max(begin, since)
+            if part > 0:
+                lag = step - version
+                found[lag] = found.get(lag, 0.0) + part
 
 
 def _with_spread(job: Job, batch_s: float) -> float:

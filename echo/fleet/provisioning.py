@@ -231,6 +231,7 @@ def _predict(fleet: RentedFleet, job: Job, counts: Counts, *, is_paced: bool) ->
         rate=fleet.rate(job, counts),
         broadcast_s=fleet.broadcast_s(job, counts),
         latency_s=fleet.latency_s(job, counts),
+        largest=fleet.largest_rate(job, counts),
         lost_per_s=lost,
         is_paced=is_paced,
     )

@@ -86,6 +86,28 @@ def test_a_version_waits_for_the_broadcast_of_the_one_before() -> None:
     assert prediction.idle_share == pytest.approx(0.6, rel=0.02)
 
 
+@pytest.mark.parametrize("bound", [2, 6, 11])
+def test_a_batch_begins_as_late_as_the_learner_allows(bound: int) -> None:
+    # 12.8 rollouts per second make 64 in 5 s of a step of 10 s. A version is installed 2 s after
+    # its step, so the batch after it is made in time: it is one version old.
+    job = replace(JOB, publish_period=1, max_staleness=bound)
+    times: dict[str, Any] = {"rate": 12.8, "broadcast_s": 2.0, "latency_s": 0.0}
+    assert predict(job, **times).staleness == {1: 1.0}
+    # Broadcast and batch take 11 s: the first second of each batch is sampled one version before.
+    late = predict(job, **(times | {"broadcast_s": 6.0})).staleness
+    assert late == pytest.approx({1: 0.8, 2: 0.2})
+    # A group takes 9 s, so 1 of 9 s are.
+    slow = predict(job, **(times | {"latency_s": 9.0})).staleness
+    assert slow == pytest.approx({1: 8 / 9, 2: 1 / 9})
+    # Without its fastest node, the fleet would be too slow: groups are made ahead.
+    needed = predict(job, **(times | {"rate": 8.0, "largest": 2.0}))
+    assert needed.mean_staleness > 1.9
+    spare = predict(job, **(times | {"rate": 8.0, "largest": 1.0}))
+    assert spare.staleness == {1: 1.0}
+    unpaced = predict(job, **times, is_paced=False)
+    assert unpaced.mean_staleness > bound
+
+
 def test_a_starved_learner_waits_for_what_is_missing() -> None:
     # 80 % of the required rate: a batch takes 12.5 s, a step 10: it waits a fifth of the time.
     prediction = predict(JOB, rate=0.8 * 6.4, broadcast_s=1.0, latency_s=1.0)

@@ -90,6 +90,11 @@ class Load:
         group_s = self.group_s if self.num_held else self.trial_s
         return self.free_at[0] + group_s * slowdown(self.num_held + 1, len(self.free_at))
 
+    @property
+    def full_group_s(self) -> float:
+        """Seconds that one group takes in its engine if the engine is full."""
+        return self.group_s * FULL_SLOWDOWN
+
     def add(self) -> None:
         """Place one more group on it."""
         heapq.heapreplace(self.free_at, self.finish_at)

@@ -1,0 +1,337 @@
+"""Just in time: groups are granted as late as the learner allows, so that they are fresh.
+
+Admission (`leases/grants/admission.py`) bounds how many groups may be promised. If groups are
+granted as early as admission allows, nearly all of them are trained at the bound on staleness,
+although the learner needs few of them that early. `JustInTime` holds a group back while the group
+can still be made in time from the next version:
+
+    need(b) = (b + 1) B - consumed                    groups that must be accepted for batch b
+    have(b) = accepted
+            + running groups that should be done by max(ready(b) - margin, soonest)
+            + held groups that would be done by ready(b) - margin, if each began at arrival(worker),
+              or when its worker's running groups are done, if that is before
+    due     = max over b of need(b) - have(b)         groups to grant now, at least 0
+
+B is the number of groups per step. ready(b) is the instant at which the learner can begin to train
+on batch b. arrival(worker) is the instant at which the worker should install the next version.
+soonest is the instant at which a group that is granted now should be done: only a running group
+that should be done later is worth a replacement. A fleet that is too slow is never held back,
+because all of its groups are due.
+
+**ready(b)**: the begin of the newest step, plus the median time from the begin of a step until the
+learner can begin the next one, for each step from there to b.
+
+**arrival(worker)**: the end of the optimizer step that makes the next version, plus the worker's
+usual delay from there to the installation. Versions follow each other at the period of the last
+two. A late version counts as about to arrive, so groups are held until they are due.
+
+**margin**: seconds of safety against errors of the estimates, such as the lengths of groups. The
+margin grows by the time that the learner has waited for a batch, but at most by the time for which
+groups of that batch were held back. It shrinks with each step by WAIT_SHARE of the step's time, or
+faster if every recent batch was complete earlier than that. In equilibrium the learner therefore
+waits about WAIT_SHARE of its time for fresher groups.
+
+**Open**: no group is held back while the learner waits for more than OPEN_SHARE of its recent time,
+apart from the longest wait, or while the fleet without its fastest worker would be too slow for the
+learner: groups that are made ahead then bridge the loss of a worker. Before a step is timed and a
+version installed, groups are granted for two batches, or for all free places if these are more.
+
+The method is flow control by the bandwidth-delay product, as in BBR. The queue that is kept short
+is the one in front of the learner.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from copy import copy
+
+from echo.core.timers import RecentMap
+from echo.fleet.overlap import MAX_LOSS, OPEN_SHARE
+from echo.leases.book import MAX_WORKERS
+from echo.leases.grants.dispatch import Load
+
+RECENT_STEPS = 8
+"""Number of newest steps from which times and waits are estimated."""
+
+SPARE_STEPS = 16
+"""Number of newest batches from which the least spare time is taken."""
+
+WAIT_SHARE = 0.005
+"""Share of its time that the learner waits, in equilibrium, for the sake of fresher groups."""
+
+FIRST_MARGIN = 0.1
+"""The first margin, in steps."""
+
+MAX_MARGIN = 4.0
+"""The largest margin, in steps."""
+
+SPARE_SHARE = 0.05
+"""Part of the least spare time of recent batches by which the margin shrinks with a step."""
+
+REST = 1 / 32
+"""Part of a step after which it is decided again how many groups are due."""
+
+MAX_BATCHES = 64
+"""Batches to come that are considered: the longest staleness that is configured in practice."""
+
+MAX_STEPS = 256
+"""Number of newest steps whose ends are remembered."""
+
+
+class JustInTime:
+    """Decides how many of the groups that admission allows are granted now."""
+
+    def __init__(self, *, groups_per_step: int, step: int = 0) -> None:
+        """Start after `step` steps, without any measurement."""
+        self._groups_per_step = groups_per_step
+        self._step = step
+        self._is_training = False
+        self._begun_at: float | None = None
+        """When the newest step began."""
+        self._made_at: RecentMap[int, float] = RecentMap(max_entries=MAX_STEPS)
+        """Version's step -> when its optimizer step ended."""
+        self._train_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        """From the begin of a step to its end."""
+        self._busy_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        """From the begin of a step until the learner could begin the next one."""
+        self._waited_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._spare_s: deque[float] = deque(maxlen=SPARE_STEPS)
+        """From the completion of a batch until the learner took it."""
+        self._complete_at: float | None = None
+        """When the next batch was complete."""
+        self._delay_s: RecentMap[str, float] = RecentMap(max_entries=MAX_WORKERS)
+        """Worker -> seconds from the end of a step to the installation of its version."""
+        self._installed: RecentMap[str, int] = RecentMap(max_entries=MAX_WORKERS)
+        """Worker -> the step of its version."""
+        self._versions = (step, step)
+        """Steps of the last two versions that any worker has installed."""
+        self._margin_s: float | None = None
+        self._held_since: dict[int, float] = {}
+        """Ordinal of a group, as admission counts them -> when it was first held back."""
+        self._delayed_s: dict[int, float] = {}
+        """Batch -> the longest time for which a group of it was held back."""
+        self.deadline: float | None = None
+        """When to decide again, if nothing happens before; None if no group is held back."""
+
+    @property
+    def margin_s(self) -> float:
+        """Seconds by which groups are to be accepted before the learner needs them."""
+        return self._margin_s or 0.0
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the last decision has held groups back that a free place could have begun."""
+        return bool(self._held_since)
+
+    def is_resting(self, *, now: float) -> bool:
+        """Return whether the last decision still holds; a decision is dropped at its deadline."""
+        if self.deadline is not None and now >= self.deadline:
+            self.deadline = None
+        return self._is_training and self.deadline is not None
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def begin_step(self, *, waited_s: float, now: float) -> None:
+        """Record that the learner has taken a batch, for which it has waited."""
+        if self._begun_at is not None:
+            self._busy_s.append(now - waited_s - self._begun_at)
+            spare_s = 0.0 if self._complete_at is None else now - self._complete_at
+            self._waited_s.append(waited_s)
+            self._adjust_margin(waited_s, spare_s)
+        self._begun_at, self._is_training = now, True
+        self._complete_at = self.deadline = None
+
+    def end_step(self, step: int, *, now: float) -> None:
+        """Record that an optimizer step was made: `step` of them in all."""
+        if self._begun_at is not None:
+            self._train_s.append(now - self._begun_at)
+        self._step, self._is_training, self.deadline = step, False, None
+        self._made_at[step] = now
+
+    def installed(self, worker_id: str, step: int, *, now: float) -> None:
+        """Record that a worker reports the version of this step as installed."""
+        before = self._installed.get(worker_id)
+        if before == step:
+            return
+        self._installed[worker_id], self.deadline = step, None
+        if step > self._versions[1]:
+            self._versions = (self._versions[1], step)
+        made_at = self._made_at.get(step)
+        if made_at is not None and before is not None:
+            delay_s, known_s = now - made_at, self._delay_s.get(worker_id)
+            self._delay_s[worker_id] = delay_s if known_s is None else (known_s + delay_s) / 2
+
+    def _adjust_margin(self, waited_s: float, spare_s: float) -> None:
+        """Raise the margin by a wait that held groups have caused, or lower it a little."""
+        step_s = self._step_s
+        margin_s = FIRST_MARGIN * step_s if self._margin_s is None else self._margin_s
+        caused_s = min(waited_s, self._delayed_s.pop(self._step, 0.0))
+        if caused_s > 0:
+            self._spare_s.clear()
+            self._margin_s = min(margin_s + caused_s, MAX_MARGIN * step_s)
+            return
+        self._spare_s.append(spare_s)
+        is_known = len(self._spare_s) == SPARE_STEPS
+        least_spare_s = min(self._spare_s) if is_known else 0.0
+        lower_s = max(WAIT_SHARE * step_s, SPARE_SHARE * least_spare_s)
+        self._margin_s = max(0.0, margin_s - lower_s)
+
+    # --- the decision ----------------------------------------------------------------------------
+
+    def num_due(
+        self,
+        loads: Sequence[Load],
+        installed: Sequence[int],
+        *,
+        running: Iterable[float],
+        num_accepted: int,
+        num_promised: int,
+        now: float,
+    ) -> int | None:
+        """Return how many groups are to be granted now; None for all that admission allows.
+
+        Args:
+            loads: the workers that can sample. If groups are held back and the learner waits for
+                none, workers that should install the newest version soon are granted none.
+            installed: the step of each worker's version.
+            running: when each running group is expected.
+            num_accepted: groups that are accepted and in no step that was made.
+            num_promised: groups consumed, accepted or running, as admission counts them.
+            now: the present instant.
+        """
+        size, first = self._groups_per_step, self._step + self._is_training
+        if self._complete_at is None and num_accepted >= (first - self._step + 1) * size:
+            self._complete_at = now
+        num_allowed = max((load.most_promised for load in loads), default=0) - num_promised
+        if num_allowed <= 0:
+            self._held_since.clear()
+            return 0
+        num_free = sum(max(0, load.num_free) for load in loads)
+        if not self._is_timed(loads):
+            return min(num_allowed, max((self._step + 2) * size - num_promised, num_free))
+        if self._is_open or not self._is_redundant(loads):
+            self._held_since.clear()
+            return None
+        due = min(
+            num_allowed,
+            self._num_needed(loads, installed, running, num_accepted, num_promised, now),
+        )
+        if due < num_allowed:
+            self.deadline = now + REST * self._step_s
+        self._note_held(num_promised, due, min(num_allowed, num_free), now)
+        if self._is_training and due < num_allowed:
+            for load in loads:
+                if load.most_soon > load.most_promised:
+                    load.most_promised = 0
+        return due
+
+    def _num_needed(
+        self,
+        loads: Sequence[Load],
+        installed: Sequence[int],
+        running: Iterable[float],
+        num_accepted: int,
+        num_promised: int,
+        now: float,
+    ) -> int:
+        """Return how many groups the batches to come lack if the others are held back."""
+        size, first = self._groups_per_step, self._step + self._is_training
+        most = max(load.most_promised for load in loads)
+        num_held = min(most, (first + MAX_BATCHES) * size) - num_promised
+        soonest = min((load.finish_at for load in loads if load.num_free > 0), default=now)
+        made_at = sorted(running)
+        held_at = sorted(self._held_done_at(loads, installed, num_held, now))
+        num_needed = 0
+        for batch in range(first, (num_promised + num_held - 1) // size + 1):
+            until = self._ready_at(batch, now) - self.margin_s
+            num_made = bisect_right(made_at, max(until, soonest)) + bisect_right(held_at, until)
+            num_missing = (batch + 1 - self._step) * size - num_accepted - num_made
+            num_needed = max(num_needed, num_missing)
+        return num_needed
+
+    @property
+    def _step_s(self) -> float:
+        """Usual seconds from the begin of a step until the learner can begin the next one."""
+        return statistics.median(self._busy_s)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the learner has waited so long recently that no group is held back."""
+        # A single wait is for the margin to prevent.
+        waited_s = sum(self._waited_s) - max(self._waited_s)
+        return waited_s > OPEN_SHARE * len(self._waited_s) * self._step_s
+
+    def _is_redundant(self, loads: Sequence[Load]) -> bool:
+        """Return whether the fleet without its fastest worker makes what the learner needs."""
+        speeds = [len(load.free_at) / load.full_group_s for load in loads]
+        lost = min(max(speeds), MAX_LOSS * sum(speeds))
+        return (sum(speeds) - lost) * self._step_s >= self._groups_per_step
+
+    def _is_timed(self, loads: Sequence[Load]) -> bool:
+        """Return whether a step and the installation of a version have been timed."""
+        is_known = any(load.node_id in self._delay_s for load in loads)
+        return self._margin_s is not None and is_known
+
+    def _ready_at(self, batch: int, now: float) -> float:
+        """Return when the learner can begin to train on a batch."""
+        assert self._begun_at is not None, "a step is timed"
+        num_later = batch - self._step - self._is_training
+        return max(now, self._begun_at + self._step_s) + num_later * self._step_s
+
+    def _arrival(self, worker_id: str, installed: int, now: float) -> float:
+        """Return when a worker should install a newer version; `now` if that is unknown."""
+        delay_s = self._delay_s.get(worker_id)
+        if delay_s is None:
+            return now
+        before, step = self._versions
+        if step <= installed:
+            step += max(1, step - before)
+        made_at = self._made_at.get(step)
+        if made_at is None:
+            ahead = self._ready_at(step, now) - self._step_s
+            made_at = ahead + statistics.median(self._train_s)
+        return max(now, made_at + delay_s)
+
+    def _held_done_at(
+        self, loads: Sequence[Load], installed: Sequence[int], num_groups: int, now: float
+    ) -> list[float]:
+        """Return when groups would be done that are held back as long as it helps.
+
+        A worker begins them with the next version, or before when its present groups are done: they
+        would only slow these down.
+        """
+        heap = []
+        for load, version in zip(loads, installed, strict=True):
+            begin = self._arrival(load.node_id, version, now)
+            busy_until = max(load.free_at)
+            if busy_until > now:
+                begin = min(begin, busy_until)
+            later = copy(load)
+            later.free_at = [max(begin, at) for at in load.free_at]
+            heap.append((later.finish_at, later.share, later.node_id, later))
+        heapq.heapify(heap)
+        done_at = []
+        for _ in range(num_groups):
+            at, _, _, load = heap[0]
+            done_at.append(at)
+            load.add()
+            heapq.heapreplace(heap, (load.finish_at, load.share, load.node_id, load))
+        return done_at
+
+    def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
+        """Record since when groups are held back that a free place could have begun."""
+        size = self._groups_per_step
+        for ordinal in range(num_promised, num_promised + due):
+            since = self._held_since.pop(ordinal, now)
+            delayed_s = self._delayed_s.get(ordinal // size, 0.0)
+            self._delayed_s[ordinal // size] = max(delayed_s, now - since)
+        for ordinal in range(num_promised + due, num_promised + num_possible):
+            self._held_since.setdefault(ordinal, now)
+        for ordinal in [known for known in self._held_since if known < num_promised]:
+            del self._held_since[ordinal]
+        for batch in [known for known in self._delayed_s if known < self._step]:
+            del self._delayed_s[batch]
