@@ -206,6 +206,8 @@ class SimRow(Strict):
     """As network.reconnect_for_s."""
     is_paced: bool = True
     """Whether leases hold workers back; without, every idle worker gets work."""
+    is_eager: bool = False
+    """As sync.eager."""
     queue_share: Amount = 1.0
     """Groups that wait at a worker for each one in its engine."""
     alone_speedup: Annotated[float, Field(ge=1)] = 2.0

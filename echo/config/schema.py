@@ -197,6 +197,8 @@ class SyncSection(Section):
     """Optimizer steps (inclusive) that a token may be old when it is trained on."""
     publish_period: Literal["auto"] | Annotated[int, Field(ge=1)]
     """Optimizer steps between publications; auto measures and follows training and broadcast."""
+    eager: bool = False
+    """Grant groups as early as max_staleness allows, in place of just in time; to compare."""
     adaptive: bool = False
     """Adapt the bound for new leases to the metrics of each step, within max_staleness."""
     min_staleness: int = Field(default=0, ge=0)

@@ -20,6 +20,7 @@ from echo.core.metrics import Counters
 from echo.leases.book import LeasedWorker
 from echo.leases.grants.finish_times import FinishTimes
 from echo.leases.grants.forecasts import Forecasts
+from echo.leases.grants.just_in_time import JustInTime
 from echo.leases.grants.relief import is_pending
 from echo.leases.groups import LeaseRecord
 from echo.leases.open_groups import OpenGroups
@@ -50,6 +51,7 @@ class Reconciling:
         heartbeat_s: float,
         finish_times: FinishTimes,
         forecasts: Forecasts,
+        just_in_time: JustInTime,
         counters: Counters,
     ) -> None:
         self._groups = groups
@@ -57,6 +59,7 @@ class Reconciling:
         self._heartbeat_s = heartbeat_s
         self._finish_times = finish_times
         self._forecasts = forecasts
+        self._just_in_time = just_in_time
         self._counters = counters
 
     def reconcile(
@@ -89,6 +92,7 @@ class Reconciling:
         self._finish_times.seen(worker.node_id, records, now=now)
         if worker.installed is not None:
             self._finish_times.installed(worker.node_id, worker.installed, now=now)
+            self._just_in_time.installed(worker.node_id, worker.installed.step, now=now)
         self._forecasts.discard(worker.node_id)
         found.unwanted = self._enter(worker, listed, now)
         worker.is_stuck = worker.num_unknown > 0 and not has_progress

@@ -32,6 +32,8 @@ class LeaseSettings:
     hedge_factor: float | None = None
     """How many times sooner a copy must be expected (`leases/grants/dispatch.py`); None copies for
     age alone."""
+    is_eager: bool = False
+    """Whether groups are granted as early as admission allows, in place of just in time."""
     exact_version: bool = False
     """Whether one version alone must have sampled each group."""
 

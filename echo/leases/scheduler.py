@@ -4,6 +4,7 @@ The scheduler holds the parts that decide, and enters what they have decided:
 
 * `open_groups`: which groups are open, and the book of their leases;
 * `admission`: how many groups may be granted;
+* `just_in_time`: how many of them are granted now;
 * `rounds`, with `occupancy`, `forecasts`, `relief` and `dispatch`: which worker gets which group;
 * `reconciling`: which leases a heartbeat renews, enters or ends;
 * `results`: whether a delivered group is accepted, and how a failed group ends.
@@ -25,6 +26,7 @@ from echo.leases.book import LeasedWorker
 from echo.leases.grants.admission import Quota
 from echo.leases.grants.finish_times import FinishTimes
 from echo.leases.grants.forecasts import Forecasts
+from echo.leases.grants.just_in_time import JustInTime
 from echo.leases.grants.occupancy import Occupancy
 from echo.leases.grants.relief import Relief
 from echo.leases.grants.rounds import Decisions, Round
@@ -82,6 +84,7 @@ class Scheduler:
             routes=routes,
             complaints=complaints,
         )
+        self.just_in_time = JustInTime(groups_per_step=settings.groups_per_step, step=run.step)
         self.prompt_fault: DataError | None = None
         """Why no more groups can be granted: there are no more prompts."""
         self._forecasts = Forecasts(
@@ -93,12 +96,18 @@ class Scheduler:
             heartbeat_s=settings.heartbeat_s,
             finish_times=self.finish_times,
             forecasts=self._forecasts,
+            just_in_time=self.just_in_time,
             counters=counters,
         )
         self._settings = settings
         self._prompts = prompts
         self._counters = counters
         self._routes = routes
+
+    @property
+    def _is_just_in_time(self) -> bool:
+        # Agents ask for their groups when they play: held back, they would wait.
+        return not (self._settings.is_eager or self._settings.prompts_are_free)
 
     @property
     def quota(self) -> Quota:
@@ -168,6 +177,8 @@ class Scheduler:
             groups=self.groups,
             prompts=self._prompts,
             finish_times=self.finish_times,
+            just_in_time=self.just_in_time if self._is_just_in_time else None,
+            now=now,
         ).decide()
 
     def _apply(self, decided: Decisions, now: float) -> list[Action]:
@@ -205,6 +216,15 @@ class Scheduler:
         for record, request in decided.requests.items():
             record.request = request
         return actions + self._reclaim(decided.requests)
+
+    def begin_step(self, *, waited_s: float, now: float) -> None:
+        """Note that the learner has taken a batch, for which it has waited."""
+        self.just_in_time.begin_step(waited_s=waited_s, now=now)
+
+    def end_step(self, step: int, *, now: float) -> None:
+        """Note that an optimizer step was made: `step` of them in all."""
+        self.groups.step = step
+        self.just_in_time.end_step(step, now=now)
 
     # --- heartbeats ------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ events, which `Learner.handle` looks up in one table:
 
     GrantsDue          grants for new prompts, or in place of groups that have left the buffer
     GrantsStopped      no further grants
+    BatchTaken         grants in place of the batch
     StepTaken          grants for the next steps
     GroupStored        acknowledgement, grants
     GroupDiscarded     record, acknowledgement, grants
@@ -122,6 +123,14 @@ class GrantsDue:
 @dataclass(frozen=True, slots=True)
 class GrantsStopped:
     """Event: no further group may be granted, because its record could not be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTaken:
+    """Event: a batch has left the buffer for the next step."""
+
+    waited_s: float
+    """Seconds that the learner has waited for the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +382,8 @@ class Learner(Role):
     def _grant(self, now: float) -> list[Action]:
         """Grant the groups that admission and capacities allow, now or at the next deadline."""
         is_over = self.shutdown.reason is not None or not self.is_granting
-        if is_over or self.scheduler.quota.is_closed(self.broadcast.newest_complete):
+        is_resting = self.scheduler.just_in_time.is_resting(now=now)
+        if is_over or is_resting or self.scheduler.quota.is_closed(self.broadcast.newest_complete):
             self._grants.deadline = None
             return []
         if not self._grants.may(len(self.roster.nodes), now=now):
@@ -418,8 +428,12 @@ class Learner(Role):
         self.is_granting = False
         return []
 
+    def _on_batch(self, event: BatchTaken, now: float) -> list[Action]:
+        self.scheduler.begin_step(waited_s=event.waited_s, now=now)
+        return self._grant(now)
+
     def _on_step(self, event: StepTaken, now: float) -> list[Action]:
-        self.scheduler.groups.step = event.step
+        self.scheduler.end_step(event.step, now=now)
         return self._grant(now)
 
     def _on_stored(self, event: GroupStored, now: float) -> list[Action]:
@@ -488,6 +502,7 @@ class Learner(Role):
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
         paced = earliest(self.plans.deadline, self._grants.deadline)
+        paced = earliest(paced, self.scheduler.just_in_time.deadline)
         return earliest(self.roster.deadline, self.leases.deadline, paced, self.broadcast.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
@@ -516,13 +531,16 @@ class Learner(Role):
             actions.append(Note("warning", text, "expired leases"))
         if silent or self.plans.is_due(now=now):
             actions += self.plans.replan(now)
-        if actions or self._grants.is_due(now=now):
+        held_until = self.scheduler.just_in_time.deadline
+        is_due = self._grants.is_due(now=now) or (held_until is not None and now >= held_until)
+        if actions or is_due:
             actions += [*self.review.update(now=now), *self._grant(now)]
         return children + actions
 
     HANDLERS: ClassVar[Mapping[type, Handler]] = {
         GrantsDue: _on_grants_due,
         GrantsStopped: _on_grants_stopped,
+        BatchTaken: _on_batch,
         StepTaken: _on_step,
         GroupStored: _on_stored,
         GroupDiscarded: _on_discarded,

@@ -247,6 +247,7 @@ def make_role(
                 heartbeat_s=settings.heartbeat_s,
                 max_zero_signal_groups=job.groups_per_step
                 * make_batch(job).max_zero_signal_batches,
+                is_eager=settings.is_eager or not settings.is_paced,
             ),
             site=Site(
                 LEARNER_ID,

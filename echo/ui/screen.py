@@ -149,7 +149,8 @@ def staleness_histogram(snapshot: Snapshot, width: int, height: int) -> list[Ren
     tokens = snapshot.staleness_tokens
     total = sum(tokens.values())
     mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
-    title = Text.assemble(("staleness", "bold"), f" mean {mean:.2f}" if total else " -")
+    figures = f" mean {mean:.2f}" if total else " -"
+    title = Text.assemble(("staleness", "bold"), f"{figures}, bound {snapshot.max_staleness}")
     bins = staleness_bins(tokens, snapshot.max_staleness, max(height - 2, 1))
     marked = [(label, count, "◂ bound" if is_bound else "") for label, count, is_bound in bins]
     return [fit(title, width), staleness_bars(marked, width)]

@@ -534,7 +534,7 @@ SAFE = {
     *("profile", "run.max_steps", "model.attn_implementation", "task.reward_timeout_s"),
     *("task.step_timeout_s", "task.max_reward", "task.max_turns", "reward"),
     *("sampling.max_completion_tokens", "sync.mode", "sync.max_staleness", "sync.adaptive"),
-    *("sync.min_staleness", "sync.publish_period", "batch.minibatches_per_step"),
+    *("sync.eager", "sync.min_staleness", "sync.publish_period", "batch.minibatches_per_step"),
     *("batch.keep_zero_variance", "batch.max_zero_signal_batches", "loss", "reference"),
     *("optimizer", "learner", "leases", "activation", "worker", "agent", "rollout", "engine"),
     *("relay", "checkpoint", "eval", "network", "security", "limits", "metrics", "ui"),

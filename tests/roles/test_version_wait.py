@@ -87,7 +87,9 @@ def test_older_weights_sample_nothing_of_it_and_newer_ones_do() -> None:
 
 @pytest.mark.slow
 def test_what_has_waited_in_vain_goes_to_another_worker(make_world: MakeWorld) -> None:
-    world = make_world(engine={"version_wait_s": 2.0}, leases={"hedge_factor": False})
+    world = make_world(
+        engine={"version_wait_s": 2.0}, leases={"hedge_factor": False}, sync={"eager": True}
+    )
     world.learner()
     world.worker("w1")
     role = world.node("w1").role

@@ -75,6 +75,9 @@ SPARE_SHARE = 0.05
 REST = 1 / 32
 """Part of a step after which it is decided again how many groups are due."""
 
+MAX_REST_S = 5.0
+"""The longest time after which it is decided again."""
+
 MAX_BATCHES = 64
 """Batches to come that are considered: the longest staleness that is configured in practice."""
 
@@ -221,7 +224,7 @@ class JustInTime:
             self._num_needed(loads, installed, running, num_accepted, num_promised, now),
         )
         if due < num_allowed:
-            self.deadline = now + REST * self._step_s
+            self.deadline = now + min(REST * self._step_s, MAX_REST_S)
         self._note_held(num_promised, due, min(num_allowed, num_free), now)
         if self._is_training and due < num_allowed:
             for load in loads:

@@ -16,7 +16,7 @@ How many groups may be granted: `leases/grants/admission.py`. Which worker gets 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,8 +24,9 @@ import msgspec
 from echo.core.errors import DataError
 from echo.leases.book import LeasedWorker
 from echo.leases.grants.admission import Quota
-from echo.leases.grants.dispatch import by_finish
+from echo.leases.grants.dispatch import Load, by_finish
 from echo.leases.grants.finish_times import FinishTimes
+from echo.leases.grants.just_in_time import JustInTime
 from echo.leases.grants.occupancy import Occupancy
 from echo.leases.grants.relief import Relief
 from echo.leases.groups import MAX_ATTEMPTS, LeaseRecord, MoveRequest
@@ -74,6 +75,8 @@ class Round:
         groups: OpenGroups,
         prompts: Prompts,
         finish_times: FinishTimes,
+        just_in_time: JustInTime | None,
+        now: float,
     ) -> None:
         self._occupancy = occupancy
         self._quota = quota
@@ -81,6 +84,8 @@ class Round:
         self._groups = groups
         self._prompts = prompts
         self._finish_times = finish_times
+        self._just_in_time = just_in_time
+        self._now = now
         self._decisions = Decisions()
 
     def decide(self) -> Decisions:
@@ -111,11 +116,25 @@ class Round:
         """Grant groups in the order of their predicted finish, as long as there are prompts."""
         candidates = self._candidates()
         loads = self._occupancy.loads(self._occupancy.able)
-        for node_id in by_finish(loads, num_promised=self._occupancy.num_promised):
+        num_due = None if self._just_in_time is None else self._num_due(self._just_in_time, loads)
+        order = by_finish(loads, num_promised=self._occupancy.num_promised)
+        for node_id in itertools.islice(order, num_due):
             group_id = self._next_group(candidates)
             if group_id is None:
                 break
             self._grant(group_id, self._occupancy.able[node_id])
+
+    def _num_due(self, just_in_time: JustInTime, loads: Sequence[Load]) -> int | None:
+        """Return how many groups are to be granted now; None for all that admission allows."""
+        versions = [self._occupancy.able[load.node_id].installed for load in loads]
+        return just_in_time.num_due(
+            loads,
+            [version.step for version in versions if version is not None],
+            running=[group.done_at for group in self._occupancy.running()],
+            num_accepted=self._quota.num_unspent,
+            num_promised=self._occupancy.num_promised,
+            now=self._now,
+        )
 
     def _grant(self, group_id: int, worker: LeasedWorker) -> None:
         lease = msgspec.structs.replace(
@@ -160,6 +179,8 @@ class Round:
         """Move and copy running groups to workers that have nothing else to do."""
         running = self._occupancy.running()
         requests = self._decisions.requests = self._relief.choose_moves(running)
+        if self._just_in_time is not None and self._just_in_time.is_holding:
+            return  # a new group serves the batch as well as a copy, and nothing is thrown away
         for original, node_id in self._relief.choose_copies(running, requests):
             if find_prompt_fault(self._prompts, original.group_id) is None:
                 copy, worker = self._copy_of(original), self._occupancy.able[node_id]

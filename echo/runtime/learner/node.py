@@ -58,7 +58,7 @@ from echo.leases.open_groups import AppendRecord
 from echo.leases.results import StoreGroup
 from echo.net.transport import Transport
 from echo.records.ledger import Finished, LedgerQueue
-from echo.roles.learner import GrantsDue, GrantsStopped, Learner, StepTaken
+from echo.roles.learner import BatchTaken, GrantsDue, GrantsStopped, Learner, StepTaken
 from echo.roles.review import ReviewDue, SamplesTrained
 from echo.runtime.learner.bound import AdaptiveBound
 from echo.runtime.learner.checkpoint import Checkpoints
@@ -430,6 +430,7 @@ class LearnerNode(Node):
         """Wait for a full batch of groups within the bound; None if the training has ended."""
         self._progress.begin("", now=self.now)
         self._waiting.begin(now=self.now)
+        waits_from = self.now
         while not self.is_stopping:
             if self.costs.is_spent:
                 self.log.warning("%s", self.costs.describe_spent(self.role.step))
@@ -442,7 +443,7 @@ class LearnerNode(Node):
             groups = self._buffer.take(num_groups, step=self.role.step)
             if groups is not None:
                 # The buffer has space again.
-                self.report(GrantsDue())
+                self.report(BatchTaken(waited_s=self.now - waits_from))
                 return groups
             self._failure = await self._find_failure()
             if self._failure is not None:

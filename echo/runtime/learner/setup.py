@@ -799,6 +799,7 @@ def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
         prompts_are_free=config.agent.listen is not None,
         trims_stale=config.trims_stale,
         hedge_factor=config.leases.hedge_factor or None,
+        is_eager=config.sync.eager,
         exact_version=config.rollout.exact_version,
     )
 
