@@ -1,0 +1,247 @@
+"""Compare grants just in time with eager grants: staleness, the learner's waits, lost groups.
+
+    python bench/bench_just_in_time.py --only grid --name grid [--rates 2.0]
+    python bench/bench_just_in_time.py --only fleets --name fleets [--seeds 0 30]
+
+Each case runs on virtual time, twice: with `sync.eager` and without. `grid` gives six equal workers
+these shares of the required rate; `fleets` draws unequal fleets, of which some lose workers.
+
+The staleness that is forced: a token that is sampled u steps before its batch is trained is sampled
+from the newest version that is installed by then,
+
+    forced(u) = mean over batches b of b - max {v : v is published, v + T_bcast / T_train <= b - u}
+    least     = mean of forced(u) over u in [0, T_batch / T_train]
+    T_batch   = max(R / rate, T_group) + min(1/2, spread) T_group, the last groups included
+
+With a period of 1 and T_bcast below it, forced(u) is ceil(T_bcast / T_train + u).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from bench_rule import TRAIN_S, make_job, make_scenario
+from harness import new_parser, parse, save
+
+from echo.config.fleet_schema import FaultRow, SimRow
+from echo.fleet.market import Offer, Region, RentedFleet
+from echo.fleet.overlap import predict
+from echo.sim.scenario import Scenario
+from echo.sim.simulation import Simulation
+from echo.sim.summary import Summary, summarise
+
+RATES = (0.8, 1.0, 1.2, 2.0, 4.0)
+GRID = ((2, 1, 0.1, 0.5), (2, 1, 0.5, 0.5), (6, 1, 0.1, 0.5), (6, 2, 1.5, 0.5), (11, 4, 3.0, 0.5),
+        (2, 1, 0.1, 1.0))  # fmt: skip
+"""(S, kappa, T_bcast / T_train, spread of the lengths)."""
+
+
+def least_staleness(period: int, broadcast: float, window: float) -> float:
+    """Return the mean staleness that is forced; `broadcast` and `window` in steps."""
+    installed, free_at = [(0.0, 0)], 0.0
+    for version in range(period, 400, period):
+        # The newest version that waits is sent when the one before has arrived.
+        if version + period > free_at:
+            free_at = max(free_at, float(version)) + broadcast
+            installed.append((free_at, version))
+    lags = []
+    for batch in range(200, 200 + 12 * period):
+        for part in range(50):
+            at = batch - window * (part + 0.5) / 50
+            lags.append(batch - max(v for since, v in installed if since <= at + 1e-9))
+    return fmean(lags)
+
+
+def draw_fleet(seed: int, num_steps: int) -> tuple[Scenario, dict[str, Any]]:
+    """Return a random fleet, and its figures."""
+    chance = random.Random(seed)
+    bound = chance.choice([1, 2, 6, 11])
+    broadcast = math.exp(chance.uniform(math.log(0.1), math.log(3)))
+    period = max(1, math.ceil(broadcast)) if chance.random() < 0.7 else 1
+    if period > bound:
+        period, broadcast = 1, min(broadcast, 0.8)
+    factor = chance.choice([0.8, 1.0, 1.2, 2.0, 2.0, 4.0])
+    spread = chance.choice([0.3, 0.5, 0.8, 1.0])
+    num_groups, num_workers = chance.choice([4, 8, 12, 16]), chance.randint(2, 10)
+    job = replace(make_job(bound, period, spread, is_pausing=False), groups_per_step=num_groups)
+    shares = [chance.lognormvariate(0, 0.7) for _ in range(num_workers)]
+    rate = factor * job.rollouts_per_step / TRAIN_S
+    places = [chance.choice([1, 1, 2, 4]) for _ in range(num_workers)]
+    offers = [
+        Offer(
+            name=f"w{number}",
+            region="site",
+            count=1,
+            price_per_h=1.0,
+            tokens_per_s=rate * job.completion_tokens * share / sum(shares),
+            concurrency=job.group_size * places[number],
+            down_bytes_per_s=1e12,
+            up_bytes_per_s=1e12,
+        )
+        for number, share in enumerate(shares)
+    ]
+    region = Region(
+        name="site", bytes_per_s=job.version_bytes / (broadcast * TRAIN_S), latency_s=0.01
+    )
+    settings = SimRow(
+        num_steps=num_steps,
+        chunks_per_version=4,
+        heartbeat_s=10.0,
+        dead_after_s=60.0,
+        lease_timeout_s=1000.0,
+        swap_s=0.1,
+        setup_s=1.0,
+        alone_speedup=chance.choice([2.0, 100.0]),
+        seed=seed,
+    )
+    num_losses = chance.choice([0, 0, 1, 2, 4])
+    faults = [
+        FaultRow(
+            at_s=chance.uniform(10, num_steps) * TRAIN_S,
+            kind="preempt",
+            target=f"w{chance.randrange(num_workers)}-1",
+            for_s=chance.uniform(1, 10) * TRAIN_S,
+        )
+        for _ in range(num_losses)
+    ]
+    group_s = fmean(
+        job.group_size * job.completion_tokens * place / offer.tokens_per_s
+        for place, offer in zip(places, offers, strict=True)
+    )
+    scenario = Scenario(
+        name=f"fleet {seed}",
+        fleet=RentedFleet(offers=tuple(offers), regions={"site": region}, uplink_bytes_per_s=1e12),
+        job=job,
+        counts=[1] * num_workers,
+        settings=settings,
+        faults=tuple(faults),
+    )
+    case = {
+        "max_staleness": bound,
+        "publish_period": period,
+        "broadcast": broadcast,
+        "rate": factor,
+        "spread": spread,
+        "workers": num_workers,
+        "groups_per_step": num_groups,
+        "losses": num_losses,
+        "group_s": group_s,
+    }
+    return scenario, case
+
+
+def draw_grid(
+    cell: tuple[int, int, float, float], rate: float, num_steps: int
+) -> tuple[Scenario, dict[str, Any]]:
+    """Return six equal workers, and their figures."""
+    bound, period, broadcast, spread = cell
+    job = make_job(bound, period, spread, is_pausing=False)
+    per_s = rate * job.rollouts_per_step / TRAIN_S
+    scenario = make_scenario(job, rate=per_s, broadcast_s=broadcast * TRAIN_S, num_steps=num_steps)
+    case = {
+        "max_staleness": bound,
+        "publish_period": period,
+        "broadcast": broadcast,
+        "rate": rate,
+        "spread": spread,
+        "workers": 6,
+        "groups_per_step": job.groups_per_step,
+        "losses": 0,
+        "group_s": 6 * job.group_size / per_s,
+    }
+    return scenario, case
+
+
+def measure(scenario: Scenario, case: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a case, eager and just in time."""
+    job = scenario.job
+    rate = case["rate"] * job.rollouts_per_step / TRAIN_S
+    runs = {
+        name: _run(scenario, is_eager=is_eager)
+        for name, is_eager in (("eager", True), ("just_in_time", False))
+    }
+    tail = min(0.5, case["spread"]) * case["group_s"] / TRAIN_S
+    window = max(1 / case["rate"], case["group_s"] / TRAIN_S) + tail
+    broadcast_s = runs["just_in_time"].broadcast_s
+    predicted = predict(
+        job,
+        rate=rate,
+        broadcast_s=broadcast_s,
+        latency_s=case["group_s"],
+        largest=scenario.fleet.largest_rate(job, scenario.counts),
+    )
+    return case | {
+        "least": least_staleness(job.publish_period, broadcast_s / TRAIN_S, window),
+        "predicted": predicted.mean_staleness,
+        **{name: _figures(run) for name, run in runs.items()},
+    }
+
+
+def _run(scenario: Scenario, *, is_eager: bool) -> Summary:
+    settings = scenario.settings.model_copy(update={"is_eager": is_eager})
+    changed = replace(scenario, settings=settings)
+    return summarise(changed, Simulation(changed).run())
+
+
+def _figures(run: Summary) -> dict[str, Any]:
+    return {
+        "staleness": run.mean_staleness,
+        "max_staleness": run.max_staleness,
+        "idle_share": run.idle_share,
+        "step_s": run.step_s,
+        "broadcast_s": run.broadcast_s,
+        "discarded": dict(run.discarded),
+        "thrown_away": run.thrown_away,
+        "is_complete": run.is_complete,
+    }
+
+
+def show(row: dict[str, Any]) -> str:
+    """Return a line for the terminal."""
+    eager, late = row["eager"], row["just_in_time"]
+    return (
+        f"{row['name']:9s} S {row['max_staleness']:2d} kappa {row['publish_period']} "
+        f"bcast {row['broadcast']:.2f} ({late['broadcast_s'] / TRAIN_S:.2f}) "
+        f"rate {row['rate']:.1f} "
+        f"spread {row['spread']:.1f} W {row['workers']:2d} G {row['groups_per_step']:2d} "
+        f"lost {row['losses']}: staleness {eager['staleness']:5.2f} > {late['staleness']:5.2f} "
+        f"least {row['least']:.2f} predicted {row['predicted']:.2f} "
+        f"idle {eager['idle_share']:.3f} > {late['idle_share']:.3f} "
+        f"thrown {eager['thrown_away']:.3f} > {late['thrown_away']:.3f} "
+        f"discarded {eager['discarded']} > {late['discarded']}"
+    )
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--only", choices=("fleets", "grid"))
+    parser.add_argument("--name", default="all", help="the end of the result's name")
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 30))
+    parser.add_argument("--rates", type=float, nargs="*", default=RATES)
+    parser.add_argument("--steps", type=int, default=100)
+    options = parse(parser, seeds=(0, 2), rates=(2.0,), steps=40)
+    rows: list[dict[str, Any]] = []
+    if options.only != "fleets":
+        cells = [(cell, rate) for rate in options.rates for cell in GRID]
+        rows += _all(("grid", *draw_grid(cell, rate, options.steps)) for cell, rate in cells)
+    if options.only != "grid":
+        seeds = range(*options.seeds)
+        rows += _all((f"fleet {seed}", *draw_fleet(seed, options.steps)) for seed in seeds)
+    save(f"just_in_time_{options.name}", {"steps": options.steps, "cases": rows})
+
+
+def _all(cases: Any) -> list[dict[str, Any]]:
+    rows = []
+    for name, scenario, case in cases:
+        row = {"name": name} | measure(scenario, case)
+        print(show(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
