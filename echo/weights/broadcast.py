@@ -428,7 +428,8 @@ class Broadcast:
         self.trust.retire(self.newest_complete, self.receiver.offers.items())
         if eviction.is_lean(self._store):
             return []
-        dropped = eviction.expendable(self._store, self._sender.pinned(now) | self.receiver.needed)
+        needed = self._sender.pinned(now) | eviction.with_base(self.receiver.item)
+        dropped = eviction.expendable(self._store, needed)
         for item in dropped:
             self._store.drop(item)
         if any(form == FULL for _, form in dropped):

@@ -302,12 +302,8 @@ class Receiver:
         gone = eviction.damaged(self.store)
         if self.item in gone:
             self.end()
-        text = (
-            f"{fault} of {version} in memory is not what the learner signed: fetching the newest "
-            "version whole; if this comes again, check this machine's memory and disk"
-        )
         return [
-            Note("warning", text),
+            _damage_note(version, fault),
             VersionDamaged(version),
             *self._drop(*gone),
             *self._consider(now),
@@ -490,11 +486,7 @@ class Receiver:
         indices = (message.index, *message.others)
         # The next tables of an encoded version that is being fetched may name further chunks.
         is_growing = item.is_open and item_id == self.item
-        are_there = is_growing or max(indices) < item.num_chunks
-        if len(payload) != len(indices) or not are_there:
-            raise RemoteProtocolError(
-                f"a Chunk of {message.version} with a bad index or without its bytes"
-            )
+        _check(message, payload, num_chunks=None if is_growing else item.num_chunks)
         begun: list[WriteChunk] = []
         size, again, actions = 0, 0, list[Action | ParentFailed]()
         write = self.store.version_store.write if self.store.may_block(item_id) else None
@@ -628,14 +620,6 @@ class Receiver:
         return [ItemDropped(item) for item in items]
 
     @property
-    def needed(self) -> set[ItemId]:
-        """The items that must not be evicted: the one being fetched, and its base."""
-        if self.item is None:
-            return set()
-        base = self.item[1].base
-        return {self.item} if base is None else {self.item, (base, FULL)}
-
-    @property
     def deadline(self) -> float | None:
         """The time at which `expire` should be called next; None if it need not be called.
 
@@ -690,4 +674,26 @@ def _fetch(
         ranges=ranges[:MAX_RANGES],
         credit_bytes=credit_bytes,
         num_segments=item.num_segments if isinstance(item, EncodedVersion) else 0,
+    )
+
+
+def _check(message: Chunk, payload: list[Frame], *, num_chunks: int | None) -> None:
+    """Check a message with chunks of an item of `num_chunks`; None if more may be announced.
+
+    Raises:
+        RemoteProtocolError: if a chunk's index is outside its item, or its bytes are missing.
+    """
+    indices = (message.index, *message.others)
+    is_inside = num_chunks is None or max(indices) < num_chunks
+    if len(payload) != len(indices) or not is_inside:
+        raise RemoteProtocolError(
+            f"a Chunk of {message.version} with a bad index or without its bytes"
+        )
+
+
+def _damage_note(version: PolicyVersion, fault: str) -> Note:
+    return Note(
+        "warning",
+        f"{fault} of {version} in memory is not what the learner signed: fetching the newest "
+        "version whole; if this comes again, check this machine's memory and disk",
     )

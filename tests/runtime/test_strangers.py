@@ -166,7 +166,7 @@ def test_a_node_survives_more_strangers_than_it_may_have_files(
         process.terminate()
         _, text = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM, text
-    assert b"connections that said nothing" in text
+    assert b"connections that sent nothing" in text
 
 
 class BindsError(Exception):

@@ -45,6 +45,14 @@ def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
     return [item for item in items if item not in kept]
 
 
+def with_base(item: ItemId | None) -> set[ItemId]:
+    """Return an item that is being fetched, and the image that it is coded against, if any."""
+    if item is None:
+        return set()
+    base = item[1].base
+    return {item} if base is None else {item, (base, FULL)}
+
+
 def is_lean(store: ItemStore) -> bool:
     """Return whether `expendable` would return nothing, whatever `keep` is.
 
