@@ -228,7 +228,7 @@ class Receiver:
         if self.link.peer is None:
             return []
         self.link.subscribe(now=now)
-        return [self._send(self.link.peer, Subscribe(newest=self.store.newest_signed))]
+        return [_send(self._node_id, self.link.peer, Subscribe(newest=self.store.newest_signed))]
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -591,7 +591,7 @@ class Receiver:
             return []
         version, form = self.item
         given = Credit(version=version, form=form, credit_bytes=credit, taken_bytes=taken)
-        return [self._send(peer, given)]
+        return [_send(self._node_id, peer, given)]
 
     def _refuse_chunk(self, work: WriteChunk, now: float) -> list[Action | ParentFailed]:
         """Request a chunk with a wrong hash again; leave its sender after MAX_BAD_CHUNKS."""
@@ -657,10 +657,7 @@ class Receiver:
             self.link.complete()
             return []
         credit_bytes = self.link.fetch(now=now)
-        return [self._send(peer, _fetch(self.item, item, ranges, credit_bytes))]
-
-    def _send(self, peer: str, message: Message) -> Send:
-        return Send(peer, encode(message, [], source=self._node_id))
+        return [_send(self._node_id, peer, _fetch(self.item, item, ranges, credit_bytes))]
 
 
 def _fetch(
@@ -689,6 +686,10 @@ def _check(message: Chunk, payload: list[Frame], *, num_chunks: int | None) -> N
         raise RemoteProtocolError(
             f"a Chunk of {message.version} with a bad index or without its bytes"
         )
+
+
+def _send(node_id: str, peer: str, message: Message) -> Send:
+    return Send(peer, encode(message, [], source=node_id))
 
 
 def _damage_note(version: PolicyVersion, fault: str) -> Note:
