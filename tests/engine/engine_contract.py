@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -76,6 +77,17 @@ def mixed_requests(num_rows: int) -> list[Request]:
 
 def run(engine: Engine, requests: Sequence[Request], how: Sampling = PLAIN) -> list[Completion]:
     return engine.generate(requests, how)
+
+
+@torch.no_grad()
+def support_sizes(
+    model: Module, prompt: Request, completion: Completion, how: Sampling
+) -> npt.NDArray[np.int64]:
+    """The number of ids that each token could have been by a model's own logits."""
+    ids = torch.tensor([*prompt.context_ids.tolist(), *completion.token_ids.tolist()])
+    logits = model(input_ids=ids[None]).logits[0, len(prompt.context_ids) - 1 : -1]
+    sizes: npt.NDArray[np.int64] = sampling_logprobs(logits, how).isfinite().sum(1).numpy()
+    return sizes
 
 
 @torch.no_grad()
@@ -288,6 +300,16 @@ class EngineContract(PatchContract):
             assert completion.token_ids.dtype == np.int32
             assert completion.logprobs.dtype == np.float32
             assert_the_learners(completion, models[0], prompt, how)
+            assert (completion.support is not None) == how.truncates
+            if completion.support is not None:
+                assert completion.support.num_tokens == len(completion.token_ids)
+                assert completion.support.includes(completion.token_ids).all()
+                sizes = support_sizes(models[0], prompt, completion, how)
+                found = completion.support.counts
+                found = np.where(found > 0, found, 32)
+                # Rounding may move an id over the end of a set.
+                assert (found == sizes).mean() > 0.9
+                assert abs(found - sizes).max() <= 1
 
     @pytest.mark.parametrize("likely_ids", [3, 40])
     def test_the_likely_ids_are_the_samplers(

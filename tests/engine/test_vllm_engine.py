@@ -24,6 +24,7 @@ from torch import Tensor
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
+from echo.core.token_sets import TOO_LARGE
 from echo.engine.engine import Sampling
 from echo.engine.model import load_directory
 from echo.engine.vllm.backend import BackendOutput, BackendRequest, InlineBackend
@@ -34,6 +35,7 @@ from tests.engine.engine_contract import (
     ENDLESS,
     LONG,
     PLAIN,
+    SAMPLINGS,
     V1,
     V2,
     V3,
@@ -92,6 +94,23 @@ class TestContract(EngineContract):
         assert len(bad.policy_versions) == 3
         assert good.finish_reason == once.finish_reason == "length"
         assert once.token_ids.tolist() == good.token_ids.tolist()
+
+    def test_more_ids_are_requested_once_a_support_has_more_than_were(
+        self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(engine, "num_set_ids", 8)
+        how = replace(SAMPLINGS["top_p"], stop_ids=())
+        found = [run(engine, [request([1, 5, 6], 3)], how)[0] for _ in range(2)]
+        few, all_ = (completion.support for completion in found)
+        assert few is not None
+        assert all_ is not None
+        assert found[0].token_ids.tolist() == found[1].token_ids.tolist()
+        assert TOO_LARGE in few.sizes
+        assert TOO_LARGE not in all_.sizes
+        is_known = few.sizes != TOO_LARGE
+        assert few.sizes[is_known].tolist() == all_.sizes[is_known].tolist()
+        assert (all_.sizes[~is_known] >= 8).all()
+        assert engine.num_set_ids == 32
 
     # What becomes of swaps and of rollouts under way when something goes wrong.
 

@@ -20,10 +20,10 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
-from echo.config.losses import MAX_LIKELY_IDS
 from echo.config.memory import read_model_facts
 from echo.core.errors import DataError, EngineError
 from echo.core.extras import install_command
+from echo.core.token_sets import MAX_SET_IDS
 from echo.core.units import format_bytes
 from echo.engine.engine import Demand, describe_error
 from echo.engine.lora import Lora
@@ -74,6 +74,7 @@ OWN_ARGUMENTS = {
     "seed": "run.seed",
     "load_format": "nothing: the learner sends the weights",
     "logprobs_mode": "nothing: the learner needs those of the sampling distribution",
+    "max_logprobs": "[sampling]",
     "generation_config": "[sampling]",
     "skip_tokenizer_init": "nothing: tokens go in and come out",
     "language_model_only": "nothing: rollouts are text",
@@ -265,7 +266,6 @@ def make_arguments(
     arguments: dict[str, Any] = {
         "max_model_len": -1,
         "enable_prefix_caching": True,
-        "max_logprobs": MAX_LIKELY_IDS,
         **(CPU_DEFAULTS if is_cpu else {"gpu_memory_utilization": _gpu_share(passed)}),
         **passed,
         # One more than the rollouts: the probe after a swap must not wait for a rollout to end.
@@ -275,6 +275,7 @@ def make_arguments(
         "load_format": "dummy",
         "seed": 0,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_SET_IDS,
         "generation_config": "vllm",
         "skip_tokenizer_init": True,
         "language_model_only": True,

@@ -133,6 +133,9 @@ class BackendOutput:
     """All ids that vLLM returned for each token, with log-probabilities: the most likely ids, and
     the sampled token, whether or not it is one of them.
     """
+    supports: tuple[npt.NDArray[np.int32] | None, ...] = ()
+    """The ids that each token could have been; None for a token that could have been all that were
+    requested. Empty if no ids were requested."""
 
 
 HandedOver = Weights | Sequence[JoinedChanges]
@@ -237,6 +240,7 @@ def read_output(output: Any) -> BackendOutput:
         logprobs=np.array([row[token].logprob for token, row in rows if row], np.float32),
         finish_reason=completion.finish_reason,
         spans=tuple(Span(s.version, s.start, s.end) for s in completion.weight_versions or ()),
+        supports=tuple(getattr(completion.logprobs, "supports", ())),
         prompt_logprobs=np.array(
             [row[token].logprob for token, row in prompt_rows if row], np.float32
         ),

@@ -26,6 +26,7 @@ never used with another.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import logging
 import threading
@@ -44,7 +45,7 @@ from torch import Tensor
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
-from echo.core.token_sets import TokenSets
+from echo.core.token_sets import MAX_SET_IDS, TOO_LARGE, TokenSets
 from echo.core.units import format_bytes
 from echo.engine.engine import (
     UNVERSIONED,
@@ -180,6 +181,7 @@ class Call:
         self._held: list[tuple[_Running, BackendOutput]] = []
         self._done: dict[int, Completion] = {}
         self._num_tries = 0
+        self._num_ids = engine.num_set_ids if sampling.truncates else 0
         self._nonfinite: set[int] = set()
         """Indices of requests that were sampled again because a log-probability was not finite."""
         self._is_stopping = False
@@ -224,7 +226,7 @@ class Call:
                 prompt["cache_salt"] = salt
             # Unique to this call: two calls may use the same request ids at the same time.
             request_id = f"{request.request_id}/{id(self):x}/{self._num_tries}"
-            params = make_params(self._sampling, request.seed, num_tokens)
+            params = make_params(self._sampling, request.seed, num_tokens, num_ids=self._num_ids)
             future = backend.submit(BackendRequest(request_id, prompt, params, self._adapter))
             self._running.append(_Running(index, request_id, num_blocks, backend, future))
 
@@ -315,14 +317,18 @@ class Call:
         if is_bad.any():
             num_tokens = int(is_bad.argmax()) + 1
             ids, logprobs, reason = ids[:num_tokens], logprobs[:num_tokens], "nonfinite"
+        support = None
+        if self._num_ids:
+            support = self._engine.support_of(sample, self._num_ids)[: len(ids)]
         request_id = self._requests[running.index].request_id
-        has_likely = self._sampling.likely_ids > 0 and not self._sampling.greedy
+        has_likely = self._sampling.likely_ids > 0 and not (self._num_ids or self._sampling.greedy)
         completion = Completion(
             request_id,
             ids,
             logprobs,
             reason,
             versions[: len(ids)],
+            support=support,
             likely=likely_of(sample, self._sampling)[: len(ids)] if has_likely else None,
         )
         self._done[running.index] = completion
@@ -331,9 +337,17 @@ class Call:
 
 
 def make_params(
-    sampling: Sampling, seed: int, max_tokens: int, *, of_prompt: bool = False
+    sampling: Sampling, seed: int, max_tokens: int, *, of_prompt: bool = False, num_ids: int = 0
 ) -> object:
-    """Return vLLM's SamplingParams for one request: output token ids with log-probabilities."""
+    """Return vLLM's SamplingParams for one request: output token ids with log-probabilities.
+
+    Args:
+        sampling: how tokens are sampled.
+        seed: fixes the random choices.
+        max_tokens: tokens after which the request ends.
+        of_prompt: whether the log-probabilities of the prompt are computed, too.
+        num_ids: most likely ids of each token that are returned, to find its support; 0 for none.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -347,7 +361,8 @@ def make_params(
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_ids),
         ignore_eos=True,
-        logprobs=0 if sampling.greedy else sampling.likely_ids,
+        logprobs=num_ids or (0 if sampling.greedy else sampling.likely_ids),
+        flat_logprobs=num_ids > 0,
         prompt_logprobs=0 if of_prompt else None,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -369,6 +384,11 @@ def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
 
 
 log = logging.getLogger(__name__)
+
+FIRST_SET_IDS = 1024
+"""Ids of a token that vLLM is asked for at first; four times as many each time they do not hold a
+support. vLLM sends them all, so that more would cost time for each token.
+"""
 
 MAX_RESTARTS = 3
 """Restarts in a row, without a successful swap in between; at the next death the engine fails."""
@@ -445,6 +465,7 @@ class VllmEngine(Engine):
         _refuse(device, kv_cache, lora)
         passed, is_cpu = arguments or {}, device == "cpu"
         import_vllm(is_cpu=is_cpu, passed=passed, num_threads=num_threads)
+        importlib.import_module("echo.engine.vllm.supports").collect_supports()
         self._device = device
         self._process: Process = process
         self._num_threads = num_threads
@@ -479,6 +500,8 @@ class VllmEngine(Engine):
         self._num_restarts = 0
         self._is_closed = False
         self._concurrency = Concurrency()
+        self.num_set_ids = min(FIRST_SET_IDS, self._probe.vocab_size)
+        """Most likely ids of each token that calls request where the sampling truncates."""
         self.space = CacheCapacity()
         """Free capacity of vLLM's KV cache and batch, shared by all calls."""
         self._backend = self._start(is_first=True)
@@ -592,6 +615,26 @@ class VllmEngine(Engine):
             KeyError: while the probe runs.
         """
         return self._versions[tag]
+
+    def support_of(self, sample: BackendOutput, num_ids: int) -> TokenSets:
+        """Return the supports of a sample; later calls request more ids if one is too large.
+
+        Args:
+            sample: a sample that was requested with `num_ids`.
+            num_ids: ids of each token that were requested.
+        """
+        from echo.engine.vllm.supports import supports_of
+
+        largest = min(MAX_SET_IDS, self._probe.vocab_size)
+        support = supports_of(sample.supports, is_every_id=num_ids == self._probe.vocab_size)
+        if num_ids == self.num_set_ids < largest and (support.sizes == TOO_LARGE).any():
+            self.num_set_ids = min(4 * num_ids, largest)
+            log.info(
+                "a token could have been any of more than %d ids: %d are requested from now on",
+                num_ids,
+                self.num_set_ids,
+            )
+        return support
 
     def revive(self, backend: Backend) -> None:
         """Restart vLLM unless another thread has already replaced `backend`."""
