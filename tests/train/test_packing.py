@@ -23,7 +23,7 @@ from echo.algo.batching import TrainingRow
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.config.schema import LearnerSection, ModelSection, OptimizerSection
 from echo.core.rollout import Group
-from echo.train.models import packing, policy
+from echo.train.models import compiling, packing, policy
 from echo.train.models.policy import ModelSource
 from echo.train.trainer import Trainer
 from tests.runtime.families import EXPERTS, FAMILIES, SMALL, save_family
@@ -440,6 +440,8 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("there is no C++ compiler\nat all")
+
+    monkeypatch.setattr(compiling._OneNotice, "_is_logged", False)
 
     monkeypatch.setattr(
         torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=fail)
