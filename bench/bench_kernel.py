@@ -23,6 +23,8 @@ import harness
 import torch
 from torch import Tensor
 
+from echo.kernels import logprob
+from echo.kernels.contract import host_waits
 from echo.kernels.logprob import linear_logprob
 
 INV_TEMPERATURE = 1 / 0.9
@@ -184,11 +186,18 @@ def naive(hidden: Tensor, weight: Tensor, ids: Tensor, with_entropy: bool) -> Sc
     return picked, -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
 
 
-def echo(backend: Any) -> Provider:
-    return lambda hidden, weight, ids, with_entropy: linear_logprob(
-        hidden, weight, ids, INV_TEMPERATURE,
-        entropy="grad" if with_entropy else "none", backend=backend,
-    )  # fmt: skip
+def echo(backend: Any, *, counts_live_rows: bool = False) -> Provider:
+    """Return our own; on a GPU it waits for the rows with a gradient only if asked."""
+    waits = (lambda _: False) if counts_live_rows else host_waits
+
+    def score(hidden: Tensor, weight: Tensor, ids: Tensor, with_entropy: bool) -> Scores:
+        logprob.host_waits = waits  # type: ignore[attr-defined] # for the backward pass as well
+        return linear_logprob(
+            hidden, weight, ids, INV_TEMPERATURE,
+            entropy="grad" if with_entropy else "none", backend=backend,
+        )  # fmt: skip
+
+    return score
 
 
 def compiled() -> Provider:
@@ -264,6 +273,7 @@ def providers(arguments: argparse.Namespace) -> tuple[dict[str, Provider], dict[
     """Return who can be loaded, by name, and why the others cannot; ours first, then naive."""
     makers: dict[str, Callable[[], Provider]] = {
         "echo": lambda: echo("auto"),
+        "echo, live rows": lambda: echo("auto", counts_live_rows=True),
         "naive": lambda: naive,
         "torch.compile": compiled,
         "echo torch": lambda: echo("torch"),

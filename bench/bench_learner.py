@@ -5,8 +5,9 @@
               and TRL's own loss with its own optimizer, if TRL is installed; in turns in one
               process: tokens per second and per CPU second, model FLOPs utilization, seconds by
               part, peak memory
-    profile   where the time of the trainer's step on packed rows goes, by kind of work, and how
-              many operations each kind takes
+    profile   where the time of the trainer's step on packed rows goes, with a version published
+              after each step, in parts that add up to the step; and how many launches, copies and
+              waits the host asks of a GPU
     exact     log-probabilities of packed and of padded rows against padded rows in float32,
               family by family
     balance   share of all ranks' time that is used, by way of making micro-batches; a calculation
@@ -27,12 +28,11 @@ import argparse
 import math
 import os
 import random
-import re
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -40,8 +40,9 @@ import torch
 from learner.exactness import compare_families
 from learner.groups import PROMPT_TOKENS, make_groups
 from learner.memory import compare_memory, first_line, free_gpu
-from learner.models import MODELS, Step, trainer_step
+from learner.models import MODELS, Step, known_model, trainer_step, vocab_size_of
 from learner.peers import LIGER_PARTS, plain_step, trl_step, use_liger
+from learner.profiling import profile_step
 from learner.publication import time_publication
 from transformers.utils import logging as transformers_logging
 
@@ -55,7 +56,12 @@ from echo.train.optimizer import KINDS
 def main() -> None:
     parser = harness.new_parser(__doc__)
     parser.add_argument("part", nargs="?", choices=PARTS, default="step")
-    parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
+    parser.add_argument(
+        "--model",
+        type=known_model,
+        default="Qwen3-0.6B",
+        help=f"{', '.join(MODELS)}, or a directory with the config.json of your own",
+    )
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step, about")
     parser.add_argument(
@@ -114,17 +120,18 @@ def main() -> None:
 
 def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     """Return the name of the result, in which are the options that have results of their own."""
+    model = Path(arguments.model).name
     if arguments.part == "memory":
-        return f"learner_memory_{arguments.model}_{arguments.tokens}x{arguments.ranks}".lower()
+        return f"learner_memory_{model}_{arguments.tokens}x{arguments.ranks}".lower()
     if arguments.part == "publish":
         place = "_host" if arguments.last_version == "host" else ""
         place = "_sharded" if "RANK" in os.environ and rows[0]["ranks"] == 1 else place
-        return f"learner_publish_{arguments.model}_{rows[0]['ranks']}ranks{place}".lower()
+        return f"learner_publish_{model}_{rows[0]['ranks']}ranks{place}".lower()
     if arguments.part == "balance":
         return f"learner_balance_{arguments.rows}x{arguments.tokens}"
     if arguments.part == "exact":
         return "learner_exact"
-    name = f"learner_{arguments.part}_{arguments.model}_{arguments.lengths}".lower()
+    name = f"learner_{arguments.part}_{model}_{arguments.lengths}".lower()
     others = {
         f"p{arguments.prompt_tokens}": arguments.prompt_tokens != PROMPT_TOKENS,
         "checkpointed": arguments.checkpointing is True,
@@ -171,7 +178,7 @@ def time_steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     One that fails there is a row, and the others go on: whole logits may not fit where chunks do.
     """
-    vocab_size = MODELS[arguments.model]["vocab_size"]
+    vocab_size = vocab_size_of(arguments.model)
     batches = [make_groups(arguments, vocab_size, seed) for seed in range(2)]
     if "cuda" not in arguments.device:
         return _timed(arguments, {way: WAYS[way](arguments) for way in arguments.ways}, batches)
@@ -220,71 +227,6 @@ def _timed(
         row["perf/tokens_per_s_spread"] = [min(rates), max(rates)]
         rows.append(row)
     return rows
-
-
-# --- where a step's time goes ---------------------------------------------------------------------
-
-
-KINDS_OF_WORK = {
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
-    "attention": ("aten::_scaled_dot_product",),
-    "copies and gathers": ("aten::copy_", "aten::cat", "aten::index", "aten::embedding"),
-    "elementwise and sums": ("aten::",),
-    "autograd": ("",),
-}
-"""By how the names of operations on a CPU begin; the first that fits."""
-KINDS_OF_KERNELS = {
-    "attention": r"flash|fmha|attention|cudnn_.*sdpa",
-    "head and loss": r"logprob|_forward_kernel|_backward_kernel|_grad_",
-    "matrix products": r"gemm|nvjet|cutlass|cublas|wgmma|xmma",
-    "optimizer": r"adam|multi_tensor|foreach|lpnorm",
-    "copies and gathers": r"^mem|copy|gather|scatter|index|cat|embedding",
-    "elementwise and sums": r"",
-}
-"""What is in the names of a GPU's kernels; the first that fits. Compiled layers are the last."""
-
-
-def profile_step(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tell the share of each kind of work in the time of a step.
-
-    What is left is Python's on a CPU, and waiting on a GPU.
-    """
-    is_on_gpu = "cuda" in arguments.device
-    vocab_size = MODELS[arguments.model]["vocab_size"]
-    batches = [make_groups(arguments, vocab_size, seed) for seed in range(2)]
-    step = trainer_step(arguments, "packed", share_prompts=True)
-    for groups in batches:
-        step(groups)
-    activity = torch.profiler.ProfilerActivity
-    began_at = time.perf_counter()
-    with torch.profiler.profile(
-        activities=[activity.CUDA if is_on_gpu else activity.CPU]
-    ) as profile:
-        for number in range(arguments.steps):
-            step(batches[number % len(batches)])
-        spent_s = time.perf_counter() - began_at
-    rest = "waiting" if is_on_gpu else "python and numpy"
-    kinds: Mapping[str, Any] = KINDS_OF_KERNELS if is_on_gpu else KINDS_OF_WORK
-    seconds, calls = dict.fromkeys([*kinds, rest], 0.0), Counter[str]()
-    for event in profile.key_averages():
-        if is_on_gpu:
-            kind = next(k for k, names in kinds.items() if re.search(names, event.key, re.I))
-            spent = event.self_device_time_total
-        else:
-            kind = next(k for k, begins in kinds.items() if event.key.startswith(begins))
-            spent = event.self_cpu_time_total
-        seconds[kind] += spent / 1e6
-        calls[kind] += event.count
-    seconds[rest] = max(0.0, spent_s - sum(seconds.values()))
-    return [
-        {
-            "kind": kind,
-            "ms_per_step": 1e3 * each / arguments.steps,
-            "share": each / spent_s,
-            "launches_per_step": calls[kind] / arguments.steps,
-        }
-        for kind, each in seconds.items()
-    ]
 
 
 # --- balance --------------------------------------------------------------------------------------

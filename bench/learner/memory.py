@@ -15,12 +15,12 @@ from echo.config.memory import Footprint, ModelFacts
 from echo.core.errors import EchoError
 from learner.fake_step import peak_bytes
 from learner.groups import PROMPT_TOKENS, make_groups
-from learner.models import MODELS, RandomWeights, trainer_step
+from learner.models import RandomWeights, settings_of, trainer_step, vocab_size_of
 
 
 def compare_memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Reckon the peak of a step beside what it is, by kind of optimizer."""
-    settings = dict(MODELS[arguments.model])
+    settings = settings_of(arguments.model)
     if arguments.layers:
         settings["num_hidden_layers"] = arguments.layers
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -55,7 +55,7 @@ def compare_memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _measured(arguments: argparse.Namespace, state: str) -> dict[str, Any]:
     """Return what the second step takes of a GPU, without the last version; or why it failed."""
-    groups = make_groups(arguments, MODELS[arguments.model]["vocab_size"])
+    groups = make_groups(arguments, vocab_size_of(arguments.model))
     try:
         step = trainer_step(arguments, "packed", state=state)
         step(groups)

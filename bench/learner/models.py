@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -109,8 +110,35 @@ class RandomWeights(Mapping[str, Tensor]):
         return sum(shape.numel() for shape in self._shapes.values())
 
 
+def settings_of(model: str) -> dict[str, Any]:
+    """Return the configuration of one of MODELS, or of a directory of Hugging Face's format."""
+    if model in MODELS:
+        return dict(MODELS[model])
+    settings: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
+    return settings
+
+
+def known_model(model: str) -> str:
+    """Return an option that names a model.
+
+    Raises:
+        argparse.ArgumentTypeError: if there is none.
+    """
+    if model in MODELS or (Path(model) / "config.json").is_file():
+        return model
+    raise argparse.ArgumentTypeError(
+        f"{model} is none of {', '.join(MODELS)}, and no directory with a config.json"
+    )
+
+
+def vocab_size_of(model: str) -> int:
+    settings = settings_of(model)
+    size: int = settings.get("text_config", settings)["vocab_size"]
+    return size
+
+
 def config_in(directory: str, model: str) -> Any:
-    settings = dict(MODELS[model])
+    settings = settings_of(model)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     config.save_pretrained(directory)
     return config

@@ -25,7 +25,7 @@ from echo.train.trainer import Trainer
 from echo.weights.delta import block_bytes_of
 from echo.weights.store.artifacts import Transfer
 from learner.groups import make_groups
-from learner.models import MODELS, make_trainer
+from learner.models import make_trainer, vocab_size_of
 
 CHUNK_BYTES = 1 << 20
 STEPS_IN_A_ROW = 3
@@ -62,7 +62,10 @@ class MemoryWatch:
 
 
 class Publications:
-    """Versions that nobody takes: made while the caller waits, coded and hashed beside it."""
+    """Versions that nobody takes: made while the caller waits, coded and hashed beside it.
+
+    As in a run, a version is put off while the one before is coded.
+    """
 
     def __init__(self, trainer: AnyTrainer, images: Images) -> None:
         """Publish what a trainer has, in images that go with it."""
@@ -73,6 +76,7 @@ class Publications:
         parts = ("make", "arrive", "code", "seal", "wait")
         self.seconds: dict[str, list[float]] = {part: [] for part in parts}
         self.coded_bytes: list[int] = []
+        self.num_put_off = 0
 
     def wait(self) -> Transfer | None:
         """Wait for the version before, which is then the base of the next."""
@@ -82,7 +86,11 @@ class Publications:
         return base
 
     def publish(self) -> None:
-        """Publish the present weights."""
+        """Publish the present weights, unless the version before is still coded."""
+        is_coded = self._held is None or self._held.done()
+        if not (is_coded and self._images.prepare()):
+            self.num_put_off += 1
+            return
         base = self.wait()
         began_at = time.perf_counter()
         made = make_publication(
@@ -148,6 +156,7 @@ def time_publication(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     row |= {"longer_by": statistics.median(longer), "longer_by_spread": [min(longer), max(longer)]}
     for part, seconds in publications.seconds.items():
         row[f"{part}_s"] = statistics.median(seconds)
+    row["num_put_off"] = publications.num_put_off
     row["coded_share"] = statistics.median(publications.coded_bytes) / image_bytes
     rows = [row]
     for rank in range(len(processes)):
@@ -170,7 +179,7 @@ def _in_turns(
     watch: MemoryWatch,
 ) -> tuple[dict[str, list[float]], dict[str, list[dict[str, int]]]]:
     """Return seconds of a step, and the most memory of each process, both ways."""
-    batches = [make_groups(arguments, MODELS[arguments.model]["vocab_size"], n) for n in range(2)]
+    batches = [make_groups(arguments, vocab_size_of(arguments.model), n) for n in range(2)]
     found: dict[str, list[float]] = {"alone": [], "published": []}
     peaks: dict[str, list[dict[str, int]]] = {}
     for number in range(1 + arguments.steps):

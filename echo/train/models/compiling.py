@@ -95,7 +95,7 @@ class _OneNotice(logging.Filter):
 
     @classmethod
     def give(cls, reason: str) -> None:
-        """Say why layers run uncompiled, once in a process."""
+        """Log why layers run uncompiled, once in a process."""
         if not cls._is_logged:
             cls._is_logged = True
             _log.warning("layers cannot be compiled and run as they are: %s", reason)
