@@ -3,13 +3,13 @@
 # and deltas on the device. It goes on where a part fails: bench/results/ has what the others found,
 # bench/results/gpu_all/ what each command printed, with a line for each in summary.txt. What matters
 # most comes first. A command may take the seconds that stand beside it, or what is left of the
-# minutes; then it is killed.
+# minutes; then it is killed. environment.json names the GPU and the versions.
 #
 #     bench/gpu_all.sh                 all parts: kernel, learner, deltas, vllm
 #     bench/gpu_all.sh kernel learner  some of them
 #
-# It makes its environment and then takes at most 25 minutes. On a machine without a network, that
-# has Python with PyTorch, transformers and pytest, and is lent for minutes:
+# It makes its environment and then takes at most 25 minutes, 14 with --bare: on a machine without a
+# network, that has Python with PyTorch, Triton, transformers and pytest, and is lent for minutes.
 #
 #     bench/bare_wheels.sh 3.12 wheels    beforehand, with a network: what such a machine lacks
 #     bench/gpu_all.sh --bare [--python PATH] [--wheels DIR] [A] [B] [C]
@@ -17,13 +17,13 @@
 # A: the learner's step and publication; B: attention, profile, further ways of the step; C: vLLM, if
 # it is there. A takes some 7 minutes, B and C together some 6.
 #
-#     --dry-run      the commands and their seconds
+#     --dry-run      the commands, each with the seconds that it may take, and its part
 #     --minutes 60   with more time
 #     --quick        the quick form of each command, which writes no result and needs no GPU
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-is_dry= is_bare= quick= python= wheels= minutes=25
+is_dry= is_bare= quick= python= wheels= minutes=
 parts=()
 while [ $# -gt 0 ]; do
     case $1 in
@@ -31,15 +31,20 @@ while [ $# -gt 0 ]; do
     --bare) is_bare=1 ;;
     --quick) quick=--quick ;;
     --minutes | --python | --wheels)
-        declare "${1#--}=${2-}"
+        declare "${1#--}=${2:-missing}"
         shift
         ;;
     *) parts+=("$1") ;;
     esac
     shift
 done
+if [ -z "$minutes" ]; then
+    minutes=25
+    [ -z "$is_bare" ] || minutes=14
+    [ -z "$quick" ] || minutes=60
+fi
 case $minutes in
-'' | *[!0-9]*)
+*[!0-9]*)
     printf 'gpu_all.sh: --minutes takes a whole number\n' >&2
     exit 2
     ;;
@@ -92,6 +97,8 @@ if [ -z "$is_dry" ]; then
     fi
     mkdir -p "$logs"
     : >"$logs/summary.txt"
+    "$python" -c 'import json, sys, torch; sys.path.insert(0, "bench"); import harness
+print(json.dumps(harness.environment(), indent=1))' >"$logs/environment.json"
 fi
 # What is compiled for one command serves the next.
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/build/inductor}
@@ -115,7 +122,12 @@ shrink() { # command: leave sizes to its quick form
     command+=(--quick)
 }
 
-failed=0
+failed=0 total_s=0
+end() {
+    [ -z "$is_dry" ] || printf 'at most %d s, and %d minutes\n' $total_s "$minutes" >&2
+    exit $failed
+}
+
 run() { # part, name, seconds that it may take, command...
     local part=$1 name=$2 limit_s=$3
     shift 3
@@ -131,7 +143,8 @@ run() { # part, name, seconds that it may take, command...
         esac
     fi
     if [ -n "$is_dry" ]; then
-        printf '%-22s %4d s  %s\n' "$name" "$limit_s" "${command[*]}"
+        printf '%-22s %4d s  %-7s %s\n' "$name" "$limit_s" "$part" "${command[*]}"
+        total_s=$((total_s + limit_s))
         return
     fi
     local started=$SECONDS status=124
@@ -200,7 +213,7 @@ if [ -n "$is_bare" ]; then
     run B publish-sharded 80 "${as_ranks[@]}" gpu
     run B kernel-2560 100 "${kernel[@]}" 2560 --live 0.85 # a share of the rows is clipped
     vllm_parts C
-    exit $failed
+    end
 fi
 
 run kernel kernel-tests 150 "${tests[@]}" --all tests/kernels/triton_cases.py
@@ -222,8 +235,7 @@ vllm_parts vllm
 [ -n "$is_dry$quick" ] || rm -rf runs/gpu-all
 # Two workers share the GPU with the learner.
 run vllm vllm-quickstart 300 "$python" -m echo.cli.main quickstart --set engine.kind=vllm \
-    --set engine.options.gpu_memory_utilization=0.3 --set run.max_steps=60 \
-    --set run.name=gpu-all --set ui.live=off
+    --set run.max_steps=60 --set run.name=gpu-all --set ui.live=off
 model=$("$python" -c 'import json; print(json.load(open("runs/gpu-all/config.json"))["model"]["name"])' \
     2>/dev/null) || model=MODEL_OF_THE_QUICKSTART
 run vllm vllm-swap 150 "$python" bench/bench_swap.py "$model" runs/gpu-all/final \
@@ -239,4 +251,4 @@ run learner learner-lora 90 "${step[@]}" Qwen3-0.6B --lengths full --ways packed
 run learner learner-compiled 150 "${step[@]}" Qwen3-0.6B --lengths full --compile --ways packed
 run learner learner-1.7B 90 "${step[@]}" Qwen3-1.7B --checkpointing --ways packed
 run kernel kernel-4096-entropy 100 "${kernel[@]}" 4096 --live 0.5 --entropy
-exit $failed
+end

@@ -158,6 +158,7 @@ def environment() -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "load_average": [round(value, 2) for value in os.getloadavg()],
+        **_gpu(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -165,6 +166,14 @@ def environment() -> dict[str, Any]:
         "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     }
+
+
+def _gpu() -> dict[str, str]:
+    """Return the name of the first GPU if the script uses PyTorch and there is one."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(0)}
 
 
 def hardware_name() -> str:

@@ -60,6 +60,7 @@ def test_a_part_that_fails_leaves_the_others_their_results(tmp_path: Path) -> No
     assert "exit   3" in summary["learner-4B"]
     logs = tmp_path / "bench/results/gpu_all"
     assert (logs / "learner-4B.txt").read_text() == "it fails\n"
+    assert (logs / "environment.json").exists()
     assert (logs / "learner-full.txt").read_text() == "bench/bench_learner.py was begun\n"
 
 
@@ -91,6 +92,24 @@ def test_a_machine_that_is_lent_for_minutes_is_enough() -> None:
     }
     assert seconds["A"] <= 15 * 60
     assert seconds["B"] + seconds["C"] <= 15 * 60
+
+
+@pytest.mark.parametrize(
+    ("options", "minutes"),
+    [([], 25), (["--bare"], 14), (["--bare", "--quick"], 60), (["--bare", "--minutes", "5"], 5)],
+)
+def test_a_plan_tells_the_part_and_the_time(options: list[str], minutes: int) -> None:
+    done = subprocess.run(
+        [SCRIPT, "--dry-run", *options], capture_output=True, text=True, check=True, timeout=60
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    seconds = sum(int(words[1]) for words in lines)
+    assert done.stderr == f"at most {seconds} s, and {minutes} minutes\n"
+    parts = dict.fromkeys(words[3] for words in lines)
+    if "--bare" in options:
+        assert "".join(parts) == "ABC"
+    else:
+        assert set(parts) == {"kernel", "learner", "deltas", "vllm"}
 
 
 @pytest.mark.e2e
@@ -126,6 +145,7 @@ def test_each_command_for_a_bare_machine_has_a_quick_form(tmp_path: Path) -> Non
         (["disk"], "no part is called disk"),
         (["--bare", "kernel"], "no part is called kernel; there are A B C"),
         (["--minutes", "soon"], "takes a whole number"),
+        (["--minutes"], "takes a whole number"),
     ],
 )
 def test_what_there_is_not_is_refused(given: list[str], said: str) -> None:
