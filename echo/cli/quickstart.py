@@ -37,7 +37,7 @@ from echo.config.load import (
     save_resolved,
 )
 from echo.config.memory import find_model
-from echo.config.schema import Config
+from echo.config.schema import Config, VllmSection
 from echo.core.errors import ConfigError, EchoError, nearest
 from echo.core.extras import command, find_config, models_directory
 from echo.core.units import one_line
@@ -123,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             override_of("model.name", model),
             f"run.seed={arguments.seed or 0}",
             *threads,
+            *share_settings(config, arguments.workers),
             *arguments.set,
         ]
         config = load_config(config_path, overrides, "learner")
@@ -199,6 +200,25 @@ def thread_settings(num_cores: int, num_workers: int) -> list[str]:
     learner = max(1, num_cores // 2)
     worker = max(1, (num_cores - learner) // num_workers)
     return [f"learner.num_threads={learner}", f"worker.num_threads={worker}"]
+
+
+SHARED_OUT = 0.6
+"""Part of a GPU's memory that the workers' vLLM take together; the learner has the rest."""
+
+
+def share_settings(config: Config, num_workers: int) -> list[str]:
+    """Return the override that divides a GPU among the workers' vLLM; none on a CPU.
+
+    vLLM takes most of a GPU by default, so a second one would not start.
+    """
+    if not isinstance(config.engine, VllmSection):
+        return []
+    from echo.engine.model import pick_device
+
+    is_set = config.engine.options.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+    if is_set or not pick_device(config.worker.device).startswith("cuda"):
+        return []
+    return [f"engine.options.gpu_memory_utilization={SHARED_OUT / num_workers:.3g}"]
 
 
 OWN_ADDRESSES = (

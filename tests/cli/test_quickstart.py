@@ -29,6 +29,7 @@ from echo.cli.quickstart import (
     main,
     next_commands,
     pass_on,
+    share_settings,
     stop,
     thread_settings,
     wait_for,
@@ -40,7 +41,9 @@ from echo.config.load import (
     parse_config,
     save_resolved,
 )
+from echo.config.schema import VllmSection
 from echo.core.extras import find_config
+from echo.engine import model
 from echo.net.listener import bound_socket, listen_on
 from echo.records.ledger import lock_run
 from echo.runtime.identity import Join
@@ -247,6 +250,35 @@ def test_the_cores_are_divided_among_the_processes_of_a_pretrained_model(
     overrides = thread_settings(num_cores, num_workers)
     config = load_config(find_config(MODEL_CONFIG), ["model.name=x", *overrides], "learner")
     assert (config.learner.num_threads, config.worker.num_threads) == (learner, worker)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "num_workers", "share"),
+    [
+        ("cuda", ["engine.kind=vllm"], 2, 0.3),
+        ("cuda", ["engine.kind=vllm"], 7, 0.0857),
+        ("cuda", ["engine.kind=vllm", "engine.options.gpu_memory_utilization=0.1"], 2, None),
+        ("cuda", ["engine.kind=vllm", "engine.options.kv_cache_memory_bytes=99"], 2, None),
+        ("cuda", [], 2, None),
+        ("cpu", ["engine.kind=vllm"], 2, None),
+    ],
+)
+def test_a_gpu_is_divided_among_the_workers_of_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    settings: list[str],
+    num_workers: int,
+    share: float | None,
+) -> None:
+    monkeypatch.setattr(model, "pick_device", lambda _: device)
+    path = find_config(CONFIGS["addition"])
+    settings = ["model.name=x", *settings]
+    overrides = share_settings(load_config(path, settings, "learner"), num_workers)
+    assert bool(overrides) == (share is not None)
+    if share is not None:
+        engine = load_config(path, [*settings, *overrides], "learner").engine
+        assert isinstance(engine, VllmSection)
+        assert engine.options == {"gpu_memory_utilization": share}
 
 
 @pytest.mark.parametrize("name", ["smolm2", "SmolLM2", "smollm"])
