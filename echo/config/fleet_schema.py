@@ -40,35 +40,35 @@ class JobRow(Strict):
     """The run to plan for: its model, its sizes and its limits."""
 
     model: Name
-    """Model by name: one of the catalogue's or of [[models]]."""
+    """Name of the model, in the catalogue or in [[models]]."""
     groups_per_step: Count
     """Groups per optimizer step."""
     group_size: Annotated[int, Field(ge=2)]
     """Rollouts per group."""
     useful_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the groups whose rewards are not all equal; the others are not trained on."""
+    """Share of the groups whose rewards are not all equal; other groups are not trained on."""
     prompt_tokens: Positive = 512.0
-    """Mean length of a prompt."""
+    """Mean number of tokens of a prompt."""
     completion_tokens: Positive
-    """Mean length of a completion."""
+    """Mean number of tokens of a completion."""
     max_completion_tokens: Positive
-    """Longest completion."""
+    """Largest number of tokens of a completion."""
     completion_spread: Amount = 0.5
-    """Standard deviation of the length over its mean."""
+    """Standard deviation of the length of completions, divided by its mean."""
     max_staleness: Annotated[int, Field(ge=0)] = 6
     """Inclusive bound S on staleness, optimizer steps."""
     publish_period: Literal["auto"] | Count = "auto"
     """Optimizer steps between two publications; "auto" is the smallest with a sufficient fleet."""
     version_bytes: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes of one publication, such as a delta's; all weights in bfloat16 if left out."""
+    """Bytes of one publication, such as a delta; if left out, of all weights in bfloat16."""
     chunk_bytes: Annotated[Bytes, Field(gt=0)] = 1 << 20
-    """Bytes of the unit on the wire."""
+    """Bytes of a chunk, the unit in which versions are sent."""
     has_pausing_workers: bool = False
     """Whether workers stop generating while new weights arrive."""
     margin: Amount = 0.1
-    """Share by which the fleet is to exceed the required rate."""
+    """Share by which the fleet's rate is to exceed the required rate."""
     rate_spread: Amount = 0.1
-    """Standard deviation over mean of the time in which the fleet makes one batch."""
+    """Standard deviation of the time in which the fleet makes one batch, divided by its mean."""
     budget_per_h: Positive | None = None
     """$ per hour for nodes and traffic, without the learner; no limit if left out."""
 
@@ -79,104 +79,104 @@ class LearnerRow(Strict):
     gpu: Name
     """GPU by name."""
     num_gpus: Count = 1
-    """GPUs that train together."""
+    """Number of GPUs that train together."""
     train_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """Measured seconds of one optimizer step; an estimate if left out."""
+    """Measured seconds of one optimizer step; if left out, they are estimated."""
     price_per_h: Amount
     """$ per hour for the whole machine."""
     uplink_mbit_per_s: Positive
-    """Its uplink."""
+    """Mbit/s of the learner's uplink."""
     address: Name = "tcp://LEARNER:7700"
-    """Where nodes reach it; stands in the printed commands."""
+    """Address at which nodes reach the learner; it is used in the printed commands."""
 
 
 class RelayRow(Strict):
     """A relay that runs in a region."""
 
     mbit_per_s: Positive
-    """Its uplink."""
+    """Mbit/s of the relay's uplink."""
     price_per_h: Amount
-    """$ per hour."""
+    """$ per hour for the relay's machine."""
     address: Name = "tcp://RELAY:7701"
-    """Where the region's workers reach it."""
+    """Address at which the region's workers reach the relay."""
 
 
 class RegionRow(Strict):
     """A region, and the network path to this region from the learner."""
 
     name: Name
-    """Its name in offers."""
+    """Name of the region, which offers use."""
     mbit_per_s: Positive | None = None
-    """Rate of one stream from the learner; without it there is no path."""
+    """Mbit/s of one stream from the learner to the region; without it there is no path."""
     latency_s: Seconds = 0.0
-    """One way."""
+    """Latency of the path in one direction."""
     price_per_gb: Amount = 0.0
-    """$ per GB that leaves the learner for it."""
+    """$ per GB that leaves the learner for the region."""
     relay: RelayRow | None = None
-    """The relay there, if there is one."""
+    """The relay in the region, if there is one."""
 
 
 class OfferRow(Strict):
     """Nodes of one kind that can be rented."""
 
     name: Name | None = None
-    """Name of the nodes; the GPU's name if left out."""
+    """Name of the nodes; if left out, the GPU's name."""
     gpu: Name
-    """GPU by name."""
+    """Name of the GPU."""
     num_gpus: Count = 1
-    """GPUs of one node, used together."""
+    """Number of GPUs of one node, which are used together."""
     region: Name
-    """The name of one of [[regions]]."""
+    """Name of a region in [[regions]]."""
     count: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     """How many can be had."""
     price_per_h: Amount
-    """$ per hour for one node; 0 for one's own."""
+    """$ per hour for one node; 0 for a node of your own."""
     price_per_gb: Amount = 0.0
-    """$ per GB in and out of a node."""
+    """$ per GB of traffic into and out of a node."""
     down_mbit_per_s: Positive
-    """Downlink of one node."""
+    """Mbit/s of one node's downlink."""
     up_mbit_per_s: Positive
-    """Uplink of one node."""
+    """Mbit/s of one node's uplink."""
     can_listen: bool = False
-    """Whether others can dial it, so that it passes weights on."""
+    """Whether other nodes can dial the node, so that it passes weights on to them."""
     tokens_per_s: Positive | None = None
-    """Measured completion tokens per second of one node; an estimate if left out."""
+    """Measured completion tokens per second of one node; if left out, they are estimated."""
     concurrency: Count | None = None
-    """Rollouts side by side on one node; needed with tokens_per_s."""
+    """Rollouts that one node samples at the same time; needed with tokens_per_s."""
     losses_per_h: Amount = 0.0
-    """How often one such node is taken away, as a spot machine is."""
+    """How many times per hour one such node is taken away, as a spot machine is."""
     restart_s: Seconds = 300.0
-    """Until a lost node is replaced."""
+    """Time until a lost node is replaced."""
 
 
 class GpuRow(Strict):
     """A GPU that the catalogue lacks, or that replaces the catalogue's GPU of the same name."""
 
     name: Name
-    """Its name in offers."""
+    """Name of the GPU, which offers and the learner use."""
     tflops: Positive
-    """Dense bfloat16 peak, 10^12 operations per second."""
+    """Peak rate of dense bfloat16 products, in 10^12 operations per second."""
     gb_per_s: Positive
-    """Memory bandwidth."""
+    """Bandwidth of the GPU's memory, in GB/s."""
     memory_gib: Count
-    """Memory."""
+    """Size of the GPU's memory, in GiB."""
     link_gb_per_s: Positive = 25.0
-    """To its neighbours in one machine."""
+    """GB/s between the GPU and another GPU of the same machine."""
 
 
 class ModelRow(Strict):
     """A model that the catalogue lacks."""
 
     name: Name
-    """Its name in the job."""
+    """Name of the model, which the job uses."""
     num_params: Positive
-    """Parameters."""
+    """Number of parameters."""
     num_layers: Count
-    """Transformer layers."""
+    """Number of transformer layers."""
     hidden_size: Count
-    """Width."""
+    """Width of a layer's states."""
     num_kv_heads: Count
-    """Heads of keys and values."""
+    """Number of heads of keys and values."""
     head_dim: Count = 128
     """Width of a head."""
 
@@ -185,17 +185,17 @@ class SimRow(Strict):
     """The length and settings of the simulated run, and the times of work that is not simulated."""
 
     num_steps: Count = 50
-    """Optimizer steps."""
+    """Number of optimizer steps to simulate."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Fixes everything that is drawn."""
+    """Seed of everything that is drawn."""
     chunks_per_version: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Grain of a version: few chunks are fast to simulate, many are closer to the truth."""
+    """Chunks per version: few chunks are fast to simulate, many are closer to a real run."""
     release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
     """As worker.release_after_s, with a command that gives the machine back."""
     rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
-    """Nodes by offer; an offer that is not named here has all of its count."""
+    """Number of rented nodes by offer; all nodes of an offer that is not named are rented."""
     profile: Literal["lan", "wan"] = "wan"
-    """Defaults of the network's four times, as for a run; those of wan are shown."""
+    """Profile whose defaults the network's four times have; the defaults shown are those of wan."""
     heartbeat_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.heartbeat_s"]
     """As network.heartbeat_s."""
     dead_after_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.dead_after_s"]
@@ -205,27 +205,27 @@ class SimRow(Strict):
     reconnect_for_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.reconnect_for_s"]
     """As network.reconnect_for_s."""
     is_paced: bool = True
-    """Whether leases hold workers back; without, every idle worker gets work."""
+    """Whether leases limit the workers to the demand; if false, every idle worker gets work."""
     is_eager: bool = False
     """As sync.eager."""
     queue_share: Amount = 1.0
-    """Groups that wait at a worker for each one in its engine."""
+    """Groups that wait at a worker, divided by the groups in its engine."""
     alone_speedup: Annotated[float, Field(ge=1)] = 2.0
-    """How much faster a sequence is sampled on its own than in a full engine."""
+    """How many times faster a sequence is sampled alone than in a full engine."""
     speed_spread: Share = 0.0
-    """Standard deviation over mean of the rates of nodes of one kind."""
+    """Standard deviation of the rates of an offer's nodes, divided by their mean."""
     train_spread: Share = 0.0
-    """Standard deviation over mean of the learner's step."""
+    """Standard deviation of the time of the learner's step, divided by its mean."""
     setup_s: Instant = 10.0
-    """Until a worker has built its engine."""
+    """Time in which a worker builds its engine."""
     swap_s: Instant = 0.5
-    """Until new weights are in an engine."""
+    """Time in which new weights are installed in an engine."""
     publish_s: Instant = 0.0
-    """In which the learner makes a version, and nothing else."""
+    """Time in which the learner makes a version, and does nothing else."""
     ledger_s: Instant = 0.01
-    """Until a group is on the learner's disk."""
+    """Time until an accepted group is on the learner's disk."""
     join_within_s: Instant = 5.0
-    """In which the workers start, one after the other."""
+    """Time within which the workers start, one after the other."""
 
     @model_validator(mode="before")
     @classmethod
@@ -242,24 +242,24 @@ class FaultRow(Strict):
     """A fault that happens at one instant of the simulation."""
 
     at_s: Instant
-    """When."""
+    """Time of the fault, since the start."""
     kind: Literal["kill", "preempt", "cut", "slow"]
     """kill: a process dies; preempt: a machine vanishes; cut: nothing passes; slow: a straggler."""
     target: Name
     """A node (OFFER-1), an offer, "*" for all workers; of a cut: a node, "learner" or a region."""
     for_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """Duration; without end if left out."""
+    """Duration of the fault; if left out, it has no end."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Part of its rate that a slow node keeps."""
+    """Share of its rate that a slow node keeps."""
 
 
 class PriceRow(Strict):
     """A change of an offer's price at one instant."""
 
     offer: Name
-    """The name of one of [[offers]]."""
+    """Name of an offer in [[offers]]."""
     at_s: Instant
-    """From when on."""
+    """Time since the start from which the price applies."""
     price_per_h: Amount
     """$ per hour for one node."""
 

@@ -264,11 +264,11 @@ class ReferenceSection(Section):
     """A frozen reference policy, towards which the trained policy is pulled."""
 
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from it, per token; 0 is off."""
+    """Weight of the divergence from the reference policy, per token; 0 is off."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How the divergence is estimated from a token's two log-probabilities."""
     name: str | None = Field(default=None, min_length=1)
-    """Directory or hub id; unset: the weights that the run started from."""
+    """Directory or hub id of the reference; unset: the weights that the run started from."""
 
 
 class LoraSection(Section):
@@ -278,7 +278,7 @@ class LoraSection(Section):
     rank: Inherited[int] = Field(default=0, ge=0)
     """Rank of the two matrices next to each target; 0 trains all weights."""
     alpha: Inherited[int | None] = Field(default=None, ge=1)
-    """Their product is multiplied by alpha / rank; unset: twice the rank."""
+    """The product of the two matrices is multiplied by alpha / rank; unset: twice the rank."""
     target_modules: Inherited[Names] = ("all-linear",)
     """Last parts of the names of linear layers, such as q_proj; all-linear: all but the head."""
 
@@ -349,7 +349,7 @@ class LearnerSection(Section):
     """Compile the model's layers (torch.compile): a faster step with less memory, and a wait before
     the first one; auto: on a GPU, in runs of 20 steps and more, where they can be compiled."""
     price_per_h: Dollars | None = None
-    """$ per hour for this machine; unset: not counted. Its traffic has network.price_per_gb."""
+    """$ per hour for this machine; unset: not counted. network.price_per_gb prices its traffic."""
     init_from: str | None = None
     """Directory with weights to start a new run from, in place of those of model.name."""
 
