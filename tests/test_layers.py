@@ -78,7 +78,7 @@ IMPURE = {
 BLOCKING: dict[str, str] = {
     "threads.py": "the port itself",
     "disk_store.py": "writes in order what nobody waits for, hashes on all cores within one call",
-    "learner/publish.py": "codes on all cores within one blocking call",
+    "learner/versions/publish.py": "codes on all cores within one blocking call",
     "episodes.py": "plays on all threads within one blocking call of an engine",
 }
 THREAD_CALLS = {"to_thread", "run_in_executor", "submit"}

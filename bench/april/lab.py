@@ -37,13 +37,13 @@ from echo.roles.learner import Learner, LearnerSettings
 from echo.roles.worker import Worker
 from echo.runtime import node
 from echo.runtime.identity import JoinSource
-from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.follower import Row
 from echo.runtime.learner.node import LearnerNode, OpenedRun
-from echo.runtime.learner.publish import Coder, Publication
 from echo.runtime.learner.report import Progress
-from echo.runtime.learner.resume import SavedRun
+from echo.runtime.learner.saving.checkpoint import Checkpoints
+from echo.runtime.learner.saving.resume import SavedRun
 from echo.runtime.learner.setup import run_sections
+from echo.runtime.learner.versions.publish import Coder, Publication
 from echo.runtime.worker.node import WorkerNode, WorkerParts
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport

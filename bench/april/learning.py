@@ -30,7 +30,7 @@ from echo.engine.engine import Completion, FinishReason, Request, Sampling
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.model import make_sampling
 from echo.engine.weights import publish_image, tensors_from_image
-from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.learner.saving.resume import StartingPoint
 from echo.runtime.learner.setup import build_evaluator, build_trainer, load_data
 from echo.tasks.rewards import TaskHost
 from echo.train.trainer import Trainer

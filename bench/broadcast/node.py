@@ -42,7 +42,7 @@ from echo.roles.relay import Relay
 from echo.runtime import node
 from echo.runtime.disk_store import open_store
 from echo.runtime.identity import Identity, Join, JoinSource
-from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
+from echo.runtime.learner.versions.publish import Coder, Publication, VersionEncoder
 from echo.runtime.node import Node
 from echo.runtime.relay import RelayNode
 from echo.weights.cipher import KEY_BYTES

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
 from echo.engine.weights import VersionImages
-from echo.runtime.learner.publish import Coder, Images, Publication, make_publication
+from echo.runtime.learner.versions.publish import Coder, Images, Publication, make_publication
 from echo.train.ranks.crew import AnyTrainer, Launch, LeadTrainer, follow, join
 from echo.train.trainer import Trainer
 from echo.weights.delta import block_bytes_of

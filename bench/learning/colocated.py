@@ -34,8 +34,7 @@ from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.model import make_sampling, pick_device
 from echo.engine.weights import Weights, publish_image, tensors_from_image
-from echo.runtime.learner.evaluation import EvalResult
-from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.learner.saving.resume import StartingPoint
 from echo.runtime.learner.setup import (
     Data,
     build_evaluator,
@@ -43,6 +42,7 @@ from echo.runtime.learner.setup import (
     build_trainer,
     load_data,
 )
+from echo.runtime.learner.versions.evaluation import EvalResult
 from echo.tasks.rewards import InlineHost
 from echo.tasks.task import Example
 from echo.train.trainer import Trainer

@@ -23,7 +23,7 @@ from echo.cli.node import read_run_file, run_learner, run_role
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED, Request, Sampling
-from echo.runtime.learner.publish import Publication, PublishedVersions
+from echo.runtime.learner.versions.publish import Publication, PublishedVersions
 from echo.train.trainer import Trainer
 from nodes.timed_node import make_timed_step
 

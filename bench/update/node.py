@@ -25,7 +25,7 @@ from echo.roles.learner import Learner
 from echo.roles.plans import Publishing
 from echo.runtime import node
 from echo.runtime.identity import Identity
-from echo.runtime.learner.publish import Publisher, VersionEncoder, make_images
+from echo.runtime.learner.versions.publish import Publisher, VersionEncoder, make_images
 from echo.runtime.node import Node
 from update.state import SCALES, SHAPES, Weights
 

@@ -27,7 +27,7 @@ from echo.core.rollout import PolicyVersion
 from echo.engine import allocator
 from echo.engine.weights import VersionImages, publish_image, scatter, tensors_from_image
 from echo.runtime.disk_store import open_store
-from echo.runtime.learner.publish import CodedSegment, Coder, Publication, make_publication
+from echo.runtime.learner.versions.publish import CodedSegment, Coder, Publication, make_publication
 from echo.runtime.node import MAX_WORKERS
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed, hash_image

@@ -66,7 +66,7 @@ from echo.runtime.identity import (
     is_own_machine,
     join_address,
 )
-from echo.runtime.learner.resume import check_unused, finished_step
+from echo.runtime.learner.saving.resume import check_unused, finished_step
 from echo.runtime.node import INTERRUPTED, Node
 from echo.tasks.dataset import RowsTask
 from echo.tasks.row_files import is_local

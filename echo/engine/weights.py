@@ -769,7 +769,7 @@ class VersionImages:
     """Makes the image of each version, one after the other."""
 
     helpers = ()
-    """No other process maps the images or helps to code them; see `runtime/learner/publish.py`."""
+    """No other process maps the images or helps to code them: `learner/versions/publish.py`."""
 
     def __init__(
         self,

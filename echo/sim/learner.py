@@ -52,7 +52,7 @@ from echo.wire.messages import LEARNER_ID, Lease
 from echo.wire.seals import SealKeys
 
 if TYPE_CHECKING:
-    from echo.runtime.learner.publish import Publication
+    from echo.runtime.learner.versions.publish import Publication
 
 
 RUN_ID = "simulation"

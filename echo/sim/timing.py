@@ -24,9 +24,9 @@ from echo.core.errors import LocalProtocolError
 from echo.core.records import Discarded
 from echo.core.rollout import Group, PolicyVersion
 from echo.records.ledger import Accepted, AnyRecord, LedgerQueue, Place, Trained
-from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.publish import PublishedVersions
 from echo.runtime.learner.report import Progress
+from echo.runtime.learner.saving.checkpoint import Checkpoints
+from echo.runtime.learner.versions.publish import PublishedVersions
 from echo.sim.clock import InlineThreads
 from echo.sim.lengths import GroupLength, Groups
 from echo.sim.scenario import Scenario

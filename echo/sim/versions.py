@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from echo.core.rollout import PolicyVersion
 from echo.runtime.identity import Identity
-from echo.runtime.learner.publish import Publication
+from echo.runtime.learner.versions.publish import Publication
 from echo.weights.manifest import Manifest, TensorSpec, hash_chunks
 from echo.weights.store.memory import VersionStore
 

@@ -102,7 +102,7 @@ def accept_what_is_too_old(patch: pytest.MonkeyPatch) -> None:
 @plant(4)
 def publish_as_measured(patch: pytest.MonkeyPatch) -> None:
     """Let the period follow the broadcast, whatever the bound, and a learner that waits wait."""
-    from echo.runtime.learner.waiting import BatchWait
+    from echo.runtime.learner.batches.waiting import BatchWait
     from echo.weights.schedule import PublishPace
 
     def is_due(self: PublishPace, step: int) -> bool:
@@ -190,7 +190,7 @@ def keep_leases_for_ever(patch: pytest.MonkeyPatch) -> None:
 @plant(12)
 def lose_what_waits(patch: pytest.MonkeyPatch) -> None:
     """Forget, at a resume, the groups that were acknowledged and not yet trained."""
-    from echo.runtime.learner.resume import SavedRun
+    from echo.runtime.learner.saving.resume import SavedRun
 
     recover = SavedRun.recover
 
@@ -230,7 +230,7 @@ def ignore_failures(patch: pytest.MonkeyPatch) -> None:
 @plant(16)
 def try_the_same_batch_again(patch: pytest.MonkeyPatch) -> None:
     """Put all groups of a failed step back."""
-    from echo.runtime.learner.failed_steps import FailedSteps
+    from echo.runtime.learner.batches.failed_steps import FailedSteps
 
     async def put_back(self: FailedSteps, groups: Any, error: Any) -> None:
         self._buffer.put_back(groups, num_taken=len(groups))
@@ -253,7 +253,7 @@ def lose_what_is_evicted(patch: pytest.MonkeyPatch) -> None:
 @plant(18)
 def take_files_as_they_are(patch: pytest.MonkeyPatch) -> None:
     """Neither keep a second learner out, nor hash a record or a checkpoint."""
-    from echo.runtime.learner import checkpoint
+    from echo.runtime.learner.saving import checkpoint
 
     patch.setattr(ledger, "lock_directory", lambda *_, **__: os.open(os.devnull, os.O_RDONLY))
     patch.setattr(ledger, "_hash", lambda seq, body: b"")

@@ -69,7 +69,7 @@ from echo.runtime import relay
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import JoinSource
 from echo.runtime.learner import setup
-from echo.runtime.learner.prompts import PromptSource
+from echo.runtime.learner.batches.prompts import PromptSource
 from echo.runtime.node import Node
 from echo.runtime.worker import setup as worker_setup
 from echo.runtime.worker.node import WorkerParts

@@ -18,14 +18,14 @@ from echo.core.errors import ConfigError, StorageError
 from echo.core.records import Discarded, Granted
 from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.records.ledger import Finished, Ledger, LedgerQueue, read_lines, read_records, read_state
-from echo.runtime.learner import checkpoint as checkpoint_module
-from echo.runtime.learner.checkpoint import (
+from echo.runtime.learner.saving import checkpoint as checkpoint_module
+from echo.runtime.learner.saving.checkpoint import (
     CheckpointInfo,
     Checkpoints,
     FoundCheckpoint,
     list_checkpoints,
 )
-from echo.runtime.learner.resume import SavedRun, StartingPoint, finished_step
+from echo.runtime.learner.saving.resume import SavedRun, StartingPoint, finished_step
 from echo.train import saved_state
 from echo.train.saved_state import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
 from echo.wire.codec import encode_group

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.leases.grants import rounds
 from echo.roles.plans import Plans
-from echo.runtime.learner.evaluation import Evaluator
-from echo.runtime.learner.prompts import Prompt, PromptSource
+from echo.runtime.learner.batches.prompts import Prompt, PromptSource
 from echo.runtime.learner.report import Progress
-from echo.runtime.learner.resume import finished_step, read_uplinks
+from echo.runtime.learner.saving.resume import finished_step, read_uplinks
+from echo.runtime.learner.versions.evaluation import Evaluator
 from echo.train.trainer import Trainer
 from echo.wire.actions import Action
 from echo.wire.messages import Grant

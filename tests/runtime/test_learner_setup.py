@@ -33,7 +33,7 @@ from echo.engine.lora import Lora, base_settings, export_adapter, initial_adapte
 from echo.engine.model import build_model, make_sampling, save_tiny_model
 from echo.engine.weights import publish_image, tensors_from_image
 from echo.runtime.learner import setup
-from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.learner.saving.resume import StartingPoint
 from echo.runtime.learner.setup import (
     build_loss,
     build_trainer,

@@ -22,8 +22,13 @@ import pytest
 from echo.core.errors import DataError, StorageError
 from echo.engine.model import build_tokenizer
 from echo.leases.run import PromptPendingError
-from echo.runtime.learner import prompts as prompts_module
-from echo.runtime.learner.prompts import PromptsAhead, PromptSource, note_origin, prompt_time
+from echo.runtime.learner.batches import prompts as prompts_module
+from echo.runtime.learner.batches.prompts import (
+    PromptsAhead,
+    PromptSource,
+    note_origin,
+    prompt_time,
+)
 from echo.sim.clock import InlineThreads
 from echo.tasks.dataset import DatasetTask
 from echo.tasks.task import Example, Task, is_heldout

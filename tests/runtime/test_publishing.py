@@ -28,8 +28,8 @@ from echo.engine.weights import (
     host_bytes,
 )
 from echo.records.ledger import LedgerQueue
-from echo.runtime.learner import publish as encoded_versions
-from echo.runtime.learner.publish import (
+from echo.runtime.learner.versions import publish as encoded_versions
+from echo.runtime.learner.versions.publish import (
     CodedSegment,
     Coder,
     Publication,

@@ -20,8 +20,8 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine import allocator
 from echo.engine.engine import Completion, Request, Sampling
 from echo.runtime.learner import report
-from echo.runtime.learner.evaluation import Evaluations, EvaluationSchedule, Evaluator
 from echo.runtime.learner.report import IDLE_WINDOW_STEPS, Progress, TaskMetrics
+from echo.runtime.learner.versions.evaluation import Evaluations, EvaluationSchedule, Evaluator
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
 from tests.engine.watchers import watching

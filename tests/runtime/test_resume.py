@@ -9,7 +9,7 @@ import pytest
 
 from echo.core.rollout import Lineage
 from echo.leases.book import LOST_WORKER, LeaseBook
-from echo.runtime.learner.resume import (
+from echo.runtime.learner.saving.resume import (
     UPLINKS_FILE,
     StartingPoint,
     read_uplinks,

@@ -13,8 +13,8 @@ import pytest
 from echo.core.errors import DataError
 from echo.core.rollout import Group
 from echo.leases.results import StoreGroup
-from echo.runtime.learner.groups import DeliveredGroups
-from echo.runtime.learner.rewards import LearnerRewards
+from echo.runtime.learner.batches.groups import DeliveredGroups
+from echo.runtime.learner.batches.rewards import LearnerRewards
 from echo.runtime.learner.setup import load_data
 from echo.runtime.worker import setup
 from echo.tasks.rewards import LaterHost, RewardError

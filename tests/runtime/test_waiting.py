@@ -13,8 +13,8 @@ from echo.algo.staleness import ControlSettings
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import TransportError
 from echo.roles.learner import Learner, StepTaken
+from echo.runtime.learner.batches.waiting import FIRST_WORKER_S, BatchWait
 from echo.runtime.learner.node import LearnerNode
-from echo.runtime.learner.waiting import FIRST_WORKER_S, BatchWait
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 
@@ -194,7 +194,7 @@ GOOD = {"ess": 0.99, "mismatch_kl": 0.0, "clip_ratio/mean": 0.0}
 def quick(patch: pytest.MonkeyPatch, **limits: Any) -> None:
     """Let the controller decide within the steps of a test."""
     settings = partial(ControlSettings, **limits)
-    patch.setattr("echo.runtime.learner.bound.ControlSettings", settings)
+    patch.setattr("echo.runtime.learner.batches.bound.ControlSettings", settings)
 
 
 def adapting(

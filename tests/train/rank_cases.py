@@ -33,8 +33,8 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.lora import Lora
 from echo.engine.weights import VersionImages, Weights
-from echo.runtime.learner import publish as publish_module
-from echo.runtime.learner.publish import Coder, Images, Publication, make_publication
+from echo.runtime.learner.versions import publish as publish_module
+from echo.runtime.learner.versions.publish import Coder, Images, Publication, make_publication
 from echo.train.models.policy import Compute, ModelSource, Policy
 from echo.train.models.rescoring import Rescoring
 from echo.train.ranks import sharded_images, sharded_state, sharding

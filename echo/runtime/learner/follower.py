@@ -12,10 +12,10 @@ from echo.config.schema import RunSection
 from echo.core.metrics import Snapshot
 from echo.net.transport import Transport
 from echo.roles.learner import Learner
-from echo.runtime.learner.bound import AdaptiveBound
+from echo.runtime.learner.batches.bound import AdaptiveBound
+from echo.runtime.learner.batches.rewards import LearnerRewards
 from echo.runtime.learner.costs.control import CostControl
 from echo.runtime.learner.report import TRAINED_SHARE, Progress, TaskMetrics
-from echo.runtime.learner.rewards import LearnerRewards
 from echo.weights.schedule import PublishPace
 
 Row = Mapping[str, float | Mapping[str, float]]

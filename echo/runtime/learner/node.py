@@ -16,18 +16,18 @@ event loop writes none of it: threads do.
 Node and parts report what they have done to the role, as events (`roles/learner.py` has the table).
 The node makes its parts, and drives them from `_train`; no part refers to the node:
 
-    commits.py         holds messages until their records are committed
-    groups.py          scores, writes and acknowledges groups
-    waiting.py         says what the learner waits for, and ends a wait that is hopeless
-    failed_steps.py    ends the groups that made a step fail
-    bound.py           moves the bound on staleness
-    costs/             meters costs, and decides which workers are needed
-    publish.py         publishes versions
-    evaluation.py      evaluates them
-    weights_check.py   looks for NaN in them
-    save.py            saves the run
-    shutdown.py        tells every node that the run has ended
-    follower.py        writes rows of metrics, draws snapshots
+    commits.py                  holds messages until their records are committed
+    batches/groups.py           scores, writes and acknowledges groups
+    batches/waiting.py          shows what the learner waits for, and ends a hopeless wait
+    batches/failed_steps.py     ends the groups that made a step fail
+    batches/bound.py            moves the bound on staleness
+    costs/                      meters costs, and decides which workers are needed
+    versions/publish.py         publishes versions
+    versions/evaluation.py      evaluates them
+    versions/weights_check.py   looks for NaN in them
+    saving/save.py              saves the run
+    shutdown.py                 sends every node the end of the run
+    follower.py                 writes rows of metrics, draws snapshots
 """
 
 from __future__ import annotations
@@ -60,29 +60,29 @@ from echo.net.transport import Transport
 from echo.records.ledger import Finished, LedgerQueue
 from echo.roles.learner import BatchTaken, GrantsDue, GrantsStopped, Learner, StepTaken
 from echo.roles.review import ReviewDue, SamplesTrained
-from echo.runtime.learner.bound import AdaptiveBound
-from echo.runtime.learner.checkpoint import Checkpoints
+from echo.runtime.learner.batches.bound import AdaptiveBound
+from echo.runtime.learner.batches.failed_steps import FailedSteps
+from echo.runtime.learner.batches.groups import DeliveredGroups
+from echo.runtime.learner.batches.prompts import PromptsAhead
+from echo.runtime.learner.batches.rewards import LearnerRewards
+from echo.runtime.learner.batches.waiting import BatchWait
 from echo.runtime.learner.commits import Commits
 from echo.runtime.learner.costs.activation import ActivationSettings
 from echo.runtime.learner.costs.control import METER_S, CostControl
 from echo.runtime.learner.costs.measurements import POLL_S
-from echo.runtime.learner.evaluation import Evaluations, EvaluationSchedule, Evaluator
-from echo.runtime.learner.failed_steps import FailedSteps
 from echo.runtime.learner.follower import Follower, Reporter
-from echo.runtime.learner.groups import DeliveredGroups
-from echo.runtime.learner.prompts import PromptsAhead
-from echo.runtime.learner.publish import (
+from echo.runtime.learner.report import Progress
+from echo.runtime.learner.saving.checkpoint import Checkpoints
+from echo.runtime.learner.saving.save import StateSaver
+from echo.runtime.learner.shutdown import RunShutdown
+from echo.runtime.learner.versions.evaluation import Evaluations, EvaluationSchedule, Evaluator
+from echo.runtime.learner.versions.publish import (
     Publication,
     PublishedVersions,
     Publisher,
     VersionEncoder,
 )
-from echo.runtime.learner.report import Progress
-from echo.runtime.learner.rewards import LearnerRewards
-from echo.runtime.learner.save import StateSaver
-from echo.runtime.learner.shutdown import RunShutdown
-from echo.runtime.learner.waiting import BatchWait
-from echo.runtime.learner.weights_check import WeightsCheck
+from echo.runtime.learner.versions.weights_check import WeightsCheck
 from echo.runtime.node import Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError

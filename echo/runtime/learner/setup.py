@@ -77,16 +77,21 @@ from echo.runtime.identity import (
     load_or_create_keys,
     write_join,
 )
-from echo.runtime.learner.checkpoint import Checkpoints
+from echo.runtime.learner.batches.prompts import (
+    PromptsAhead,
+    PromptSource,
+    note_origin,
+    prompt_time,
+)
+from echo.runtime.learner.batches.rewards import LearnerRewards
 from echo.runtime.learner.costs.activation import activation_settings
-from echo.runtime.learner.evaluation import Evaluator
 from echo.runtime.learner.follower import Follower
 from echo.runtime.learner.node import LearnerNode, OpenedRun, RunSections
-from echo.runtime.learner.prompts import PromptsAhead, PromptSource, note_origin, prompt_time
-from echo.runtime.learner.publish import Images, Publication, Publisher, make_images
 from echo.runtime.learner.report import Progress
-from echo.runtime.learner.resume import SavedRun, StartingPoint
-from echo.runtime.learner.rewards import LearnerRewards
+from echo.runtime.learner.saving.checkpoint import Checkpoints
+from echo.runtime.learner.saving.resume import SavedRun, StartingPoint
+from echo.runtime.learner.versions.evaluation import Evaluator
+from echo.runtime.learner.versions.publish import Images, Publication, Publisher, make_images
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment

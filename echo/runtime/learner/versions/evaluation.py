@@ -31,8 +31,8 @@ from echo.engine.engine import (
 )
 from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.runtime.learner.follower import Follower
-from echo.runtime.learner.publish import Publication
 from echo.runtime.learner.report import Progress
+from echo.runtime.learner.versions.publish import Publication
 from echo.runtime.threads import Pool
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example

@@ -31,7 +31,7 @@ from echo.leases.book import LeaseBook
 from echo.records.files import write_file
 from echo.records.ledger import Began, Finished, LedgerQueue, has_begun, read_records, read_state
 from echo.runtime.identity import Identity
-from echo.runtime.learner.checkpoint import (
+from echo.runtime.learner.saving.checkpoint import (
     CheckpointInfo,
     Checkpoints,
     checkpoint_name,

@@ -21,8 +21,8 @@ from echo.leases.open_groups import AppendRecord
 from echo.leases.results import NO_FAULT, GroupDiscarded, GroupStored, StoreGroup
 from echo.records.ledger import LedgerQueue
 from echo.roles.learner import Learner
+from echo.runtime.learner.batches.rewards import LearnerRewards
 from echo.runtime.learner.report import Progress
-from echo.runtime.learner.rewards import LearnerRewards
 from echo.runtime.threads import Pool
 from echo.tasks.rewards import RewardError
 from echo.wire.actions import Action, Note

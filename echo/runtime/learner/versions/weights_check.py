@@ -16,8 +16,8 @@ from echo.config.schema import ModelSection
 from echo.core.records import Discarded
 from echo.core.rollout import PolicyVersion
 from echo.records.ledger import AnyRecord
-from echo.runtime.learner.publish import Publication
 from echo.runtime.learner.report import Progress
+from echo.runtime.learner.versions.publish import Publication
 from echo.runtime.threads import Pool
 from echo.wire.messages import BAD_LOGPROBS
 

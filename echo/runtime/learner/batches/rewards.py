@@ -12,7 +12,7 @@ from collections import Counter
 
 from echo.core.errors import DataError
 from echo.core.rollout import NO_OPINION, Group
-from echo.runtime.learner.prompts import PromptsAhead
+from echo.runtime.learner.batches.prompts import PromptsAhead
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.tokenization import TextCodec
 

@@ -15,9 +15,9 @@ from echo.core.errors import EngineError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.records.ledger import LedgerQueue
 from echo.roles.learner import Learner
-from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.resume import save_uplinks
-from echo.runtime.learner.weights_check import WeightsCheck
+from echo.runtime.learner.saving.checkpoint import Checkpoints
+from echo.runtime.learner.saving.resume import save_uplinks
+from echo.runtime.learner.versions.weights_check import WeightsCheck
 from echo.runtime.threads import Pool
 from echo.train.step import NonfiniteWeightsError
 

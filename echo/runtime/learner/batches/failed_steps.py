@@ -10,8 +10,8 @@ from echo.core.records import Discarded
 from echo.core.rollout import Group
 from echo.records.ledger import LedgerQueue
 from echo.roles.learner import Learner
-from echo.runtime.learner.publish import PublishedVersions
-from echo.runtime.learner.weights_check import WeightsCheck
+from echo.runtime.learner.versions.publish import PublishedVersions
+from echo.runtime.learner.versions.weights_check import WeightsCheck
 from echo.runtime.threads import Pool
 from echo.train.step import StepError
 
