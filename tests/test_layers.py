@@ -131,7 +131,7 @@ OWNED = (
             "cli/node.py": "that of the process, and one before it that tries the addresses",
             "sim/simulation.py": "virtual time",
             "engine/vllm/backend.py": "vLLM's client, which is asynchronous, in its own thread",
-            "tasks/process_main.py": "a task's code that is asynchronous",
+            "tasks/processes/main.py": "a task's code that is asynchronous",
             "tasks/verifiers.py": "environments, which are asynchronous, in their own thread",
         },
         calls=(
@@ -157,7 +157,7 @@ OWNED = (
         others={
             "cli/node.py": "starts it, and hands it signals and a worker's status line",
             "engine/vllm/backend.py": "see above",
-            "tasks/process_main.py": "see above",
+            "tasks/processes/main.py": "see above",
             "tasks/verifiers.py": "see above",
         },
         imports=("asyncio", "uvloop"),

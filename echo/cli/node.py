@@ -69,7 +69,7 @@ from echo.runtime.identity import (
 from echo.runtime.learner.saving.resume import check_unused, finished_step
 from echo.runtime.node import INTERRUPTED, Node
 from echo.tasks.dataset import RowsTask
-from echo.tasks.row_files import is_local
+from echo.tasks.rows.files import is_local
 from echo.tasks.task import Task, load_task
 from echo.ui.live import LiveView
 from echo.ui.plots import learning_curve

@@ -4,10 +4,10 @@ r"""Dataset tasks: their examples are the rows of a dataset; a function gives th
     kind = "dataset"
     options = { path = "train.parquet", reward = "rewards.py:correct" }
 
-`path` has one of the forms that row_files.py reads. `reward` names a function that the user has
+`path` has one of the forms that rows/files.py reads. `reward` names a function that the user has
 written (reward_functions.py), or one of the built-in rewards "exact" and "math" (answers.py).
 
-By default a row becomes an example as row_examples.py describes; a subclass may override
+By default a row becomes an example as rows/examples.py describes; a subclass may override
 `read_row`. Every subclass defines the reward of a completion:
 
     class Capitals(RowsTask):
@@ -38,8 +38,8 @@ from echo.core.errors import ConfigError, DataError, EchoError
 from echo.core.units import format_bytes
 from echo.tasks.messages import plain_message
 from echo.tasks.reward_functions import RewardFunction
-from echo.tasks.row_examples import RowReader
-from echo.tasks.row_files import HUB_PREFIX, DatasetRow, dataset_files, is_local, read_rows
+from echo.tasks.rows.examples import RowReader
+from echo.tasks.rows.files import HUB_PREFIX, DatasetRow, dataset_files, is_local, read_rows
 from echo.tasks.task import Example, Reward, Rewards, Task, is_heldout
 
 _log = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ limited, since Python cannot kill a thread. Code that holds the interpreter's lo
 no thread can prevent that.
 
 **Processes** are for all other tasks. Each is an interpreter that imports the task and little else
-of Echo (process_main.py). A process is started for the first call that needs it, and executes later
-calls, too. An episode stays in the process in which it began, because this process holds the
+of Echo (processes/main.py). A process is started for the first call that needs it, and executes
+later calls, too. An episode stays in the process in which it began, because this process holds the
 episode's state. If a call takes too long, or its process dies, the process is killed together with
 every process that it has started. The episodes in it end as lost, and the next call starts a new
-process. If the node's process dies first, the guards (guard.py) end the task's processes within two
-seconds.
+process. If the node's process dies first, the guards (processes/guard.py) end the task's processes
+within two seconds.
 
 A library's pool (pebble) would not be enough: it unpickles a user's data in this process, limits
 neither memory nor the size of a result, and does not kill the children of a killed process.
@@ -49,7 +49,7 @@ import msgspec
 
 from echo.core.errors import ConfigError, EchoError
 from echo.tasks.messages import Message
-from echo.tasks.process_main import (
+from echo.tasks.processes.main import (
     CallAnswer,
     Performer,
     Pipe,
@@ -76,7 +76,7 @@ GUARD_TIMEOUT_S = 10.0
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from echo.tasks.process_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from echo.tasks.processes.main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 

@@ -168,7 +168,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(play: Play) 
         assert int(match[1]) >= 6
         assert "on w1: Raises.reward on train example" in text
         assert 'raise KeyError("answer")' in text, "the traceback of the task's own code"
-        assert "process_main.py" not in text, "and of nothing else"
+        assert "tasks/processes/main.py" not in text, "and of nothing else"
         assert run.ledger("checkpoint")[-1]["step"] == 0, "it may be resumed"
         assert not (run.run_dir / "final").exists()
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from echo.tasks.environment import ToolCall, ToolEnvironment, find_calls, schema_of, without_calls
-from echo.tasks.process_main import Performer, TaskCall
+from echo.tasks.processes.main import Performer, TaskCall
 from echo.tasks.task import Example
 
 

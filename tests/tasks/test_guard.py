@@ -16,7 +16,7 @@ from tests.tasks.test_rewards import is_running, wait_until
 PROGRAM = """
 import os, signal, socket, sys, time
 from pathlib import Path
-from echo.tasks.guard import fork_guarded
+from echo.tasks.processes.guard import fork_guarded
 
 node = os.getpid()
 if os.fork():

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from echo.core.errors import ConfigError
-from echo.tasks.process_main import TaskCall
+from echo.tasks.processes.main import TaskCall
 from echo.tasks.rewards import MAX_STUCK_THREADS, InlineHost, Limits, PoolHost, RewardError
 from echo.tasks.task import Example, Task, load_task
 from tests.tasks.pool_tasks import Parting

@@ -18,7 +18,7 @@ import pytest
 
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
-from echo.tasks.row_files import DatasetRow, is_local, read_rows
+from echo.tasks.rows.files import DatasetRow, is_local, read_rows
 from tests.tasks.rows import ROWS, TABLES, Contains, write_jsonl, write_parquet, write_saved
 
 

@@ -35,7 +35,7 @@ from echo.leases.run import PromptPendingError
 from echo.records.files import write_file
 from echo.runtime.threads import Pool
 from echo.tasks.environment import Environment
-from echo.tasks.process_main import TaskCall, raised_at
+from echo.tasks.processes.main import TaskCall, raised_at
 from echo.tasks.rewards import ExampleCall, InlineHost, Limits, RewardError
 from echo.tasks.task import SPLITS, Example, Task
 from echo.tasks.tokenization import UNUSABLE, TextCodec, unmarked

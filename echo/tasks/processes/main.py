@@ -37,8 +37,8 @@ import msgspec
 
 from echo.core.errors import EchoError
 from echo.tasks.environment import Environment
-from echo.tasks.guard import fork_guarded
 from echo.tasks.messages import Message, fault_of_message
+from echo.tasks.processes.guard import fork_guarded
 from echo.tasks.task import Example, RetryCall, Task, check_unchanged, load_task
 
 if TYPE_CHECKING:
