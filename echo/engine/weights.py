@@ -822,7 +822,7 @@ class VersionImages:
         under_way: list[Future[Any] | None] = [self._ready, self._growing]
         wait([each for each in under_way if each is not None])
         specs, tensors = lay_out(weights, self._dtype, self._unrounded)
-        device = self._device(weights)
+        device = self.device_of(weights)
         if device is not None:
             try:
                 return self._make_there(specs, tensors, version, device)
@@ -840,7 +840,7 @@ class VersionImages:
             self._ready = self._thread.submit(has_come.synchronize)
         return VersionImage(specs, memory, self._ready)
 
-    def _device(self, weights: Weights) -> torch.device | None:
+    def device_of(self, weights: Weights) -> torch.device | None:
         """Return the device that finds the changes; None if the host does."""
         devices = {tensor.device for tensor in weights.values()}
         if len(devices) != 1 or self._is_on_device is False:

@@ -139,15 +139,16 @@ class ZmqTransport(Transport):
         self.context: zmq.Context[Socket] = zmq.Context()
         self.context.blocky = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._listener: Listener | None = None
+        self.listener: Listener | None = None
         self._peers: dict[PeerId, DialledLink | Inbound] = {}
         self._ids = itertools.count(1)
         self._noted: dict[Listener | DialledLink, None] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._bound: socket.socket | None = None
         self._bulk_bound: socket.socket | None = None
-        self._bulk_listener: BulkListener | None = None
-        self._bulk_port = 0
+        self.bulk_listener: BulkListener | None = None
+        self.bulk_port = 0
+        """Port that peers are offered for bulk connections; 0 for none."""
         self._warnings = OncePerMinute()
         self._is_closed = False
 
@@ -230,15 +231,15 @@ class ZmqTransport(Transport):
             bound, self._bound = self._bound, None
             with bound:
                 listen_on(bound)
-                self._listener = Listener(self)
-                self._listen(self._listener, bound)
+                self.listener = Listener(self)
+                self._listen(self.listener, bound)
         if self._bulk_bound is not None:
             bound, self._bulk_bound = self._bulk_bound, None
             with bound:
                 listen_on(bound)
-                self._bulk_port = bound.getsockname()[1]
-                self._bulk_listener = BulkListener(self)
-                self._listen(self._bulk_listener, bound)
+                self.bulk_port = bound.getsockname()[1]
+                self.bulk_listener = BulkListener(self)
+                self._listen(self.bulk_listener, bound)
 
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
         """Start to connect to `address`, and return the id of the peer."""
@@ -269,7 +270,7 @@ class ZmqTransport(Transport):
         match self._peers.get(peer):
             case DialledLink() as link:
                 is_sent = link.send(frames, num_bytes)
-            case Inbound() as inbound if self._listener is not None:
+            case Inbound() as inbound if self.listener is not None:
                 queue = inbound.outbox
                 if is_public and inbound.bulk:
                     queue = min(inbound.bulk, key=lambda outbox: outbox.unsent_bytes)
@@ -278,9 +279,9 @@ class ZmqTransport(Transport):
                     inbound.bulk.remove(queue)
                     inbound.bulk.append(queue)
                 is_sent = queue.send(frames, num_bytes)
-                self._listener.channel.check_soon()
-                if inbound.bulk and self._bulk_listener is not None:
-                    self._bulk_listener.channel.check_soon()
+                self.listener.channel.check_soon()
+                if inbound.bulk and self.bulk_listener is not None:
+                    self.bulk_listener.channel.check_soon()
         if is_sent:
             self.totals.messages_out += 1
             self.totals.bytes_out += num_bytes
@@ -317,10 +318,10 @@ class ZmqTransport(Transport):
             if bound is not None:
                 bound.close()
         self._bound = self._bulk_bound = None
-        for listener in (self._listener, self._bulk_listener):
+        for listener in (self.listener, self.bulk_listener):
             if listener is not None:
                 listener.close(self.options.linger_s)
-        self._listener = self._bulk_listener = None
+        self.listener = self.bulk_listener = None
         if self._admission is not None:
             self._admission.close()
             self._admission = None
@@ -362,9 +363,9 @@ class ZmqTransport(Transport):
             return
         token = secrets.token_hex(TOKEN_BYTES).encode()
         inbound.tokens.append(token)
-        if self._bulk_port:
+        if self.bulk_port:
             self._admission.tokens[token] = inbound.peer
-        offer = [BULK_OFFER, self._bulk_port.to_bytes(2, "big"), token]
+        offer = [BULK_OFFER, self.bulk_port.to_bytes(2, "big"), token]
         inbound.outbox.send(offer, sum(map(len, offer)))
 
     def warn(self, place: str, reason: str, text: str) -> None:

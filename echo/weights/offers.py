@@ -23,7 +23,7 @@ class Offers:
 
     def __init__(self, store: ItemStore) -> None:
         """Start with no offers; `store` has the items that this node holds."""
-        self._store = store
+        self.store = store
         self._sizes: dict[ItemId, int] = {}
         self._refused: dict[ItemId, None] = {}
         self.has_preempted = False
@@ -82,7 +82,7 @@ class Offers:
             current: the item that is being fetched; it is returned if this node should continue
                 with it.
         """
-        held = self._store.held
+        held = self.store.held
         offers = self._useful()
         paths = cheapest_paths(held, offers)
         # Some announced versions cannot be reached from the held ones.
@@ -105,11 +105,11 @@ class Offers:
         Older items would lead back to versions that this node has already replaced. Refused items
         are left out.
         """
-        newest = self._store.newest_complete
+        newest = self.store.newest_complete
         offers = {}
         for item_id in self.items():
             if (newest is None or item_id[0] > newest) and item_id not in self._refused:
-                num_bytes, item = self.num_bytes(item_id), self._store.get(item_id)
+                num_bytes, item = self.num_bytes(item_id), self.store.get(item_id)
                 if item is not None and item.num_chunks:
                     num_bytes -= num_bytes * item.num_held // item.num_chunks
                 offers[item_id] = num_bytes
@@ -123,7 +123,7 @@ class Offers:
             direct: the path to the newest version from the versions that this node holds.
             onward: the path to the newest version from `current`; None if there is none.
         """
-        item = self._store.get(current)
+        item = self.store.get(current)
         if item is None:
             return True
         if self.has_preempted or 2 * item.num_held >= max(1, item.num_chunks):

@@ -85,7 +85,7 @@ def logprobs(engine: TransformersEngine) -> list[float]:
 
 
 def parameters(engine: TransformersEngine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
 
 
 def begun(directory: Path, dtype: str, version: Version) -> TransformersEngine:
@@ -135,11 +135,11 @@ def test_sampling_stands_still_for_what_is_sampled_from_alone(
     start = np.frombuffer(there.image, np.uint8).ctypes.data
     inside = {
         start <= tensor.data_ptr() < start + len(there.image)
-        for tensor in engine._model.state_dict().values()
+        for tensor in engine.model.state_dict().values()
     }
     assert inside == {is_view}
-    names = dict(engine._model.named_parameters(remove_duplicate=False))
-    is_tied = engine._model.config.tie_word_embeddings
+    names = dict(engine.model.named_parameters(remove_duplicate=False))
+    is_tied = engine.model.config.tie_word_embeddings
     pointers = {names[name].data_ptr() for name in ("lm_head.weight", "model.embed_tokens.weight")}
     assert len(pointers) == (1 if is_tied else 2)
     at_pause = []

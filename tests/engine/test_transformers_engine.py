@@ -384,7 +384,7 @@ class TestTransactions(Models):
         return engine
 
     def bits(self, engine: TransformersEngine) -> dict[str, bytes]:
-        return {name: t.numpy().tobytes() for name, t in engine._model.state_dict().items()}
+        return {name: t.numpy().tobytes() for name, t in engine.model.state_dict().items()}
 
     def test_an_idle_engine_keeps_its_version(
         self, engine: TransformersEngine, model_dirs: list[Path], weights: list[Weights]

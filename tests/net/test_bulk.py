@@ -345,7 +345,7 @@ def test_a_link_whose_bulk_connection_ends_is_dialled_anew(run: Run) -> None:
     async def scenario() -> None:
         async with pair() as both:
             old = both.inbound
-            listener, both.parent._bulk_listener = both.parent._bulk_listener, None
+            listener, both.parent.bulk_listener = both.parent.bulk_listener, None
             assert listener is not None
             listener.close(0)
             await both.until(lambda: any(isinstance(e, Disconnected) for e in both.heard))
@@ -369,7 +369,7 @@ def test_what_cannot_have_a_bulk_connection_goes_over_the_link(
 
     async def scenario() -> None:
         async with opened(ANY_PORT, LEARNER) as parent:
-            parent._bulk_port = closed
+            parent.bulk_port = closed
             async with opened(None, worker(parent.listen_address or "")) as child:
                 link = child.dial(parent.listen_address or "", has_bulk=True)
                 heard = await child.receive()
@@ -409,7 +409,7 @@ def test_an_offer_that_is_none_ends_nothing(run: Run, offer: list[bytes]) -> Non
             opened(ANY_PORT, LEARNER) as parent,
             opened(None, worker(parent.listen_address or "")) as child,
         ):
-            parent._bulk_port = 0  # it offers nothing by itself
+            parent.bulk_port = 0  # it offers nothing by itself
             link = child.dial(parent.listen_address or "", has_bulk=True)
             assert await child.receive() == [Connected(link, parent.listen_address)]
             [connected] = await parent.receive()  # as the child asks for a bulk connection

@@ -238,8 +238,8 @@ def test_a_message_whose_wake_up_a_send_has_swallowed_is_received(run: Run) -> N
         async with opened("tcp://127.0.0.1:0") as listener, opened() as node:
             up, peer = await linked(node, listener)
             node.send(up, [b"again"])
-            assert listener._listener is not None
-            edge = listener._listener.channel.socket.FD
+            assert listener.listener is not None
+            edge = listener.listener.channel.socket.FD
             hold_up_until_readable(edge)
             assert listener.send(peer, [b"hello to you"])
             assert not select.select([edge], [], [], 0)[0]  # and will not be

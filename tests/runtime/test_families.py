@@ -52,7 +52,7 @@ def cases(kept: tuple[str, ...]) -> list[Any]:
 
 def assert_same_bits(engine: Engine, tensors: Mapping[str, Tensor]) -> None:
     assert isinstance(engine, TransformersEngine)
-    own = engine._model.state_dict()
+    own = engine.model.state_dict()
     for name, tensor in tensors.items():
         expected = tensor.to(own[name].dtype)
         assert torch.equal(own[name].view(torch.uint8), expected.view(torch.uint8)), name
@@ -74,7 +74,7 @@ def test_a_step_goes_to_the_transformers_engine_and_back(name: str, tmp_path: Pa
     assert facts.has_head_norms or not any(".q_norm." in key for key in trainer.tensors())
     engine = TransformersEngine(model_dir)
     assert engine.takes_patches
-    assert engine._model.config.get_text_config()._attn_implementation == family.attention
+    assert engine.model.config.get_text_config()._attn_implementation == family.attention
     is_told = "eager attention takes its place" in trainer.describe_rows()
     assert is_told == (family.attention == "eager")
     train_one_step(trainer, engine, check=assert_same_bits)
@@ -106,7 +106,7 @@ def test_an_adapter_goes_there_and_back(name: str, tmp_path: Path) -> None:
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         theirs, ours = (
-            each(input_ids=ids, use_cache=False).logits for each in (read, engine._model)
+            each(input_ids=ids, use_cache=False).logits for each in (read, engine.model)
         )
     assert torch.allclose(theirs, ours, atol=1e-5)
 
@@ -148,7 +148,7 @@ def test_a_tower_is_neither_trained_nor_published_nor_sampled_with(tmp_path: Pat
     for names in (
         make_trainer("qwen2_5_vl", model_dir).tensors(),
         load_directory(model_dir, "bfloat16"),
-        engine._model.state_dict(),
+        engine.model.state_dict(),
     ):
         assert not names.keys() & tower.keys()
     assert not load_towers(save_family(tmp_path / "text", "qwen3"))

@@ -409,7 +409,7 @@ def test_an_interrupt_before_the_first_worker_saves_and_one_at_the_end_lets_it_f
 def test_a_spool_that_is_full_ends_the_run(make_world: MakeWorld) -> None:
     world = make_world()
     world.learner()
-    world.node("learner")._ledger.spool_bytes = 100
+    world.node("learner").ledger.spool_bytes = 100
     world.worker("w1")
     assert "limits.spool_bytes" in finish(world, "failed")
 

@@ -494,7 +494,7 @@ def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Pa
     engine = setup.evaluation_engine(config, given(model_dir), None, Mock())
     engine.load(tensors_from_image(specs, memoryview(image).toreadonly()))
     start = np.frombuffer(image, np.uint8).ctypes.data
-    parameters = list(engine._model.parameters())
+    parameters = list(engine.model.parameters())
     assert all(start <= each.data_ptr() < start + len(image) for each in parameters)
     sampling = make_sampling(config.sampling, [])
     request = Request("eval.0", np.array([1, 4], np.int32), seed=0)

@@ -768,9 +768,9 @@ def test_only_cuda_is_a_device_and_only_where_deltas_are_wanted() -> None:
     fake = mock.Mock(device=torch.device("cuda", 1))
     network = parse_config({}).network
     images = make_images("bfloat16", network, fits_on_gpu=False)
-    assert images._device({"w": fake}) is None
+    assert images.device_of({"w": fake}) is None
     for codec, device in (("auto", fake.device), ("delta", fake.device), ("full", None)):
         images = make_images("bfloat16", network.model_copy(update={"codec": codec}))
-        assert images._device({"w": fake}) == device
-        assert images._device({"w": torch.zeros(1)}) is None
-        assert images._device({"w": fake, "x": torch.zeros(1)}) is None
+        assert images.device_of({"w": fake}) == device
+        assert images.device_of({"w": torch.zeros(1)}) is None
+        assert images.device_of({"w": fake, "x": torch.zeros(1)}) is None

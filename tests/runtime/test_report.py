@@ -193,7 +193,7 @@ def test_the_learner_says_whom_it_waits_for(make_world: MakeWorld) -> None:
     assert snapshot.broadcast_done == 1.0
     learner = world.node("learner")
     for number in range(3):
-        learner._progress.left_out(rewarded(number, 1, 1), "zero_variance", now=1.0)
+        learner.progress.left_out(rewarded(number, 1, 1), "zero_variance", now=1.0)
     world.run(1.0)
     assert world.waiting_for().endswith(
         "; nothing could be learned from the last 3 groups (3 zero_variance)"

@@ -277,8 +277,8 @@ def test_who_connects_and_leaves_all_the_time_does_not_hold_the_loop(
         listener = ZmqTransport("tcp://127.0.0.1:0")
         await listener.start()
         heard, turn = Counter[int](), 0
-        assert listener._listener is not None
-        channel = listener._listener.channel
+        assert listener.listener is not None
+        channel = listener.listener.channel
         assert isinstance(channel, channels.ZmqChannel)
         channel._on_news = lambda *_: heard.update([turn])
         where = parse_address(str(listener.listen_address))

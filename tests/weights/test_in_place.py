@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from echo.core.rollout import PolicyVersion
@@ -17,7 +19,7 @@ from echo.weights.store import writing
 from echo.weights.store.artifacts import AuditChunks, Transfer
 from echo.weights.store.encoded import OpenBlock
 from echo.weights.store.in_place import ApplyPatch
-from echo.weights.store.memory import RecycledMemory
+from echo.weights.store.memory import RecycledMemory, touched_memory
 from echo.weights.store.patches import Patch, PatchMode
 from echo.wire.messages import FULL, Announce, Chunk, Fetch, Form, Gone, Subscribe
 from tests.roles.harness import CHUNK_BYTES, KEY, message_of
@@ -709,11 +711,23 @@ def test_recycled_memory_is_free_only_when_nobody_can_reach_it() -> None:
     assert len(seen) == 3
 
 
+def noting(made: list[int]) -> Callable[[int], npt.NDArray[np.uint8]]:
+    """Return a maker of memory that notes the address of each piece."""
+
+    def make(num_bytes: int) -> npt.NDArray[np.uint8]:
+        piece = touched_memory(num_bytes)
+        made.append(piece.ctypes.data)
+        return piece
+
+    return make
+
+
 def test_memory_of_another_size_is_not_kept() -> None:
-    memory = RecycledMemory()
-    memory.take(1000)
-    assert len(memory.take(2000)) == 2000
-    assert len(memory._lent) + len(memory._free) == 1
+    made = list[int]()
+    memory = RecycledMemory(make=noting(made))
+    for num_bytes in (1000, 2000, 1000):
+        assert len(memory.take(num_bytes)) == num_bytes
+    assert len(made) == 3
 
 
 def test_memory_grows_up_to_a_number_of_pieces() -> None:
@@ -734,9 +748,9 @@ def test_memory_grows_up_to_a_number_of_pieces() -> None:
 
 
 def test_memory_for_the_images_to_come_is_made_with_the_first() -> None:
-    memory = RecycledMemory(2)
+    made = list[int]()
+    memory = RecycledMemory(2, noting(made))
     held = memory.take(1000)
-    made = {each.ctypes.data for each in (*memory._free, memory._lent[0][0])}
     assert len(made) == 2
     for _ in range(4):
         new = memory.take(1000)

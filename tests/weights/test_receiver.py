@@ -77,8 +77,8 @@ def announce(
 
 def begin_image(offers: Offers, step: int, *, share: float) -> ItemId:
     """Let a share of an image be held; return it as what is being fetched."""
-    offers._store.begin_image(*described(step))
-    image = offers._store.images[v(step)]
+    offers.store.begin_image(*described(step))
+    image = offers.store.images[v(step)]
     for index in range(int(share * image.num_chunks)):
         image.mark(index)
     return v(step), FULL
@@ -212,7 +212,7 @@ def test_what_is_not_here_any_more_may_always_be_left() -> None:
 
 def test_an_encoded_that_is_half_here_is_finished() -> None:
     offers = knowing(1)
-    encoded = offers._store.encoded_versions[v(2), form_on(1)] = encoded_of(2, 1, num_pieces=1)
+    encoded = offers.store.encoded_versions[v(2), form_on(1)] = encoded_of(2, 1, num_pieces=1)
     encoded.expected_bytes = 10_000
     announce(offers, (2, 1, 10_000), (3, 2, 10), (3, 1, 10))
     assert offers.next_step((v(2), form_on(1))) == (v(2), form_on(1))

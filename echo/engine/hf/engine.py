@@ -171,14 +171,12 @@ class TransformersEngine(Engine):
         self.takes_patches = lora is None
         self._adapter: dict[str, Tensor] | None = None
         if lora is None:
-            self._model = build_meta_model(model_dir, torch_dtype(dtype), attn_implementation)
+            self.model = build_meta_model(model_dir, torch_dtype(dtype), attn_implementation)
         else:
-            self._model, self._adapter = build_adapted(
-                lora, torch_dtype(dtype), attn_implementation
-            )
-        self._model.to(self._device)
-        self._forward_arguments = frozenset(inspect.signature(self._model.forward).parameters)
-        head = self._model.get_output_embeddings()
+            self.model, self._adapter = build_adapted(lora, torch_dtype(dtype), attn_implementation)
+        self.model.to(self._device)
+        self._forward_arguments = frozenset(inspect.signature(self.model.forward).parameters)
+        head = self.model.get_output_embeddings()
         if head is not None:
             head.register_forward_pre_hook(_in_one_piece)
         self._stream: torch.cuda.Stream | None = None
@@ -192,7 +190,7 @@ class TransformersEngine(Engine):
             if rollout_bytes is None
             else self._weight_bytes() + rollout_bytes
         )
-        text_config = self._model.config.get_text_config()
+        text_config = self.model.config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
         window = getattr(text_config, "max_position_embeddings", None)
         self.window = int(window) if window is not None else None
@@ -217,7 +215,7 @@ class TransformersEngine(Engine):
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _loadable(self) -> Mapping[str, Tensor]:
-        return self._model.state_dict() if self._adapter is None else self._adapter
+        return self.model.state_dict() if self._adapter is None else self._adapter
 
     def _install(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
         try:
@@ -252,7 +250,7 @@ class TransformersEngine(Engine):
             for name, tensor in tensors.items():
                 self._adapter[name].copy_(tensor)
             return
-        model, was_view = self._model, self._is_view
+        model, was_view = self.model, self._is_view
         places = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
         self._is_view = all(
             (tensor.dtype, tensor.device) == (places[name].dtype, places[name].device)
@@ -380,7 +378,7 @@ class TransformersEngine(Engine):
         return self._weight_bytes(), one
 
     def _weight_bytes(self) -> int:
-        return weight_bytes(self._model.state_dict())
+        return weight_bytes(self.model.state_dict())
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
         """Return the number of rollouts that fit beside the weights; EngineError if none does."""
@@ -409,7 +407,7 @@ class TransformersEngine(Engine):
         """Drop the model."""
         self._installed.close()
         self._tensors = None
-        self._model.to("meta")
+        self.model.to("meta")
 
     @torch.inference_mode()
     def _run(self, batch: StaticBatch, watcher: Watcher) -> None:
@@ -464,7 +462,7 @@ class TransformersEngine(Engine):
     @contextmanager
     def _reporting_layers(self, watcher: Watcher) -> Iterator[None]:
         """Report progress to the watcher after each layer of the model."""
-        lists = [each for each in self._model.modules() if isinstance(each, torch.nn.ModuleList)]
+        lists = [each for each in self.model.modules() if isinstance(each, torch.nn.ModuleList)]
         layers = max(lists, key=len, default=())
         hooks = [layer.register_forward_hook(lambda *_: watcher.on_progress(1)) for layer in layers]
         try:
@@ -474,7 +472,7 @@ class TransformersEngine(Engine):
                 hook.remove()
 
     def _read(self, batch: StaticBatch) -> tuple[Tensor, DynamicCache]:
-        cache = DynamicCache(config=self._model.config)
+        cache = DynamicCache(config=self.model.config)
         if batch.num_tokens:
             contexts, shown = batch.contexts()
             return self._forward(contexts, shown, _positions(shown, contexts.shape), cache), cache
@@ -504,7 +502,7 @@ class TransformersEngine(Engine):
             arguments["position_ids"] = positions.to(self._device)
         if "logits_to_keep" in self._forward_arguments:
             arguments["logits_to_keep"] = 1
-        logits: Tensor = self._model(**arguments).logits[:, -1]
+        logits: Tensor = self.model(**arguments).logits[:, -1]
         return logits
 
 

@@ -152,7 +152,7 @@ class LearnerNode(Node):
         """Wire the parts of an opened run; other arguments are as for `Node`."""
         super().__init__(run.role, transport, threads=threads, log=log)
         self.role: Learner = run.role
-        self._buffer, self._ledger, self._progress = run.buffer, run.ledger, run.progress
+        self._buffer, self.ledger, self.progress = run.buffer, run.ledger, run.progress
         self._train_on = (run.trainer if run.attribution is None else run.attribution).step
         self._coder, self._export, self._prompts = run.publisher.coder, run.export, run.prompts
         self._sections = sections
@@ -282,7 +282,7 @@ class LearnerNode(Node):
     def release(self) -> None:
         """Release the ledger; after an unclean end it is still open."""
         self._coder.close()
-        self._ledger.release()
+        self.ledger.release()
 
     # --- actions ---------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class LearnerNode(Node):
             case StoreGroup() if self._delivered.is_open:
                 self._delivered.accept(action)
             case AppendRecord() if self._delivered.is_open:
-                self._ledger.append(action.record)
+                self.ledger.append(action.record)
                 self._delivered.note(action)
                 if action.worker_id and self._weights_check.suspect(action.record):
                     self.wake()
@@ -387,7 +387,7 @@ class LearnerNode(Node):
             if groups is None:
                 return
             started_at = self.now
-            self._progress.begin("training", now=self.now)
+            self.progress.begin("training", now=self.now)
             try:
                 result = await self._model_pool.run(self._train_on, groups)
             except StepError as error:
@@ -401,13 +401,13 @@ class LearnerNode(Node):
             trained_s = self.costs.train_s = self.now - started_at
             staleness = await self._model_pool.run(
                 partial(
-                    self._ledger.trained,
+                    self.ledger.trained,
                     groups,
                     lineage=role.lineages[-1].lineage,
                     consumed_at=role.step,
                 )
             )
-            samples = self._progress.workers.trained(groups, result.by_group, step=role.step)
+            samples = self.progress.workers.trained(groups, result.by_group, step=role.step)
             self.report(SamplesTrained(samples))
             self.report(StepTaken(role.step + 1))
             self._evict()
@@ -418,7 +418,7 @@ class LearnerNode(Node):
             if self._is_put_off and (self.pace.is_overdue(role.step) or self._versions.prepare()):
                 await self._publish()
             waited_s = started_at - waited_from
-            self._progress.stepped(
+            self.progress.stepped(
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
             self._reporter.write_step(result.metrics | result.speed, staleness, now=self.now)
@@ -428,7 +428,7 @@ class LearnerNode(Node):
 
     async def _next_batch(self) -> list[Group] | None:
         """Wait for a full batch of groups within the bound; None if the training has ended."""
-        self._progress.begin("", now=self.now)
+        self.progress.begin("", now=self.now)
         self._waiting.begin(now=self.now)
         waits_from = self.now
         while not self.is_stopping:
@@ -438,7 +438,7 @@ class LearnerNode(Node):
             self._evict()
             if self._is_put_off and self._versions.prepare():
                 await self._publish()
-                self._progress.begin("", now=self.now)
+                self.progress.begin("", now=self.now)
             num_groups = self._sections.batch.groups_per_step
             groups = self._buffer.take(num_groups, step=self.role.step)
             if groups is not None:
@@ -449,7 +449,7 @@ class LearnerNode(Node):
             if self._failure is not None:
                 return None
             if self._delivered.is_zero_signal:
-                self.log.warning("%s", self._progress.describe_zero_signal(self.role.step))
+                self.log.warning("%s", self.progress.describe_zero_signal(self.role.step))
                 return None
             if await self._waiting.wait() and not self.is_stopping:
                 await self._check_wait()
@@ -465,7 +465,7 @@ class LearnerNode(Node):
             if found:
                 return EngineError(found)
         if self._delivered.is_zero_signal:
-            failing = self._progress.describe_failing(self.role.step)
+            failing = self.progress.describe_failing(self.role.step)
             return None if failing is None else RewardError(failing)
         return None
 
@@ -481,7 +481,7 @@ class LearnerNode(Node):
         wait_reason = self._waiting.check(now=self.now)
         if wait_reason == "outdated" and not self._versions.is_current:
             await self._publish()
-            self._progress.begin("", now=self.now)
+            self.progress.begin("", now=self.now)
         if wait_reason == "no_weights":
             stats = [member.stats for member in self.role.roster.members("worker")]
             if any(each.refused.get("engine/installs_failed") for each in stats):
@@ -498,7 +498,7 @@ class LearnerNode(Node):
     async def _checkpoint(self) -> None:
         """Save the whole state; NaN in the weights ends the run."""
         if self._saver.has_to_save:
-            self._progress.begin("saving a checkpoint", now=self.now)
+            self.progress.begin("saving a checkpoint", now=self.now)
             self._failure = await self._saver.save(now=self.now) or self._failure
 
     # --- the end ---------------------------------------------------------------------------------
@@ -512,23 +512,23 @@ class LearnerNode(Node):
         last = self._versions.newest
         assert last is not None, "training begins with a version"
         if self._evaluations is not None:
-            self._progress.begin("evaluating", now=self.now)
+            self.progress.begin("evaluating", now=self.now)
             await self._evaluations.finish(last)
         await self._take_no_more_groups()
         self._delivered.end_buffered("run_finished")
         await self._checkpoint()
         if self._failure is not None:
             return
-        self._progress.begin("exporting", now=self.now)
+        self.progress.begin("exporting", now=self.now)
         await self._disk_pool.run(self._export, self._sections.run_dir / "final", last)
         # The last picture shows who took part, so it is drawn before they leave.
-        self._progress.begin("done", now=self.now)
+        self.progress.begin("done", now=self.now)
         self._reporter.display(now=self.now)
         await self._shutdown.announce("the run is finished")
         await self._versions.wait()
         if self.role.step >= self._sections.run.max_steps:
-            self._ledger.append(Finished(step=self.role.step))
-        await self._disk_pool.run(self._ledger.close)
+            self.ledger.append(Finished(step=self.role.step))
+        await self._disk_pool.run(self.ledger.close)
         self.stop("finished")
 
     async def _save(self) -> None:
@@ -551,7 +551,7 @@ class LearnerNode(Node):
         await self._take_no_more_groups()
         await self._checkpoint()
         await self._versions.wait()  # it may yet note the version that it seals
-        await self._disk_pool.run(self._ledger.close)
+        await self._disk_pool.run(self.ledger.close)
 
     async def _take_no_more_groups(self) -> None:
         """Wait until everything that was written is on the disk and in the buffer."""
