@@ -624,11 +624,11 @@ class DeviceDelta:
         found = [self._find(piece) for piece in sparse]
         crossing = [each for pair in found for each in pair]
         crossing += [self._new[slice(*self._spans[index])] for index in whole]
-        came = _bring(crossing)
-        images = dict(zip(whole, came[len(crossing) - len(whole) :], strict=True))
+        copied = _bring(crossing)
+        images = dict(zip(whole, copied[len(crossing) - len(whole) :], strict=True))
         changes: dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
         for number, piece in enumerate(sparse):
-            where, steps = came[2 * number : 2 * number + 2]
+            where, steps = copied[2 * number : 2 * number + 2]
             end = 0
             for index in piece.blocks:
                 if not self._crosses_whole(index):
@@ -655,11 +655,11 @@ def _bring(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """Copy tensors of one device to arrays on the host, waiting for the device once."""
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
-    came = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
-    for target, tensor in zip(came, tensors, strict=True):
+    copied = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
+    for target, tensor in zip(copied, tensors, strict=True):
         target.copy_(tensor, non_blocking=True)
     _wait_for(tensors[0].device)
-    return [tensor.numpy() for tensor in came]
+    return [tensor.numpy() for tensor in copied]
 
 
 def _wait_for(device: torch.device) -> None:
@@ -836,8 +836,8 @@ class VersionImages:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
                 write_image(specs, tensors, host_bytes(memory), is_beside=True)
-            has_come = self._stream.record_event(torch.cuda.Event(blocking=True))
-            self._ready = self._thread.submit(has_come.synchronize)
+            has_arrived = self._stream.record_event(torch.cuda.Event(blocking=True))
+            self._ready = self._thread.submit(has_arrived.synchronize)
         return VersionImage(specs, memory, self._ready)
 
     def device_of(self, weights: Weights) -> torch.device | None:

@@ -42,8 +42,8 @@ class Throughput:
         self._tokens = 0.0
         self._num_reports = 0
 
-    def look(self, *, load: float, tokens_sampled: int | None, now: float) -> None:
-        """Update the estimate from the load (0..1) since the last look, and the token counter."""
+    def update(self, *, load: float, tokens_sampled: int | None, now: float) -> None:
+        """Update the estimate from the load (0..1) since the last call, and the token counter."""
         if tokens_sampled is None or self._counter is None:
             self._counter, self._at = tokens_sampled, now
             return

@@ -10,7 +10,7 @@ from echo.leases.throughput import Throughput
 def look(capability: Throughput, *, load: float, rate: float, seconds: int, start: int = 0) -> int:
     """Let time pass at so many tokens per second; return the instant."""
     for second in range(start + 1, start + seconds + 1):
-        capability.look(load=load, tokens_sampled=round(rate * second), now=float(second))
+        capability.update(load=load, tokens_sampled=round(rate * second), now=float(second))
     return start + seconds
 
 
@@ -25,7 +25,7 @@ def test_nothing_is_known_before_some_tokens_have_come() -> None:
     assert capability.tokens_per_s is None
     look(capability, load=1.0, rate=50.0, seconds=2)
     assert capability.tokens_per_s is None
-    capability.look(load=1.0, tokens_sampled=150, now=3.0)
+    capability.update(load=1.0, tokens_sampled=150, now=3.0)
     assert capability.tokens_per_s is not None
 
 
@@ -33,11 +33,11 @@ def test_in_the_middle_of_a_group_its_rate_is_that_of_the_groups_that_have_ended
     capability = Throughput(tokens_sampled=0, now=0.0)
     rates = []
     for second in range(1, 160):  # groups of 30 s and 3000 tokens
-        capability.look(load=1.0, tokens_sampled=3000 * (second // 30), now=float(second))
+        capability.update(load=1.0, tokens_sampled=3000 * (second // 30), now=float(second))
         rates.append(capability.tokens_per_s)
     assert rates[88:] == [None] + [pytest.approx(100.0)] * 70
     # In 90 s without a report, 60 s more than ever before, it would have made two groups.
-    capability.look(load=1.0, tokens_sampled=15_000, now=240.0)
+    capability.update(load=1.0, tokens_sampled=15_000, now=240.0)
     slower = capability.tokens_per_s
     assert slower is not None
     assert 60.0 < slower < 75.0
@@ -45,9 +45,9 @@ def test_in_the_middle_of_a_group_its_rate_is_that_of_the_groups_that_have_ended
 
 def test_a_single_report_is_an_early_estimate() -> None:
     capability = Throughput(tokens_sampled=0, now=0.0)
-    capability.look(load=0.5, tokens_sampled=0, now=20.0)
+    capability.update(load=0.5, tokens_sampled=0, now=20.0)
     assert capability.early_tokens_per_s is None
-    capability.look(load=0.5, tokens_sampled=3000, now=60.0)
+    capability.update(load=0.5, tokens_sampled=3000, now=60.0)
     assert capability.early_tokens_per_s == pytest.approx(100.0)
     assert capability.tokens_per_s is None
 
@@ -55,7 +55,7 @@ def test_a_single_report_is_an_early_estimate() -> None:
 def test_what_was_sampled_before_the_first_report_is_no_rate() -> None:
     # A worker that has long been at work joins a learner that has just come back.
     capability = Throughput(tokens_sampled=None, now=0.0)
-    capability.look(load=0.0, tokens_sampled=None, now=1.0)
+    capability.update(load=0.0, tokens_sampled=None, now=1.0)
     for second in range(2, 40):
-        capability.look(load=1.0, tokens_sampled=10**6 + 50 * second, now=float(second))
+        capability.update(load=1.0, tokens_sampled=10**6 + 50 * second, now=float(second))
     assert capability.tokens_per_s == pytest.approx(50.0)

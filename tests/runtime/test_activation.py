@@ -356,7 +356,7 @@ def test_a_worker_without_a_rate_is_untried_for_a_dwell_and_then_as_slow_as_it_s
     assert share < 0.1
     # A report counts, though there are too few for a rate.
     rates = measured.workers["w2"].throughput.tokens_per_s
-    begun.look(load=1.0, tokens_sampled=round(30 * rates), now=began_at + 60.0)
+    begun.update(load=1.0, tokens_sampled=round(30 * rates), now=began_at + 60.0)
     untried, share = ask(400.0)
     assert not untried
     assert share == pytest.approx(0.5, rel=0.1)

@@ -103,7 +103,7 @@ class Chunked(abc.ABC):
         self.has_chunk[index] = 1
         self.num_held += 1
 
-    def _come(self) -> bytearray:
+    def _held_flags(self) -> bytearray:
         """Return one byte for each known chunk: 1 if the chunk is held or being written."""
         if not self.writing:
             return self.has_chunk
@@ -115,7 +115,7 @@ class Chunked(abc.ABC):
     @property
     def is_missing(self) -> bool:
         """Whether a known chunk is neither held nor being written, or more chunks may be added."""
-        return self.is_open or self._come().find(0) >= 0
+        return self.is_open or self._held_flags().find(0) >= 0
 
     def missing(self) -> tuple[tuple[int, int], ...]:
         """Return the half-open ranges of missing chunks, in ascending order.
@@ -123,7 +123,7 @@ class Chunked(abc.ABC):
         Chunks that are being written are not missing. While chunks may be added, the last range
         ends at OPEN_END.
         """
-        has_chunk = self._come()
+        has_chunk = self._held_flags()
         runs, start = [], 0
         while (start := has_chunk.find(0, start)) >= 0:
             stop = has_chunk.find(1, start)

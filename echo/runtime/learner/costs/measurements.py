@@ -86,7 +86,7 @@ class Measurements:
                 continue
             slots = max(1, member.worker.capacity // 2)
             load = role.leases.num_leases(member.node_id) / slots
-            state.throughput.look(load=load, tokens_sampled=member.tokens_sampled, now=now)
+            state.throughput.update(load=load, tokens_sampled=member.tokens_sampled, now=now)
             state.loaded_s += min(1.0, load) * (now - state.measured_at)
             if not member.is_standby and member.installed is not None:
                 state.active_s += now - state.measured_at
