@@ -391,13 +391,13 @@ class Concurrency:
         num_rollouts = self.bounded(num_rollouts)
         if num_rollouts <= 1:
             raise EngineError(
-                f"out of memory with a single rollout under way: {why}; {numbers}. Lower "
+                f"out of memory with a single running rollout: {why}; {numbers}. Lower "
                 "sampling.max_completion_tokens on the learner, use a smaller worker.dtype, end "
                 "what else uses this memory, or give this worker a machine with more"
             )
         self.limit = num_rollouts // 2
         log.warning(
-            "out of memory with %d rollouts under way (%s; %s); from now on %d at one time",
+            "out of memory with %d running rollouts (%s; %s); from now on at most %d run",
             num_rollouts,
             why,
             numbers,

@@ -496,7 +496,7 @@ class Worker(DialingRole):
         actions = self.ship(interval_s=0.0, now=now) if late else []
         for group in late:
             self.counters.add("engine/version_refused")
-            here = f"{installed or 'no version'} is installed and no newer one has come"
+            here = f"{installed or 'no version'} is installed and no newer one has arrived"
             why = f"{group.lease.min_version} or newer is wanted, {here} in {wait_s:g} s"
             actions += self._on_no_result(not_installed(group.lease, why), now)
         return actions

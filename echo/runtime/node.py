@@ -212,7 +212,7 @@ class Node:
         """Stop at the operator's request: the first call drains, further calls do nothing."""
         self._num_interrupts += 1
         if self._num_interrupts == 1:
-            self.log.warning("stopping: finishing what must not be lost (again to stop at once)")
+            self.log.warning("stopping once unfinished work is safe (again to stop at once)")
             self.spawn(self._drain(), name="drain")
 
     async def _drain(self) -> None:

@@ -152,10 +152,12 @@ def test_the_limit_is_halved_until_one_alone_is_too_much(caplog: pytest.LogCaptu
     for limit in (3, 1):
         concurrency.halve(7, why="no memory", numbers="one needs 5 MiB")
         assert concurrency.bounded(100) == limit
-    with pytest.raises(EngineError, match=r"a single rollout.*: no memory; one needs 5 MiB\."):
+    with pytest.raises(
+        EngineError, match=r"a single running rollout.*: no memory; one needs 5 MiB\."
+    ):
         concurrency.halve(7, why="no memory", numbers="one needs 5 MiB")
     assert concurrency.take_counts() == {"engine/out_of_memory": 3}
     assert concurrency.take_counts() == {}
-    assert "out of memory with 7 rollouts under way" in caplog.text
-    assert "from now on 3 at one time" in caplog.text
+    assert "out of memory with 7 running rollouts" in caplog.text
+    assert "from now on at most 3 run" in caplog.text
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2

@@ -269,7 +269,7 @@ def test_one_rollout_that_does_not_fit_ends_it_with_the_numbers(
     with pytest.raises(EngineError) as caught:
         run(own_engine, equal_prompts(16))
     for part in (
-        "out of memory with a single rollout under way",
+        "out of memory with a single running rollout",
         "can't allocate memory",
         "the weights take 394 KiB",
         "one rollout of 9 + 16 tokens at least",

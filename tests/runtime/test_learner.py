@@ -74,14 +74,14 @@ def test_a_run_goes_on_without_an_evaluation_that_has_no_memory(
     play: Play, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def runs_out(*_: Any) -> None:
-        raise EngineError("out of memory with a single rollout under way: numbers")
+        raise EngineError("out of memory with a single running rollout: numbers")
 
     async def scenario(run: Run) -> None:
         learner = await run.learner(run={"max_steps": 1})
         monkeypatch.setattr(Evaluator, "evaluate", runs_out)
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
-        said = "is not evaluated, the run goes on: out of memory with a single rollout under way"
+        said = "is not evaluated, the run goes on: out of memory with a single running rollout"
         assert caplog.text.count(said) == 2
         assert not [row for _, row in run.rows if "eval/version" in row]
 

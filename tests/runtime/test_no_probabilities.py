@@ -86,7 +86,7 @@ def test_a_group_ends_with_its_reason_after_one_attempt_and_its_worker_goes_on(
     )
     looked = [note for note in world.notes("learner") if "the weights of v" in note]
     assert looked == [looked[0]]
-    assert "are finite: what cannot sample from them is at fault itself" in looked[0]
+    assert "are finite: the fault is in the worker that cannot sample" in looked[0]
     world.audit()
 
 

@@ -65,7 +65,9 @@ def test_a_worker_whose_memory_runs_out_goes_on_with_less_at_a_time(
         assert any(row.get("engine/out_of_memory") for _, row in run.rows)
 
     play(scenario)
-    assert re.search(r"out of memory with \d rollouts under way .* from now on \d", caplog.text)
+    assert re.search(
+        r"out of memory with \d running rollouts .* from now on at most \d", caplog.text
+    )
 
 
 @pytest.mark.slow

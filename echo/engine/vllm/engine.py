@@ -726,7 +726,9 @@ class VllmEngine(Engine):
         fault = self._hand_over(joined, weights)
         if fault is None:
             return None
-        log.warning("%s, changed in place, is not what vLLM samples: %s", weights.version, fault)
+        log.warning(
+            "vLLM does not sample from %s, which was changed in place: %s", weights.version, fault
+        )
         fault = self._install(weights)
         self._is_misplaced = fault is None
         return fault
@@ -740,7 +742,7 @@ class VllmEngine(Engine):
         else:
             why = self._backend.why_unplaced()
         if why not in ("", self._why_whole):
-            log.info("vLLM is handed whole versions, not what changes: %s", why)
+            log.info("vLLM gets whole versions in place of patches: %s", why)
         self._why_whole = why
         return why
 
@@ -817,7 +819,7 @@ class VllmEngine(Engine):
         if fault is None:
             with self._lock:
                 if self._backend is not backend:
-                    raise EngineWasDeadError("it was restarted, without what was just loaded")
+                    raise EngineWasDeadError("it was restarted without the adapter just loaded")
                 self._adapters[slot] = weights
         return fault
 

@@ -192,7 +192,7 @@ class Episodes:
         session = self._open(session_id)
         if len(session.turns) + session.num_running >= MAX_SESSION_CALLS:
             raise SessionError(
-                f"session {session_id} has made {MAX_SESSION_CALLS} calls, as many as one may: "
+                f"session {session_id} has made {MAX_SESSION_CALLS} calls, the most of a session: "
                 f"end it with POST /v1/echo/sessions/{session_id}/reward, or give it up with DELETE"
             )
         return session

@@ -503,7 +503,7 @@ class WorkerNode(DialingNode):
         if not is_usable:
             if isinstance(error, EchoError):
                 raise error
-            why = f"the engine samples nothing any more since it raised {text}; restart the worker"
+            why = f"the engine cannot sample since it raised {text}; restart the worker"
             raise EngineError(why) from error
 
     # --- agents, where rollouts come from them ---------------------------------------------------

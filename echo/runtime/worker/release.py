@@ -101,5 +101,5 @@ async def release(
     if process.returncode == 0:
         log.info("on_release %s: the machine is given back", outcome)
         return True
-    log.error("on_release %s: the machine may go on billing; look after it", outcome)
+    log.error("on_release %s: the machine may go on billing; release it yourself", outcome)
     return False

@@ -214,8 +214,8 @@ class PromptSource:
                 continue
             who = "chat template" if again.example == prompt.example else "task"
             yield (
-                f"{prompt.example}: asked for again, the {who} makes another prompt; it has to "
-                "make the same of the same, or work under way is refused after a resume"
+                f"{prompt.example}: asked for again, the {who} makes another prompt; it must "
+                "make the same prompt each time, or running groups are refused after a resume"
             )
             break
         found: dict[str, list[Example]] = {}
@@ -451,13 +451,13 @@ def note_origin(
     before = _read_origin(run_dir)
     if before.get("chat_template", chat_template) != chat_template:
         log.warning(
-            "the chat template is another than before this resume: groups under way were asked "
-            "with the old prompts, and are refused (another_prompt)"
+            "the chat template is another than before this resume: running groups have "
+            "the old prompts, and are refused (another_prompt)"
         )
     if before.get("code", code) != code:
         log.warning(
             "the task's code, or a file that it imports, is another than before this resume: "
-            "rewards from here on are what the new code says"
+            "rewards from now on are those of the new code"
         )
     noted = {"began_at": began_at.isoformat(), "chat_template": chat_template, "code": code}
     try:

@@ -128,8 +128,8 @@ class SavedRun:
         info = CheckpointInfo(run_id=run_id, lineage=1, step=0) if found is None else found.info
         if info.run_id != run_id:
             raise ConfigError(
-                f"{path} belongs to run {info.run_id}, the directory to {run_id}; move what is "
-                "of the other run away"
+                f"{path} belongs to run {info.run_id}, the directory to {run_id}; move the "
+                "files of the other run away"
             )
         history = read_state(self.ledger.records(), lineage=info.lineage, step=info.step)
         lineage = Lineage(history.lineages[-1].lineage + 1, info.step)

@@ -59,7 +59,7 @@ class WeightsCheck:
         self._examined = version
         found = await self.find(published)
         if not found:
-            text = "the weights of %s are finite: what cannot sample from them is at fault itself"
+            text = "the weights of %s are finite: the fault is in the worker that cannot sample"
             self._log.warning(text, version)
         return found
 
