@@ -186,7 +186,7 @@ class Footprint:
         """The sizes of the largest micro-batch, with rollouts of full length."""
         batch, limit = self.config.batch, self.config.learner.micro_batch_tokens
         completion, size = self.config.sampling.max_completion_tokens, batch.group_size
-        num_together = self._num_together
+        num_together = _rollouts_per_row(self.facts, self.config, prompt_tokens=self.prompt_tokens)
         copies = -(-size // num_together)  # of a group's prompt
         tokens = copies * self.prompt_tokens + size * completion
         keys = size * self.rollout_tokens + (copies * self.prompt_tokens if copies < size else 0)
@@ -208,23 +208,6 @@ class Footprint:
             mask_bytes=mask_bytes,
             is_only=self._is_alone and whole <= limit and self.tokens_in_a_pass is None,
         )
-
-    @property
-    def _num_together(self) -> int:
-        """Number of rollouts that share their prompt in one row.
-
-        They fill at most half a micro-batch. The number is 1 if rollouts do not share prompts, or
-        if sharing saves too little. Completions shorter than the longest save more, so they are
-        shared as well.
-        """
-        config, prompt = self.config, self.prompt_tokens
-        completion = config.sampling.max_completion_tokens
-        room = (config.learner.micro_batch_tokens // 2 - prompt) // completion
-        number = max(1, min(config.batch.group_size, room))
-        is_packed = config.model.attn_implementation in ("auto", "sdpa")
-        apart = number * self.rollout_tokens
-        saves = prompt + number * completion <= (1.0 - MIN_SAVED) * apart
-        return number if self.facts.shares_prompts and is_packed and saves else 1
 
     def learner_items(self) -> tuple[Item, ...]:
         """Return what a learner needs memory for: model, optimizer, a micro-batch, versions.
@@ -652,6 +635,22 @@ class Footprint:
     def _compute_bytes(self) -> int:
         """Bytes of each number in the learner's matrix products; "auto" counts as float32."""
         return DTYPE_BYTES.get(self.config.learner.dtype, 4)
+
+
+def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) -> int:
+    """Return the number of rollouts that share their prompt in one row.
+
+    They fill at most half a micro-batch. The number is 1 if rollouts do not share prompts, or if
+    sharing saves too little. Completions shorter than the longest save more, so they are shared as
+    well.
+    """
+    completion = config.sampling.max_completion_tokens
+    room = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion
+    number = max(1, min(config.batch.group_size, room))
+    is_packed = config.model.attn_implementation in ("auto", "sdpa")
+    apart = number * (prompt_tokens + completion)
+    saves = prompt_tokens + number * completion <= (1.0 - MIN_SAVED) * apart
+    return number if facts.shares_prompts and is_packed and saves else 1
 
 
 # --- budget ---------------------------------------------------------------------------------------

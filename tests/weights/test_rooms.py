@@ -1,4 +1,4 @@
-"""The shape of weights and net: halves that do not know each other, and classes of bounded size."""
+"""The shape of weights: halves that do not know each other; and classes of bounded size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_receiver_and_sender_do_not_know_each_other() -> None:
     assert {"receiver", "sender"} <= imported("broadcast")
 
 
-@pytest.mark.parametrize("room", ["weights", "net"])
+@pytest.mark.parametrize("room", ["weights", "net", "roles", "leases", "runtime", "sim", "config"])
 def test_no_class_is_larger_than_a_reader_can_hold(room: str) -> None:
     too_large = []
     for path in sorted((ECHO / room).rglob("*.py")):
