@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,8 @@ def test_every_event_of_a_learner_has_its_handler() -> None:
         if isinstance(each, type) and (each.__doc__ or "").startswith("Event")
     }
     assert found == set(learner.Learner.HANDLERS)
+    drawn = re.findall(r"^    ([A-Z][A-Za-z]+)  ", learner.__doc__ or "", re.M)
+    assert drawn == [each.__name__ for each in learner.Learner.HANDLERS]
 
 
 def test_a_group_goes_on_from_the_tokens_that_a_recalled_engine_has_sampled(
