@@ -110,7 +110,7 @@ def _explain(error: Exception, hub: ModuleType, name: str, revision: str | None,
         errors.HFValidationError: "that is no id of a model on the hub either; check its spelling",
         errors.GatedRepoError: f"the hub gives it only to those who have accepted its terms: do so "
         f"at {page}, and set HF_TOKEN to your token",
-        errors.RepositoryNotFoundError: "the hub has no such model, or shows it to few users: "
+        errors.RepositoryNotFoundError: "the hub has no such model, or it is not public: "
         "check its spelling, or set HF_TOKEN to a token that may read it",
         errors.RevisionNotFoundError: f"the hub has no revision {show(revision)} of it; "
         f"{page}/tree/main lists them",

@@ -147,7 +147,7 @@ def hub_error(kind: str) -> Exception:
     [
         ("org/model", "unreachable", "cannot be reached ([Errno -2] Name or service not known)"),
         ("org/model", "OfflineModeIsEnabled", "HF_HUB_OFFLINE says not to ask the hub; unset it"),
-        ("org/model", "RepositoryNotFoundError", "the hub has no such model, or not for every"),
+        ("org/model", "RepositoryNotFoundError", "the hub has no such model, or it is not pub"),
         ("org/model", "GatedRepoError", "accepted its terms: do so at https://huggingface.co/org"),
         ("org/model", "RevisionNotFoundError", 'no revision "v2" of it; https://huggingface.co/o'),
         ("org/model", "RemoteEntryNotFoundError", "the hub has no config.json of it"),
