@@ -207,9 +207,9 @@ SHARED_OUT = 0.6
 
 
 def share_settings(config: Config, num_workers: int) -> list[str]:
-    """Return the override that divides a GPU among the workers' vLLM; none on a CPU.
+    """Return the override that divides a GPU among the workers' vLLM; no override on a CPU.
 
-    vLLM takes most of a GPU by default, so a second one would not start.
+    By default one vLLM takes most of a GPU, so the vLLM of a second worker would not start.
     """
     if not isinstance(config.engine, VllmSection):
         return []

@@ -151,8 +151,8 @@ def _check_dual_clip(config: Config) -> Iterator[Problem]:
 def _check_centering(config: Config) -> Iterator[Problem]:
     """Refuse score centering with truncated sampling.
 
-    The learner's log-probabilities of the likely ids are of the whole vocabulary, and the sampler's
-    would be of the part that truncation leaves.
+    The learner's log-probabilities of the likely ids are over the whole vocabulary, and the
+    sampler's would be over the part of the vocabulary that truncation leaves.
     """
     if not likely_ids_of(config):
         return
@@ -168,7 +168,7 @@ def _check_centering(config: Config) -> Iterator[Problem]:
 
 
 def likely_ids_of(config: Config) -> int:
-    """Return the number of likely ids of each token that the configured loss asks for."""
+    """Return how many likely ids the configured loss needs for each token; 0 if it needs none."""
     number: int = getattr(config.loss, "score_centering", 0)
     return number
 

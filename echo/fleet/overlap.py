@@ -281,7 +281,11 @@ class _Pipeline:
         return [*spans, (at, at + work_s)]
 
     def staleness(self, *, is_just_in_time: bool) -> dict[int, float]:
-        """Return the seconds of generation by the staleness of the version installed then."""
+        """Return, for each staleness, the seconds in which batches are generated with it.
+
+        A batch has the staleness of the version that is installed while it is generated. If
+        `is_just_in_time`, each batch begins at the latest instant that delays no step.
+        """
         found: dict[int, float] = {}
         free_until = math.inf
         for step in reversed(range(_CYCLES // 2 * self.job.publish_period, len(self.begins))):
@@ -298,7 +302,7 @@ class _Pipeline:
         return found
 
     def _begin_of_work(self, end: float, work_s: float) -> float:
-        """Return when `work_s` seconds of generation must begin to be done at `end`."""
+        """Return when workers must begin, to have generated for `work_s` seconds at `end`."""
         begin = end - work_s
         for arrival, _ in reversed(self.installed[1:]) if self.job.has_pausing_workers else ():
             if arrival - self.broadcast_s < end and arrival > begin:
@@ -306,7 +310,10 @@ class _Pipeline:
         return begin
 
     def _note_staleness(self, found: dict[int, float], step: int, begin: float, end: float) -> None:
-        """Add the seconds from `begin` to `end`, in which a step's batch is generated."""
+        """Add the seconds in which a step's batch is generated to `found`, by staleness.
+
+        The batch is generated from `begin` to `end`.
+        """
         installs = [*self.installed, (math.inf, -1)]
         for (since, version), (until, _) in itertools.pairwise(installs):
             part = min(end, until) - max(begin, since)

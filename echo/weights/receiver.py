@@ -675,7 +675,9 @@ def _fetch(
 
 
 def _check(message: Chunk, payload: list[Frame], *, num_chunks: int | None) -> None:
-    """Check a message with chunks of an item of `num_chunks`; None if more may be announced.
+    """Check that a Chunk message is right for an item that has `num_chunks` chunks.
+
+    None for `num_chunks` means that more chunks of the item may be announced.
 
     Raises:
         RemoteProtocolError: if a chunk's index is outside its item, or its bytes are missing.

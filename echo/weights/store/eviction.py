@@ -46,7 +46,10 @@ def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
 
 
 def with_base(item: ItemId | None) -> set[ItemId]:
-    """Return an item that is being fetched, and the image that it is coded against, if any."""
+    """Return the item that is being fetched, and the image of its base if it has a base.
+
+    The set is empty if `item` is None.
+    """
     if item is None:
         return set()
     base = item[1].base
