@@ -325,7 +325,8 @@ def test_a_slow_version_puts_off_the_next_one_and_no_step(
     make_world: MakeWorld, is_slow: str
 ) -> None:
     """A version is slow to arrive on the host, or slowly read from its memory."""
-    world = make_world(sync={"max_staleness": 10, "publish_period": 1})
+    # Just in time, the learner may wait for groups while it learns how slow the versions are.
+    world = make_world(sync={"max_staleness": 10, "publish_period": 1, "eager": True})
     if is_slow == "seal":
         in_pool(world, 3.5 * world.train_s, lambda pool, name: name == "seal")
     world.learner(run={"max_steps": 16})
