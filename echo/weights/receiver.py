@@ -109,7 +109,8 @@ class VersionDamaged(Action):
 
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
-"""Seconds between two attempts to find space; the pause doubles each time."""
+"""The first and the longest pause between two attempts to find space, in seconds; the pause doubles
+each time."""
 RELEASE_PAUSE_S = 0.2
 """Seconds to wait after an image was dropped: frames that are being sent still hold its memory."""
 

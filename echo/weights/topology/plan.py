@@ -513,7 +513,8 @@ NEWS_S = 2.0
 """Seconds between two plans when an uplink was measured for the first time: several probes end at
 about the same time."""
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
-"""Share of the predicted time that another plan must save, between and during broadcasts."""
+"""Share of the predicted time that another plan must save to replace the plan in force: between
+broadcasts, and during a broadcast."""
 WORTHWHILE_S = 0.5
 MAX_REBUILT = 64
 """Largest number of nodes with which a plan is made from scratch when a node that can serve joins
