@@ -458,7 +458,7 @@ def _hash_files(files: list[Path]) -> str:
 
 
 def _hash_neighbours(name: str, path: Path, others: Iterable[Path]) -> dict[str, str]:
-    """Return the hashes of the neighbours of a file, and of `others` that exist.
+    """Return the hashes of the files that a file imports, and of those in `others` that exist.
 
     The key of each hash is the path relative to the directory of the named file.
     """
