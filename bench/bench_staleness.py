@@ -80,17 +80,11 @@ LOSSES |= {
     "cispo + centering": ("kind=cispo", "score_centering=32"),
 }  # fmt: skip
 CHOSEN = "gspo .02/.03"
-BESIDE = ("grpo", CHOSEN, "gepo .2", "m2po", "none")
-CORRECTIONS = (
-    f"{CHOSEN} + centering",
-    "none + centering",
-    "cispo + centering",
-    f"{CHOSEN} + ess",
-    "oapl",
-    "oapl beta .3",
-    "dppo_tv",
-    "sapo",
-)
+COMPARED = (
+    CHOSEN, f"{CHOSEN} + ess", "dppo_tv", "grpo", "cispo + centering", "oapl beta .3", "m2po",
+    f"{CHOSEN} + centering", "none + centering", "sapo", "gepo .2", "none", "oapl",
+)  # fmt: skip
+"""Losses of the experiments `corrections`, those that tell most first."""
 AGES = ("fixed:11", "fixed:32", "fixed:6", "fixed:3", "fixed:0", "uniform:64")
 """Lags of the corrections, those that tell most first."""
 METRICS = (
@@ -120,7 +114,7 @@ EXPERIMENTS: dict[str, tuple[Case, ...]] = {
         for loss in ("grpo", CHOSEN)
     ),
     **{
-        name: tuple(Case(task, lag, loss) for lag in AGES for loss in (*CORRECTIONS, *BESIDE))
+        name: tuple(Case(task, lag, loss) for lag in AGES for loss in COMPARED)
         for name, task in (("corrections", "addition"), ("corrections_countdown", "countdown"))
     },
 }

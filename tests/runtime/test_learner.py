@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError, DataError, EngineError
+from echo.core.rollout import Group, Rollout
 from echo.leases.grants import rounds
 from echo.roles.plans import Plans
 from echo.runtime.learner.batches.prompts import Prompt, PromptSource
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.saving.resume import finished_step, read_uplinks
 from echo.runtime.learner.versions.evaluation import Evaluator
+from echo.train.step import StepResult
 from echo.train.trainer import Trainer
 from echo.wire.actions import Action
 from echo.wire.messages import Grant
@@ -84,6 +87,37 @@ def test_a_run_goes_on_without_an_evaluation_that_has_no_memory(
         said = "is not evaluated, the run goes on: out of memory with a single running rollout"
         assert caplog.text.count(said) == 2
         assert not [row for _, row in run.rows if "eval/version" in row]
+
+    play(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [{"kind": "gspo", "score_centering": 3}, {"kind": "gspo"}])
+def test_workers_send_likely_ids_only_for_a_loss_that_needs_them(
+    play: Play, monkeypatch: pytest.MonkeyPatch, loss: dict[str, Any]
+) -> None:
+    trained: list[Rollout] = []
+    step = Trainer.step
+
+    def note(self: Trainer, groups: Sequence[Group]) -> StepResult:
+        trained.extend(rollout for group in groups for rollout in group.rollouts)
+        return step(self, groups)
+
+    async def scenario(run: Run) -> None:
+        monkeypatch.setattr(Trainer, "step", note)
+        learner = await run.learner(run={"max_steps": 2}, loss=loss)
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        for rollout in trained:
+            if "score_centering" not in loss:
+                assert rollout.likely is None
+                continue
+            assert rollout.likely is not None
+            assert rollout.likely.sizes.tolist() == [3] * rollout.num_tokens
+            assert rollout.likely.logprobs is not None
+            # Rounded to bfloat16 on the way: the lower half of each number is 0.
+            assert not (rollout.likely.logprobs.view(np.uint32) & 0xFFFF).any()
+        assert len(trained) == 8
 
     play(scenario)
 

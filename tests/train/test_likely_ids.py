@@ -15,7 +15,7 @@ from echo.algo.batching import TrainingRow, collate
 from echo.algo.loss import LossInputs, LossNeeds, LossOutput
 from echo.algo.losses import CispoLoss, make_loss
 from echo.core.errors import ConfigError
-from echo.core.rollout import Group, Rollout
+from echo.core.rollout import Group
 from echo.core.token_sets import TokenSets
 from echo.train.batch import AdvantageSettings, find_refusal, prepare_batch
 from echo.train.trainer import Trainer
@@ -25,25 +25,13 @@ from tests.train.test_trainer import (
     gradients_and_metrics,
     make_group,
     make_groups,
+    with_likely,
     with_mask,
 )
 from tests.train.trainers import fast_trainer
 
 VOCAB = 32
 CENTERED = LossNeeds(likely_ids=4)
-
-
-def with_likely(rollout: Rollout, k: int, *, seed: int = 0) -> Rollout:
-    """The rollout with k random ids a token, which have 0.9 of the probability."""
-    generator = np.random.default_rng([seed, rollout.num_tokens, int(rollout.token_ids[0])])
-    ids = [np.sort(generator.choice(VOCAB, k, replace=False)) for _ in rollout.token_ids]
-    shares = generator.dirichlet(np.ones(k), rollout.num_tokens)
-    likely = TokenSets(
-        sizes=np.full(rollout.num_tokens, k, np.int32),
-        ids=np.concatenate(ids).astype(np.int32),
-        logprobs=np.log(0.9 * shares.flatten() + 1e-6).astype(np.float32),
-    )
-    return replace(rollout, likely=likely)
 
 
 def likely_groups(count: int = 4, k: int = 4) -> list[Group]:

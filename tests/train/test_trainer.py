@@ -25,6 +25,7 @@ from echo.algo.diagnostics import GroupStats, Mismatch
 from echo.algo.losses import make_loss
 from echo.core.errors import DataError, StorageError
 from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.core.token_sets import TokenSets
 from echo.engine import allocator, weights
 from echo.engine.weights import write_image
 from echo.train.batch import AdvantageSettings
@@ -104,6 +105,19 @@ def with_mask(group: Group, index: int, *, is_trained: Any) -> Group:
     """The same group with the mask of a rollout: one value, or one for each token."""
     mask = np.broadcast_to(is_trained, group.rollouts[index].num_tokens).copy()
     return change_of(group, index, completion_mask=mask)
+
+
+def with_likely(rollout: Rollout, k: int, *, seed: int = 0) -> Rollout:
+    """The rollout with k random ids a token, which have 0.9 of the probability."""
+    generator = np.random.default_rng([seed, rollout.num_tokens, int(rollout.token_ids[0])])
+    ids = [np.sort(generator.choice(32, k, replace=False)) for _ in rollout.token_ids]
+    shares = generator.dirichlet(np.ones(k), rollout.num_tokens)
+    likely = TokenSets(
+        sizes=np.full(rollout.num_tokens, k, np.int32),
+        ids=np.concatenate(ids).astype(np.int32),
+        logprobs=np.log(0.9 * shares.flatten() + 1e-6).astype(np.float32),
+    )
+    return dataclasses.replace(rollout, likely=likely)
 
 
 def gradients(trainer: Trainer, groups: Sequence[Group]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from tests.train.test_trainer import (
     make_group,
     make_groups,
     on_policy,
+    with_likely,
     with_mask,
 )
 from tests.train.trainers import fast_trainer
@@ -34,6 +35,7 @@ LOSSES: dict[str, Loss] = {
     "dapo": make_loss("dapo"),
     "dr_grpo": make_loss("dr_grpo", max_completion_tokens=9),
     "gspo": make_loss("gspo", clip_low=0.2, clip_high=0.28),
+    "gspo centered": make_loss("gspo", clip_low=0.2, clip_high=0.28, score_centering=3),
     "gepo": make_loss("gepo"),
     "gepo with kl": make_loss("gepo", sampler_kl_coef=0.01, clip_low=None, clip_high=None),
     "oapl": make_loss("oapl", beta=0.1),
@@ -66,6 +68,9 @@ def stale_groups(model_dir: Path, count: int = 6) -> list[Group]:
     for n in range(count):
         for index in range(len(groups[n].rollouts)):
             groups[n] = age(groups[n], index)
+            groups[n] = change_of(
+                groups[n], index, likely=with_likely(groups[n].rollouts[index], 3).likely
+            )
     return groups
 
 

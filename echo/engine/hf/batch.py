@@ -182,8 +182,8 @@ class StaticBatch:
         """
         k = sampling.likely_ids
         self._likely_ids = np.zeros((num_rows, self.max_tokens, k), np.int32)
-        self._likely_logprobs = np.full((num_rows, self.max_tokens, k), -np.inf, np.float32)
-        """Minus infinity for an id that does not count."""
+        self._likely_logprobs = np.zeros((num_rows, self.max_tokens, k), np.float32)
+        """Minus infinity for an id that does not count; zeros take no memory until written."""
         self._lengths = np.zeros(num_rows, np.int64)
         self._reasons: list[FinishReason] = ["abort"] * num_rows
         self._stop_ids = np.array(sampling.stop_ids, np.int64)
@@ -308,6 +308,7 @@ class StaticBatch:
         rows, k = self._rows[self._is_running], ids.shape[1]
         self._likely_ids[rows, step, :k] = ids[self._is_running]
         self._likely_logprobs[rows, step, :k] = logprobs[self._is_running]
+        self._likely_logprobs[rows, step, k:] = -np.inf
 
     def compact(self) -> npt.NDArray[np.int64] | None:
         """Drop the ended rows if they are a quarter of the batch; return the rows kept, or None."""
