@@ -84,7 +84,11 @@ class Scheduler:
             routes=routes,
             complaints=complaints,
         )
-        self.just_in_time = JustInTime(groups_per_step=settings.groups_per_step, step=run.step)
+        self.just_in_time = JustInTime(
+            groups_per_step=settings.groups_per_step,
+            max_staleness=settings.max_staleness,
+            step=run.step,
+        )
         self.prompt_fault: DataError | None = None
         """Why no more groups can be granted: there are no more prompts."""
         self._forecasts = Forecasts(

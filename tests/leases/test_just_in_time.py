@@ -32,9 +32,15 @@ DELAY_S = 1.0
 GROUP_S = 2.0
 
 
-def at_step(step: int, *, waited_s: float = 0.0, delay_s: float = DELAY_S) -> JustInTime:
+def make_pace(max_staleness: int = 100) -> JustInTime:
+    return JustInTime(groups_per_step=SIZE, max_staleness=max_staleness)
+
+
+def at_step(
+    step: int, *, waited_s: float = 0.0, delay_s: float = DELAY_S, max_staleness: int = 100
+) -> JustInTime:
     """Return what is known when step `step` begins, at `step` times STEP_S, in a steady run."""
-    pace = JustInTime(groups_per_step=SIZE)
+    pace = make_pace(max_staleness)
     pace.installed("w", 0, now=0.0)
     for number in range(step):
         pace.begin_step(waited_s=waited_s, now=number * STEP_S)
@@ -74,18 +80,18 @@ def num_due(
 
 class TestWithoutMeasurements:
     def test_two_batches_are_due_before_a_step_is_timed(self) -> None:
-        pace = JustInTime(groups_per_step=SIZE)
+        pace = make_pace()
         load = worker(now=0.0)
         assert num_due(pace, load, version=0, step=0, num_accepted=0, now=0.0) == 2 * SIZE
         assert num_due(pace, load, version=0, step=0, num_accepted=3, now=0.0) == 2 * SIZE - 3
 
     def test_every_free_place_gets_a_group(self) -> None:
-        pace = JustInTime(groups_per_step=SIZE)
+        pace = make_pace()
         load = worker(20, now=0.0)
         assert num_due(pace, load, version=0, step=0, num_accepted=0, now=0.0) == 20
 
     def test_no_more_than_admission_allows(self) -> None:
-        pace = JustInTime(groups_per_step=SIZE)
+        pace = make_pace()
         load = worker(20, now=0.0, most_promised=SIZE)
         assert num_due(pace, load, version=0, step=0, num_accepted=1, now=0.0) == SIZE - 1
 
@@ -143,6 +149,15 @@ class TestHolding:
         pace = at_step(3)
         load = worker(1, now=30.0, most_promised=7 * SIZE)
         load.group_s = load.trial_s = group_s
+        assert num_due(pace, load, version=2, step=3, num_accepted=SIZE, now=30.0) == due
+
+    @pytest.mark.parametrize(("max_staleness", "due"), [(1, 3 * SIZE), (2, 0)])
+    def test_groups_that_would_be_as_old_as_the_bound_allows_do_not_wait(
+        self, max_staleness: int, due: int
+    ) -> None:
+        # Made from the next version, a group is one version old. A late one would be stale at 1.
+        pace = at_step(3, max_staleness=max_staleness)
+        load = worker(now=30.0, most_promised=7 * SIZE)
         assert num_due(pace, load, version=2, step=3, num_accepted=SIZE, now=30.0) == due
 
     @given(
@@ -237,7 +252,7 @@ class Play:
         self.chance, self.bound, self.spread = random.Random(seed), bound, spread
         self.group_s = num_workers * STEP_S / (SIZE * rate)
         self.broadcast_s = broadcast * STEP_S
-        self.pace = None if is_eager else JustInTime(groups_per_step=SIZE)
+        self.pace = None if is_eager else make_pace(bound)
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.now, self.step, self.is_training = 0.0, 0, False
         self.names = [f"w{number}" for number in range(num_workers)]

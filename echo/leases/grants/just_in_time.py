@@ -9,7 +9,8 @@ can still be made in time from the next version:
     have(b) = accepted
             + running groups that should be done by max(ready(b) - margin, soonest)
             + held groups that would be done by ready(b) - margin, if each began at arrival(worker),
-              or when its worker's running groups are done, if that is before
+              or when its worker's running groups are done, if that is before; a worker whose groups
+              would then be as old as the bound allows has none, since a late one would be stale
     due     = max over b of need(b) - have(b)         groups to grant now, at least 0
 
 B is the number of groups per step. ready(b) is the instant at which the learner can begin to train
@@ -43,6 +44,7 @@ is the one in front of the learner.
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
 from bisect import bisect_right
 from collections import deque
@@ -72,6 +74,9 @@ MAX_MARGIN = 4.0
 SPARE_SHARE = 0.05
 """Part of the least spare time of recent batches by which the margin shrinks with a step."""
 
+SLACK = 1
+"""Versions by which held groups must be fresher than the bound, or a late one would be stale."""
+
 REST = 1 / 32
 """Part of a step after which it is decided again how many groups are due."""
 
@@ -88,9 +93,10 @@ MAX_STEPS = 256
 class JustInTime:
     """Decides how many of the groups that admission allows are granted now."""
 
-    def __init__(self, *, groups_per_step: int, step: int = 0) -> None:
+    def __init__(self, *, groups_per_step: int, max_staleness: int, step: int = 0) -> None:
         """Start after `step` steps, without any measurement."""
         self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
         self._step = step
         self._is_training = False
         self._begun_at: float | None = None
@@ -305,25 +311,33 @@ class JustInTime:
         """Return when groups would be done that are held back as long as it helps.
 
         A worker begins them with the next version, or before when its present groups are done: they
-        would only slow these down.
+        would only slow these down. A worker whose groups are nearly as old as the bound allows is
+        left out.
         """
         heap = []
         for load, version in zip(loads, installed, strict=True):
-            begin = self._arrival(load.node_id, version, now)
-            busy_until = max(load.free_at)
+            begin, busy_until = self._arrival(load.node_id, version, now), max(load.free_at)
             if busy_until > now:
                 begin = min(begin, busy_until)
             later = copy(load)
             later.free_at = [max(begin, at) for at in load.free_at]
-            heap.append((later.finish_at, later.share, later.node_id, later))
+            if self._least_staleness(later) <= self._max_staleness - SLACK:
+                heap.append((later.finish_at, later.share, later.node_id, later))
         heapq.heapify(heap)
         done_at = []
-        for _ in range(num_groups):
+        for _ in range(num_groups if heap else 0):
             at, _, _, load = heap[0]
             done_at.append(at)
             load.add()
             heapq.heapreplace(heap, (load.finish_at, load.share, load.node_id, load))
         return done_at
+
+    def _least_staleness(self, load: Load) -> int:
+        """Return the staleness of a group that a worker begins as soon as it has a version."""
+        before, step = self._versions
+        group_s = load.finish_at - load.free_at[0]
+        late_s = (self._delay_s.get(load.node_id) or 0.0) + group_s + self.margin_s
+        return math.ceil(late_s / self._step_s) + max(1, step - before) - 1
 
     def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
         """Record since when groups are held back that a free place could have begun."""
