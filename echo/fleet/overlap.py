@@ -19,7 +19,8 @@ batch by half of a group's time at most.
 
 Staleness is that of grants just in time (leases/grants/just_in_time.py): each batch begins at the
 latest instant that delays no step of this prediction. If the learner waits for more than OPEN_SHARE
-of its time, or if the fleet needs its fastest node, each batch begins as early as admission allows.
+of its time, if the fleet needs its fastest node, or if groups would be as old as S all the same,
+each batch begins as early as admission allows.
 
 Differs from the paper: the second reading and the prediction are this project's.
 """
@@ -47,6 +48,8 @@ OPEN_SHARE = 0.02
 MAX_LOSS = 0.45
 """Largest share of a fleet's speed whose loss groups that are made ahead are to bridge. So a fleet
 with twice the speed that the learner needs always holds groups back."""
+SLACK = 1
+"""Versions by which held groups must be fresher than the bound, or a late one would be stale."""
 _CHANGE = 0.9
 """Factor by which a resource is improved to find out whether it limits the run."""
 
@@ -203,7 +206,13 @@ def predict(
     step_s = (pipeline.ends[num_steps] - pipeline.ends[half]) / (num_steps - half)
     idle_share = max(0.0, 1 - job.train_s / step_s)
     left = rate - min(largest, MAX_LOSS * rate)
-    is_held = is_paced and idle_share <= OPEN_SHARE and left * step_s >= job.rollouts_per_step
+    least = math.ceil((broadcast_s + latency_s) / step_s) + job.publish_period - 1
+    is_held = (
+        is_paced
+        and idle_share <= OPEN_SHARE
+        and left * step_s >= job.rollouts_per_step
+        and least <= job.max_staleness - SLACK
+    )
     staleness = pipeline.staleness(is_just_in_time=is_held)
     total = sum(staleness.values())
     demand = job.rollouts_per_step / step_s

@@ -86,7 +86,7 @@ def test_a_version_waits_for_the_broadcast_of_the_one_before() -> None:
     assert prediction.idle_share == pytest.approx(0.6, rel=0.02)
 
 
-@pytest.mark.parametrize("bound", [2, 6, 11])
+@pytest.mark.parametrize("bound", [3, 6, 11])
 def test_a_batch_begins_as_late_as_the_learner_allows(bound: int) -> None:
     # 12.8 rollouts per second make 64 in 5 s of a step of 10 s. A version is installed 2 s after
     # its step, so the batch after it is made in time: it is one version old.
@@ -104,6 +104,9 @@ def test_a_batch_begins_as_late_as_the_learner_allows(bound: int) -> None:
     assert needed.mean_staleness > 1.9
     spare = predict(job, **(times | {"rate": 8.0, "largest": 1.0}))
     assert spare.staleness == {1: 1.0}
+    # Groups that would be as old as S all the same are made as early as S allows.
+    tight = predict(replace(job, max_staleness=1), **times)
+    assert tight.staleness == {1: 1.0}
     unpaced = predict(job, **times, is_paced=False)
     assert unpaced.mean_staleness > bound
 

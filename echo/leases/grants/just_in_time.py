@@ -52,7 +52,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 
 from echo.core.timers import RecentMap
-from echo.fleet.overlap import MAX_LOSS, OPEN_SHARE
+from echo.fleet.overlap import MAX_LOSS, OPEN_SHARE, SLACK
 from echo.leases.book import MAX_WORKERS
 from echo.leases.grants.dispatch import Load
 
@@ -73,9 +73,6 @@ MAX_MARGIN = 4.0
 
 SPARE_SHARE = 0.05
 """Part of the least spare time of recent batches by which the margin shrinks with a step."""
-
-SLACK = 1
-"""Versions by which held groups must be fresher than the bound, or a late one would be stale."""
 
 REST = 1 / 32
 """Part of a step after which it is decided again how many groups are due."""
