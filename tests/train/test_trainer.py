@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
 from echo.algo.advantages import group_advantages
@@ -258,9 +257,8 @@ def test_gradient_checkpointing_changes_nothing_and_offloaded_inputs_no_bit(
         kept.append(tensor.shape)
         return tensor
 
-    monkeypatch.setattr(
-        policy, "save_on_cpu", lambda **_: saved_tensors_hooks(pack, lambda tensor: tensor)
-    )
+    monkeypatch.setattr(policy, "_begin_to_offload", pack)
+    monkeypatch.setattr(policy, "_begin_to_bring_back", lambda tensor: tensor)
     trainer = make_trainer(gradient_checkpointing="offload")
     assert equal(gradients(trainer, groups), expected)
     config = trainer.policy.model.config

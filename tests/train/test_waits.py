@@ -7,6 +7,7 @@ that would read a value of a tensor are counted.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from echo.algo import batching
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.engine.lora import Lora
 from echo.kernels import logprob
+from echo.train.models import packing, policy
 from echo.train.models.masters import Masters
 from echo.train.models.policy import ModelSource
 from echo.train.step import StepError
+from tests.train.test_compiled_layers import varlen_attn
 from tests.train.test_trainer import assert_close, change_of, gradients, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
-from tests.train.trainers import fast_trainer
+from tests.train.trainers import FAST, fast_trainer
 
 
 @pytest.fixture
@@ -75,6 +79,18 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+VIEWS = {
+    "view", "_unsafe_view", "t", "transpose", "slice", "select", "expand", "unsqueeze", "squeeze",
+    "detach", "alias", "as_strided", "permute", "split", "unbind", "lift_fresh", "reshape",
+}  # fmt: skip
+"""Operations that launch nothing."""
+MAX_COPIES = 14
+"""To the device, for a micro-batch: one for each of its tensors, from pinned memory."""
+MAX_OF_A_LAYER = 180
+"""Operations of a Qwen3 layer, not compiled, for a micro-batch forward and backward."""
+MAX_OF_THE_REST = 240
+"""Of embedding, head in torch's backend, loss and metrics."""
+MAX_OF_AN_UPDATE = 20
 ONE_UPDATE = {
     "tolist": 1,  # the loss, the metrics, and the mismatch of each group
     "_local_scalar_dense": 1,  # the norm; a GPU is waited for at the end of the update, too
@@ -118,9 +134,6 @@ def test_no_micro_batch_waits_and_an_update_three_times_at_most(
         trainer.step(groups)
     if way == "8bit":
         counts["_local_scalar_dense"] -= 4  # numbers of the update, which the host computes
-    if way == "padded":
-        # transformers looks whether the positions of a row without a mask begin again in it.
-        counts["_local_scalar_dense"] -= num_micro_batches
     assert counts == ONE_UPDATE
 
 
@@ -165,6 +178,47 @@ def test_ids_of_another_vocabulary_are_found_on_the_host(
         trainer.forward([change_of(group, 1, token_ids=strange)])
 
 
+def num_launched(operations: Counter[str]) -> int:
+    return sum(count for name, count in operations.items() if name not in VIEWS)
+
+
+@pytest.mark.slow
+def test_launches_and_copies_of_a_micro_batch_and_of_an_update_are_bounded(
+    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of packed rows as on a GPU, in 16 bits. More groups or tensors add nothing to them."""
+    given, moved = packing.arguments, Counter[str]()
+    monkeypatch.setattr(batching, "_moved", lambda tensor, _: moved.update(["copies"]) or tensor)
+    in_passes: dict[int, float] = {}
+    in_updates: list[int] = []
+    for num_layers in (2, 3):
+        model_dir = make_tiny_model(num_hidden_layers=num_layers)
+        trainer = fast_trainer(model_dir, dtype=torch.bfloat16, micro_batch_tokens=24)
+        with monkeypatch.context() as patch:
+            patch.setattr(packing, "varlen_attn", varlen_attn)
+            patch.setattr(
+                packing,
+                "arguments",
+                lambda segments, uses_kernel: given(segments, uses_kernel=True),
+            )
+            batch = trainer.prepare(make_groups(8))
+            number = len(list(trainer.policy.micro_batches(batch.samples)))
+            moved.clear()
+            operations: Counter[str] = Counter()
+            with Operations(operations):
+                trainer.forward_backward(batch, trainer.loss)
+        assert moved["copies"] <= MAX_COPIES * number
+        in_passes[num_layers] = num_launched(operations) / number
+        operations = Counter()
+        with Operations(operations):
+            trainer.optim_step(FAST)
+        in_updates.append(num_launched(operations))
+    of_a_layer = in_passes[3] - in_passes[2]
+    assert of_a_layer <= MAX_OF_A_LAYER
+    assert in_passes[2] - 2 * of_a_layer <= MAX_OF_THE_REST
+    assert max(in_updates) <= MAX_OF_AN_UPDATE, in_updates
+
+
 def test_masters_are_rounded_by_one_operation() -> None:
     """With the bytes that one copy of each parameter gives."""
     model = torch.nn.Sequential(*(torch.nn.Linear(7, 7) for _ in range(20)))
@@ -178,3 +232,24 @@ def test_masters_are_rounded_by_one_operation() -> None:
         masters.round()
     assert operations == {"_foreach_copy_": 1}
     assert all(torch.equal(weight, master.to(torch.bfloat16)) for weight, master in pairs)
+
+
+def test_offloaded_inputs_are_copied_without_a_wait() -> None:
+    """Torch's own hook would wait in each layer until the device has computed its input."""
+    is_waited_for: list[bool] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, _: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function.overloadpacket.__name__ == "copy_":
+                is_waited_for.append(len(args) < 3 or not args[2])
+            return function(*args, **(kwargs or {}))
+
+    layer = torch.nn.Linear(3, 3)
+    inputs = torch.ones(2, 3, requires_grad=True)
+    with Copies():  # type: ignore[no-untyped-call] # torch's
+        policy._checkpoint_offloaded(layer, inputs).sum().backward()
+    assert is_waited_for == [False]
+    assert inputs.grad is not None
+    assert torch.equal(inputs.grad, layer.weight.sum(0).expand(2, 3))

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,9 +35,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig
+from transformers import AutoConfig, masking_utils
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
@@ -624,9 +625,10 @@ class Policy:
             recomputes = input_ids.numel() > self.compute.recompute_above
             if recomputes != self.model.training:  # layers recompute only in training mode
                 self.model.train(recomputes)
-        output = self._backbone(
-            input_ids=input_ids, use_cache=False, **self._row_arguments(segments, dtype)
-        )
+        with _without_a_look_at_positions():
+            output = self._backbone(
+                input_ids=input_ids, use_cache=False, **self._row_arguments(segments, dtype)
+            )
         states: Tensor = output.last_hidden_state
         return states
 
@@ -750,10 +752,40 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
 def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
     """Compute a layer with checkpointing; the host keeps its inputs until the backward pass.
 
-    `save_on_cpu` moves the inputs alone: the checkpoint drops the tensors that the layer saves.
+    The hooks get the inputs alone: the checkpoint drops the tensors that the layer saves.
     """
-    with save_on_cpu(pin_memory=True):
+    with saved_tensors_hooks(_begin_to_offload, _begin_to_bring_back):
         return checkpoint(layer, *inputs, use_reentrant=False)
+
+
+def _begin_to_offload(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    """Copy a tensor to the host, without waiting for the device: torch's own hook would wait."""
+    kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    kept.copy_(tensor, non_blocking=True)
+    return tensor.device, kept
+
+
+def _begin_to_bring_back(offloaded: tuple[torch.device, Tensor]) -> Tensor:
+    """Copy a tensor back to its device, on the stream that has copied it to the host."""
+    device, kept = offloaded
+    return kept.to(device, non_blocking=True)
+
+
+@contextmanager
+def _without_a_look_at_positions() -> Iterator[None]:
+    """Keep transformers from looking whether positions begin again within a padded row.
+
+    They do not, and a GPU would be waited for.
+    """
+    find = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if find is None:  # another release of transformers
+        yield
+        return
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
 
 
 def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
