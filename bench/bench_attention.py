@@ -3,11 +3,12 @@
     python bench/bench_attention.py [--heads 16 --kv-heads 8 --dim 128]
     python bench/bench_attention.py --quick                       on a CPU, writes nothing
 
-Rows are causal segments of one length. `varlen` is what packed rows use, one call for all
-segments; the others are torch's dense attention, restricted to one backend. Then how long the first
-call takes for each of ten new lengths, as they are and rounded up to a multiple of 512: cuDNN makes
-a plan for each length, and keeps it. An implementation that cannot compute it is listed with its
-reason.
+Rows are causal segments of one length. The kernels of packed rows (echo/train/models/attention.py)
+are timed as the learner calls them: those that it may choose here, with the reason why a trial
+fails. The others are torch's dense attention of padded rows, restricted to one backend. Then how
+long the first call takes for each of ten new lengths, as they are and rounded up to a multiple of
+512: cuDNN makes a plan for each length, and keeps it. An implementation that cannot compute it is
+listed with its reason.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from typing import Any
 import harness
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention import varlen as torch_varlen
+from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+from echo.algo.batching import Segments
+from echo.train.models import attention, packing
+from echo.train.models.attention import Kernel, LayerShape
 
 SHAPES = ((1, 16384), (4, 4096), (16, 1024))
 QUICK_SHAPES = ((1, 64), (2, 32))
@@ -46,16 +50,20 @@ def main() -> None:
         parser.error("there is no GPU; --quick tries this program on the CPU")
     shapes = QUICK_SHAPES if arguments.quick else SHAPES
     ways: dict[str, Attend] = {name: dense(backend) for name, backend in dense_backends().items()}
-    if not harness.is_quick():
-        ways["varlen"] = varlen
+    kernels = {kernel.name: kernel for kernel in attention.candidates(*place())}
+    ways |= {name: packed(kernel, arguments) for name, kernel in kernels.items()}
     rows = []
     for number, length in shapes:
         for name, attend in ways.items():
             row: dict[str, Any] = {"way": name, "segments": number, "tokens": length}
             try:
+                if name in kernels:
+                    attention.activate(kernels[name])
                 row |= measure(attend, number, length, arguments)
             except RuntimeError as error:  # whatever it cannot compute is its result
                 row["reason"] = str(error).splitlines()[0][:200]
+            finally:
+                restore_flash_attention_impl(_raise_warn=False)
             print(row, flush=True)
             rows.append(row)
     firsts = [first_calls(name, ways[name], arguments) for name in dense_backends()]
@@ -77,22 +85,39 @@ def dense(backend: SDPBackend) -> Attend:
     return attend
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def packed(kernel: Kernel, arguments: Any) -> Attend:
     """Attend as packed rows do: the segments lie behind each other in one row."""
-    number, _, length, _ = query.shape
-    queries, keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-    ends = torch.arange(0, (number + 1) * length, length, device=query.device, dtype=torch.int32)
-    attended = torch_varlen.varlen_attn(
-        queries, keys, values, ends, ends, length, length,
-        window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
-    assert isinstance(attended, Tensor)
-    return attended.view(number, length, *attended.shape[1:]).transpose(1, 2)
+    shape = LayerShape(
+        num_heads=arguments.heads,
+        num_key_heads=arguments.kv_heads,
+        width=arguments.dim,
+        value_width=arguments.dim,
+    )
+    is_tried = kernel is not attention.PRODUCTS
+    fault = attention.find_kernel_fault(kernel, *place(), {shape}) if is_tried else None
+    restore_flash_attention_impl(_raise_warn=False)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if fault is not None:
+            raise RuntimeError(fault)
+        number, _, length, _ = query.shape
+        given = packing.arguments(Segments.of([length] * number).to(query.device), kernel)
+        states = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))
+        call: Any = packing.packed_attention
+        attended: Tensor = call(torch.nn.Identity(), *states, None, **given)[0]
+        return attended.view(number, length, *attended.shape[2:]).transpose(1, 2)
+
+    return attend
+
+
+def place() -> tuple[torch.device, torch.dtype]:
+    if harness.is_quick():
+        return torch.device("cpu"), torch.float32
+    return torch.device("cuda"), torch.bfloat16
 
 
 def made(number: int, length: int, arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    device, dtype = ("cpu", torch.float32) if harness.is_quick() else ("cuda", torch.bfloat16)
+    device, dtype = place()
     heads = (arguments.heads, arguments.kv_heads, arguments.kv_heads)
     query, key, value = (
         torch.randn(number, h, length, arguments.dim, device=device, dtype=dtype).requires_grad_()

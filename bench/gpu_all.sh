@@ -193,7 +193,8 @@ print(vllm.__version__, torch.__version__, find_missing_compiler(), plugin())"
 }
 
 if [ -n "$is_bare" ]; then
-    run A learner-tests 100 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py
+    run A learner-tests 100 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py \
+        tests/train/test_attention.py
     run A compiled-full 90 "${packed[@]}" full --compile
     run A compiled-warm 60 "${packed[@]}" full --compile
     run A compiled-lognormal 60 "${packed[@]}" lognormal --compile
@@ -217,10 +218,12 @@ if [ -n "$is_bare" ]; then
 fi
 
 run kernel kernel-tests 150 "${tests[@]}" --all tests/kernels/triton_cases.py
-run learner learner-tests 150 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py
+run learner learner-tests 150 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py \
+    tests/train/test_attention.py
 run learner learner-profile 90 "${bench[@]}" profile --model Qwen3-0.6B --tokens 16384 --compile
 run learner learner-full 120 "${step[@]}" Qwen3-0.6B --lengths full
 run learner learner-4B 180 "${four[@]}" 8bit
+run learner attention 60 "${start[@]}" bench/bench_attention.py
 run kernel kernel-2560 100 "${kernel[@]}" 2560 --live 1.0
 run deltas delta-tests 90 \
     "${tests[@]}" -m gpu tests/engine/test_device_delta.py tests/runtime/test_publishing.py

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echo.algo.row_sizes import RowSizes
 from echo.core.rollout import Rollout
 from echo.kernels.contract import FurtherIds, Pairs
 from echo.kernels.logprob import IdSets
@@ -35,11 +36,6 @@ PAD_ID = 0
 MIN_SAVED = 0.2
 """Smallest share of their tokens that rollouts must save by sharing a prompt. Attention is slower
 with shared prompts: below this share a CPU loses more time there than it saves.
-"""
-
-SIZES_PER_OCTAVE = 16
-"""Number of sizes of filled rows between a number of tokens and its double; on average 2 % of a row
-is filling.
 """
 
 
@@ -317,7 +313,7 @@ def pack_micro_batches(
     *,
     max_tokens: int,
     group_index: Sequence[int] | None = None,
-    fills: bool = False,
+    by_powers: bool = False,
 ) -> list[list[int]]:
     """Divide rows into micro-batches of at most `max_tokens` tokens, padding counted.
 
@@ -326,11 +322,11 @@ def pack_micro_batches(
     gets a micro-batch of its own. With `group_index` a group is never cut either.
 
     Args:
-        lengths: tokens of each row, >= 1.
+        lengths: tokens of each row with the padding that each has alone, >= 1.
         max_tokens: bound on rows times longest row of a micro-batch, inclusive.
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.
-        fills: whether `collate` fills the rows; then each micro-batch has a power of two of rows,
-            unless groups are kept whole.
+        by_powers: whether each micro-batch has a power of two of rows, unless groups are kept
+            whole.
 
     Returns:
         The row indices of each micro-batch; each index occurs exactly once. The result depends on
@@ -338,8 +334,6 @@ def pack_micro_batches(
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
-    if fills:
-        lengths = [filled_size(length, max_tokens=max_tokens) for length in lengths]
     units: dict[int, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         units.setdefault(index if group_index is None else group_index[index], []).append(index)
@@ -350,7 +344,7 @@ def pack_micro_batches(
             batches[-1] += unit
         else:
             batches.append(unit)
-    if fills and group_index is None:
+    if by_powers and group_index is None:
         return [part for batch in batches for part in _powers_of_two(batch)]
     return batches
 
@@ -421,28 +415,13 @@ class _Row:
         return start
 
 
-def filled_size(num_tokens: int, *, max_tokens: int) -> int:
-    """Return the size that a row of `num_tokens` is filled to.
-
-    Unfilled rows have different numbers of tokens in each step, and in 16 bits a CPU keeps code and
-    buffers for every number of tokens that it has seen.
-
-    Args:
-        num_tokens: >= 1.
-        max_tokens: limit of a micro-batch; filling never exceeds it.
-    """
-    step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_OCTAVE)
-    size = -(-num_tokens // step) * step
-    return size if size <= max_tokens else max(num_tokens, max_tokens)
-
-
 def _lay_out(
     samples: Sequence[TrainingRow],
     *,
     is_packed: bool,
     units: Sequence[int],
-    fills_up_to: int,
-    window: int | None,
+    sizes: RowSizes,
+    max_tokens: int,
 ) -> tuple[_Row, list[tuple[int, int]]]:
     """Return one row of all samples, and the start of each sample's prompt and completion.
 
@@ -450,13 +429,9 @@ def _lay_out(
     """
     row, places = _Row(), []
     if not is_packed:
-        width = max(sample.num_inputs for sample in samples)
-        number = len(samples)
-        if fills_up_to:
-            size = filled_size(width, max_tokens=fills_up_to)
-            width = size if window is None else max(width, min(size, window))
-            filled = 1 << (number - 1).bit_length()
-            number = filled if filled * width <= fills_up_to else number
+        longest = max(sample.num_inputs for sample in samples)
+        width = sizes.width(longest, max_tokens=max_tokens)
+        number = sizes.number(len(samples), width, max_tokens=max_tokens)
         starts = [row.add(width) for _ in range(number)][: len(samples)]
         places = [
             (start, start + len(sample.prompt_ids))
@@ -504,8 +479,8 @@ def collate(
     score_all: bool = False,
     is_packed: bool = False,
     units: Sequence[int] | None = None,
-    fills_up_to: int = 0,
-    window: int | None = None,
+    row_sizes: RowSizes | None = None,
+    max_tokens: int = 0,
 ) -> MicroBatch:
     """Return the samples as one micro-batch on the CPU.
 
@@ -515,15 +490,19 @@ def collate(
         is_packed: whether to put all samples into one row.
         units: unit of each sample in a packed row; neighbours of the same unit share their prompt.
             None if no prompt is shared.
-        fills_up_to: fill rows to one of a few sizes, up to this number of tokens in the
-            micro-batch; 0 to fill none.
-        window: largest length that padded rows are filled to, the model's number of positions.
+        row_sizes: sizes that rows are filled to; None to fill none.
+        max_tokens: limit of a micro-batch, for `row_sizes`.
     """
     units = range(len(samples)) if units is None else units
+    row_sizes = row_sizes or RowSizes()
     row, places = _lay_out(
-        samples, is_packed=is_packed, units=units, fills_up_to=fills_up_to, window=window
+        samples, is_packed=is_packed, units=units, sizes=row_sizes, max_tokens=max_tokens
     )
-    num_filled = _fill(row, fills_up_to) if is_packed and fills_up_to else 0
+    num_filled = 0
+    if is_packed:
+        num_filled = row_sizes.packed(row.size, max_tokens=max_tokens) - row.size
+        for _ in range(num_filled):
+            row.add(1)
     input_ids = _input_ids(samples, places, row.size)
     rollouts = [sample.rollout for sample in samples]
     sizes = np.array([rollout.num_tokens for rollout in rollouts])
@@ -558,14 +537,6 @@ def collate(
         segments=Segments.of(row.lengths, row.prefixes) if is_packed else None,
         num_filled=num_filled,
     )
-
-
-def _fill(row: _Row, max_tokens: int) -> int:
-    """Fill a row to one of a few sizes with segments of one token; return their number."""
-    num_filled = filled_size(row.size, max_tokens=max_tokens) - row.size
-    for _ in range(num_filled):
-        row.add(1)
-    return num_filled
 
 
 def _input_ids(

@@ -138,6 +138,7 @@ def dry_run(
                 num_ranks=num_ranks,
             )
             notices += [f"the {role} {note}"] if note else []
+            notices += _attention_notice(config) if role == "learner" else []
         except (ConfigError, DataError) as error:
             known = "see the end" if str(error) in check.problems else error
             notices.append(f"memory budget: not known here: {known}")
@@ -306,6 +307,21 @@ def _taken_addresses(config: Config, role: str) -> list[EchoError]:
         except EchoError as error:
             errors.append(error)
     return errors
+
+
+def _attention_notice(config: Config) -> list[str]:
+    """Say which attention of packed rows a learner on a GPU would try first, and which next."""
+    from echo.engine.model import pick_device, pick_dtype
+    from echo.train.models.attention import PRODUCTS, candidates
+
+    device = pick_device(config.learner.device)
+    dtype = pick_dtype(config.learner.dtype, device)
+    first, *others = candidates(device, dtype)
+    if first is PRODUCTS or config.model.attn_implementation not in ("auto", "sdpa"):
+        return []
+    rest = "".join(f"; else by {kernel.name}" for kernel in others)
+    trial = ", if a trial at the start gives right values and gradients" if others else ""
+    return [f"attention of packed rows by {first.name}{trial}{rest}"]
 
 
 def _gpu_bytes(config: Config, role: Role) -> int | None:

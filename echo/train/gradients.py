@@ -78,8 +78,10 @@ class _RankFindings:
     """For each micro-batch, scalars on the device by metric."""
     by_group: list[Tensor] = field(default_factory=list)
     """For each micro-batch, [G, 6] sums for the G groups of the batch."""
-    passed: list[tuple[list[tuple[int, int]], int]] = field(default_factory=list)
-    """For each micro-batch, its spans and trained tokens, as `Speedometer.passed` takes them."""
+    passed: list[tuple[list[tuple[int, int]], int, bool]] = field(default_factory=list)
+    """For each micro-batch, its spans and trained tokens and whether it is packed, as
+    `Speedometer.passed` takes them.
+    """
     has_failed: bool = False
     """Whether the loss has raised."""
 
@@ -138,8 +140,8 @@ class Gradients:
             partial(self._make_round, inputs, found),
             self._models.compute,
         )
-        for spans, num_scored in found.passed:
-            self._speed.passed(spans, num_scored, is_packed=self._models.policy.is_packed)
+        for spans, num_scored, is_packed in found.passed:
+            self._speed.passed(spans, num_scored, is_packed=is_packed)
         return found.gather(batch.group_ids, self._models.compute.ranks)
 
     def _make_round(
@@ -169,7 +171,8 @@ class Gradients:
         objective = scored.no_loss if objective is None else objective
         objective.backward()
         rows = [inputs.batch.samples[index] for index in indices]
-        found.passed.append((micro.spans(rows), sum(row.num_trained for row in rows)))
+        num_trained = sum(row.num_trained for row in rows)
+        found.passed.append((micro.spans(rows), num_trained, micro.segments is not None))
         return failure
 
     def _score(self, micro: MicroBatch, loss: Loss) -> _Scored:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from echo.algo.batching import (
     TrainingRow,
     collate,
-    filled_size,
     pack_micro_batches,
     share_prompts,
 )
+from echo.algo.row_sizes import RowSizes
 from echo.core.rollout import Rollout
 
 
@@ -173,24 +173,14 @@ def test_those_share_that_save_a_fifth_and_leave_room_for_others(
         assert len({kept[index] for index in members}) == (1 if is_shared else len(members))
 
 
-@given(st.integers(1, 40_000), st.integers(1, 40_000))
-def test_a_row_is_filled_to_one_of_a_few_sizes(num_tokens: int, max_tokens: int) -> None:
-    size = filled_size(num_tokens, max_tokens=max_tokens)
-    assert num_tokens <= size <= max(num_tokens, max_tokens)
-    assert size - num_tokens < max(1, num_tokens / 16)
-    if num_tokens <= max_tokens:
-        assert filled_size(size, max_tokens=max_tokens) == size
-
-
-def test_a_filled_row_has_few_sizes_and_is_the_same_but_for_its_end() -> None:
-    sizes = {filled_size(number, max_tokens=10_000) for number in range(2048, 4097)}
-    assert len(sizes) == 17
+def test_a_filled_row_is_the_same_but_for_its_end() -> None:
     prompt = np.arange(100, dtype=np.int32)
     rows = [
         dataclasses.replace(make_sample([], [3] * size), prompt_ids=prompt) for size in (20, 5, 9)
     ]
     plain = collate(rows, is_packed=True, units=[0, 0, 0])
-    filled = collate(rows, is_packed=True, units=[0, 0, 0], fills_up_to=1000)
+    sizes = RowSizes(fills="rows")
+    filled = collate(rows, is_packed=True, units=[0, 0, 0], row_sizes=sizes, max_tokens=1000)
     assert (plain.num_filled, filled.num_filled) == (0, 5)
     assert filled.input_ids.shape == (1, 136)
     assert plain.segments is not None

@@ -12,6 +12,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -82,6 +83,23 @@ def test_the_type_that_this_cpu_is_faster_at_is_told_and_counted(
     assert "with bfloat16 weights" in text
     assert "notice: the learner computes in bfloat16, in which this CPU multiplies" in text
     assert "notice: the worker computes in bfloat16" in dry_run(parse_config(table), "worker")
+
+
+def test_the_attention_that_a_gpu_would_have_is_told(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table: dict[str, Any] = {"model": {"name": str(model_dir)}, "learner": {"device": "cpu"}}
+    told = "notice: attention of packed rows by cuDNN for segments of 4096 tokens and more, "
+    assert "attention of packed rows" not in dry_run(parse_config(table), "learner")
+    monkeypatch.setattr(engine_model, "pick_device", lambda _: "cuda")
+    monkeypatch.setattr(engine_model, "free_gpu_bytes", lambda _: 80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    text = dry_run(parse_config(table), "learner")
+    assert f"{told}FlashAttention 2 for others, if a trial" in text
+    assert "gradients; else by FlashAttention 2\n" in text
+    assert "attention of packed rows" not in dry_run(parse_config(table), "worker")
+    table["model"]["attn_implementation"] = "eager"
+    assert "attention of packed rows" not in dry_run(parse_config(table), "learner")
 
 
 def hub_cache(directory: Path, model_dir: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from echo.algo import batching
+from echo.algo import batching, row_sizes
 from echo.config import memory
 from echo.config.fields import Role
 from echo.config.load import parse_config
@@ -547,7 +547,7 @@ def test_a_worker_asked_for_too_much_is_told_how_much() -> None:
 
 def test_its_numbers_are_those_of_kernels_and_rows() -> None:
     assert memory.MIN_SAVED == batching.MIN_SAVED
-    assert memory.SIZES_PER_OCTAVE == batching.SIZES_PER_OCTAVE
+    assert row_sizes.SIZES_PER_OCTAVE[0] == memory.SIZES_PER_OCTAVE
     assert memory.FREED_BYTES == allocator.GROWN_BYTES // 4
     assert inspect.signature(linear_logprob).parameters["vocab_chunk"].default == memory.VOCAB_CHUNK
 

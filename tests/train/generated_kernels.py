@@ -26,7 +26,7 @@ with tempfile.TemporaryDirectory() as directory:
     from triton.runtime import driver
 
     from echo.algo.batching import Segments
-    from echo.train.models import packing
+    from echo.train.models import attention, packing
     from echo.train.models.compiling import compile_layers
     from tests.train.test_compiled_layers import varlen_attn
 
@@ -61,7 +61,7 @@ with tempfile.TemporaryDirectory() as directory:
             module.triton_hash_with_backend = lambda: "none"  # type: ignore[attr-defined]
     driver.set_active(H100())
     compilation.AsyncCompile.triton = note  # type: ignore[method-assign,assignment]
-    packing.varlen_attn = varlen_attn  # type: ignore[attr-defined,assignment]
+    attention.varlen_attn = varlen_attn  # type: ignore[attr-defined]
 
     settings = AutoConfig.for_model(
         "qwen3",
@@ -77,7 +77,7 @@ with tempfile.TemporaryDirectory() as directory:
     model = AutoModelForCausalLM.from_config(settings, attn_implementation=packing.NAME)
     model = model.to(torch.bfloat16).eval()
     compile_layers(list(model.model.layers), must=True)
-    row = packing.arguments(Segments.of([40, 24]), uses_kernel=True)
+    row = packing.arguments(Segments.of([40, 24]), attention.VARLEN)
     states = model.model(input_ids=torch.arange(64)[None], use_cache=False, **row)
     states.last_hidden_state.float().sum().backward()
     print(len(names))

@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
@@ -35,6 +36,8 @@ from echo.engine.lora import Lora
 from echo.engine.weights import VersionImages, Weights
 from echo.runtime.learner.versions import publish as publish_module
 from echo.runtime.learner.versions.publish import Coder, Images, Publication, make_publication
+from echo.train.models import attention, policy
+from echo.train.models.attention import DENSE
 from echo.train.models.policy import Compute, ModelSource, Policy
 from echo.train.models.rescoring import Rescoring
 from echo.train.ranks import sharded_images, sharded_state, sharding
@@ -46,6 +49,7 @@ from echo.weights import delta
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed
 from echo.weights.store.artifacts import Transfer
+from tests.train.test_attention import varlen_on_a_cpu
 from tests.train.test_trainer import make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
 from tests.train.trainers import CPU, FAST, TWO_UPDATES, fast_trainer
@@ -78,6 +82,8 @@ class Touchy:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {"packs": False},
+    "whichever costs less": {"packs": "auto"},
+    "long segments": {"kernel": replace(DENSE, long_from=8)},
     "offloading": {"gradient_checkpointing": "offload", "optimizer_state": "offloaded"},
     "minibatches": {"optimizer": TWO_UPDATES, "loss": LOSSES["decoupled_ppo"]},
     "whole groups": {"loss": Touchy()},
@@ -88,7 +94,10 @@ def make_trainer(model_dir: str, ranks: Ranks, **options: Any) -> Trainer:
     if not ranks.is_alone:
         torch.manual_seed(ranks.rank)  # what is drawn must not depend on what was drawn before
     settings = {"loss": LOSSES["dapo"], "micro_batch_tokens": 80, "ranks": ranks}
-    return fast_trainer(Path(model_dir), **(settings | options))
+    with pytest.MonkeyPatch.context() as patch:
+        if (kernel := options.pop("kernel", None)) is not None:
+            patch.setattr(policy, "choose_kernel", lambda *_: kernel)
+        return fast_trainer(Path(model_dir), **(settings | options))
 
 
 class Pair:
@@ -154,9 +163,12 @@ def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str,
     ranks = crew.ranks
     batches = [make_groups(6, seed=seed) for seed in range(2)]
     adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8), "loss": LOSSES["gepo"]}
-    found = {
-        name: Pair(model_dir, ranks, **set_).compare(*batches) for name, set_ in VARIANTS.items()
-    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "varlen_attn", varlen_on_a_cpu)
+        found = {
+            name: Pair(model_dir, ranks, **set_).compare(*batches)
+            for name, set_ in VARIANTS.items()
+        }
     found["lora"] = Pair(model_dir, ranks, **adapter).compare(*batches)
     found["untied"] = Pair(untied_dir, ranks).compare(*batches)
     # Of one row the other ranks have nothing, ever.

@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from echo.algo.batching import Segments
 from echo.core.errors import EngineError
-from echo.train.models import compiling, packing
+from echo.train.models import attention, compiling, packing
+from echo.train.models.attention import DENSE, VARLEN, Kernel
 from echo.train.models.compiling import RECOMPILE_LIMIT, compile_layers
 from tests.runtime.families import FAMILIES, SMALL
 
@@ -66,7 +68,7 @@ def varlen_attn(
 
 @pytest.fixture(autouse=True)
 def front_end_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(packing, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
     compile_layer = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_layer)
     torch._dynamo.reset()
@@ -91,10 +93,12 @@ def compiled(kind: str, *, has_adapter: bool = False, must: bool = True, **chang
     return model
 
 
-def compute(model: Any, lengths: Sequence[int], prefixes: Any = None) -> Tensor:
+def compute(
+    model: Any, lengths: Sequence[int], prefixes: Any = None, kernel: Kernel = VARLEN
+) -> Tensor:
     segments = Segments.of(lengths, prefixes)
     ids = torch.arange(sum(lengths))[None] % 30
-    given = packing.arguments(segments, uses_kernel=True)
+    given = packing.arguments(segments, kernel)
     states: Tensor = model.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
     return states.float().sum()
 
@@ -133,6 +137,18 @@ def test_rows_of_all_lengths_share_a_few_graphs(name: str) -> None:
     for lengths in ROWS:
         compute(model, lengths).backward()
     assert 0 < num_graphs() <= MAX_GRAPHS * num_kinds
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_long_segments_add_graphs_for_the_code_around_them_only() -> None:
+    """Their attention is not compiled, so the graph breaks there; lengths are in no guard."""
+    model, kernel = compiled("qwen3"), replace(DENSE, long_from=20)
+    added = []
+    for lengths in ([50, 30, 9], [20, 20], [70, 9, 8, 1], [40, 41, 42, 5], [64, 3], [90, 25]):
+        compute(model, lengths, kernel=kernel).backward()
+        added.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert added[1] == added[-1] <= 2 * MAX_GRAPHS
 
 
 @pytest.mark.slow

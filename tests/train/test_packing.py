@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from echo.algo import batching
+from echo.algo import batching, row_sizes
 from echo.algo.batching import TrainingRow
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
+from echo.algo.row_sizes import filled_size
 from echo.config.schema import LearnerSection, ModelSection, OptimizerSection
 from echo.core.rollout import Group
-from echo.train.models import compiling, packing, policy
+from echo.train.models import attention, compiling, packing, policy
 from echo.train.models.policy import ModelSource
 from echo.train.trainer import Trainer
 from tests.runtime.families import EXPERTS, FAMILIES, SMALL, save_family
@@ -146,9 +147,9 @@ def test_rows_without_positions_and_segments_would_be_wrong(tmp_path: Path) -> N
     expected = padded.forward(groups)
     original = packing.arguments
 
-    def as_one(segments: Any, **options: Any) -> Any:
+    def as_one(segments: Any, kernel: Any) -> Any:
         whole = type(segments).of([sum(segments.lengths)])
-        return original(whole, **options)
+        return original(whole, kernel)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "arguments", as_one)
@@ -185,60 +186,6 @@ def test_whole_groups_and_the_longest_first(tiny_model_dir: Path) -> None:
         assert micro.segments.ends.tolist()[-1] == micro.input_ids.shape[1]
         seen.append({rows[index].group_index for index in indices})
     assert sum(map(len, seen)) == len(set().union(*seen)) == 5
-
-
-def varlen_on_a_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    longest_query: int,
-    longest_key: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-) -> Tensor:
-    """torch's varlen_attn, as documented: the last query is aligned with the last key."""
-    assert window_size == (-1, 0)
-    parts = []
-    spans = zip(query_ends.diff().tolist(), key_ends.diff().tolist(), strict=True)
-    starts = zip(query_ends.tolist(), key_ends.tolist(), strict=True)
-    for (length, num_keys), (first, first_key) in zip(spans, starts, strict=False):
-        assert length <= longest_query
-        assert num_keys <= longest_key
-        mask = torch.ones(length, num_keys, dtype=torch.bool).tril(num_keys - length)
-        q, k, v = (
-            x[None, start : start + size].transpose(1, 2)
-            for x, start, size in (
-                (query, first, length),
-                (key, first_key, num_keys),
-                (value, first_key, num_keys),
-            )
-        )
-        attended = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
-        )
-        parts.append(attended[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
-def test_the_kernel_is_told_of_the_same_segments(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, any_prompt: None
-) -> None:
-    """A CPU uses other arguments, so those of the kernel are tried with a copy of the kernel."""
-    groups = stale_groups()
-    expected = make_trainer(tiny_model_dir, "padded").forward(groups)
-    monkeypatch.setattr(packing, "varlen_attn", varlen_on_a_cpu)
-    arguments = partial(packing.arguments, uses_kernel=True)
-    monkeypatch.setattr(packing, "arguments", arguments)
-    for shares in (False, True):
-        trainer = make_trainer(tiny_model_dir, "packed", share_prompts=shares)
-        monkeypatch.setattr(trainer.policy, "_row_arguments", lambda rows, _: arguments(rows))
-        for one, two in zip(trainer.forward(groups), expected, strict=True):
-            for row, other in zip(one, two, strict=True):
-                assert abs(row - other).max() < 2e-6
 
 
 @pytest.mark.parametrize(
@@ -282,12 +229,14 @@ def test_filled_rows_train_the_same(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: str
 ) -> None:
     """Filling tokens count in no metric."""
-    monkeypatch.setattr(batching, "SIZES_PER_OCTAVE", 1)  # to the next power of two
+    monkeypatch.setattr(row_sizes, "SIZES_PER_OCTAVE", (1,))  # to the next power of two
+    monkeypatch.setattr(row_sizes, "filled_size", partial(filled_size, per_octave=1))
     groups = stale_groups()
-    filled, plain = (make_trainer(tiny_model_dir, rows, dtype=dtype) for _ in range(2))
-    monkeypatch.setattr(type(plain.policy), "_fills_rows", False)
+    monkeypatch.setattr(policy, "_fills", lambda _: "nothing")
+    plain = make_trainer(tiny_model_dir, rows, dtype=dtype)
+    monkeypatch.setattr(policy, "_fills", lambda _: "rows")
+    filled = make_trainer(tiny_model_dir, rows, dtype=dtype)
     expected_gradient, expected = pass_of(plain, groups)
-    monkeypatch.setattr(type(filled.policy), "_fills_rows", True)
     samples = filled.prepare(groups).samples
     [(_, micro)] = filled.policy.micro_batches(samples, whole_groups=True)
     assert micro.num_filled > 10 or len(micro.input_ids) > len(samples)
@@ -345,7 +294,7 @@ def test_only_a_cpu_in_16_bits_fills_rows_and_attends_in_float32(
         attended.append(query.dtype)
         return scaled_dot_product_attention(query, *others, **how)
 
-    monkeypatch.setattr(packing, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
     for dtype, fills in ((torch.float32, False), (torch.bfloat16, True)):
         trainer = make_trainer(tiny_model_dir, "packed", dtype=dtype)
         micro_batches = trainer.policy.micro_batches(trainer.prepare(stale_groups()).samples)
@@ -362,7 +311,7 @@ def test_a_model_that_does_not_share_prompts_rightly_keeps_them_apart(
         how |= {"attn_mask": None, "is_causal": True}
         return scaled_dot_product_attention(query, key[:, :, :size], value[:, :, :size], **how)
 
-    monkeypatch.setattr(packing, "scaled_dot_product_attention", at_the_left)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", at_the_left)
     policy = policy_of(tiny_model_dir)
     assert policy.is_packed
     assert not policy.can_share_prompts
@@ -497,7 +446,7 @@ def test_an_architecture_that_leaks_is_named_or_padded(family: str, tmp_path: Pa
     settings, why = LEAKING[family]
     config = AutoConfig.for_model(family, **{**SMALL, **settings})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    obstacle = packing.find_obstacle(model, torch.float32, torch.float32)
+    obstacle = packing.find_obstacle(model, torch.float32, torch.float32, set())
     assert obstacle is not None
     assert re.search(why, obstacle)
     assert model.config._attn_implementation == "sdpa"

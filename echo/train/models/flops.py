@@ -73,7 +73,11 @@ class ModelFlops:
             num_scored: the number of scored tokens.
         """
         head = (4 * self.head + 2 * self.head_trained) * num_scored
-        return self.weights(length) + head + sum(layer.flops(length) for layer in self.attention)
+        return self.weights(length) + head + self.attention_of(length)
+
+    def attention_of(self, length: int) -> int:
+        """Return the operations of the attention of one segment."""
+        return sum(layer.flops(length) for layer in self.attention)
 
     def weights(self, num_tokens: int) -> int:
         """Return the operations of `num_tokens` tokens in the layers before the head."""

@@ -2,8 +2,7 @@
 
 A row [1, L] has no padding, so no computation is wasted, each micro-batch nearly reaches the limit
 of tokens, and whole groups fit that a padded rectangle could not hold. An attention registered with
-transformers as `packed` keeps rollouts apart: torch's varlen kernel for 16 bits on CUDA, and
-elsewhere scaled dot products for each run of segments of equal length, on a CPU in float32. No mask
+transformers as `packed` keeps rollouts apart, by one of the kernels in attention.py. No mask
 function is registered with it, so transformers makes no mask of size L x L, and passes the
 arguments that `arguments` returns to every layer.
 
@@ -30,11 +29,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from echo.algo.batching import Segments
+from echo.train.models.attention import (
+    Kernel,
+    LayerShape,
+    LongSegments,
+    attend_alone,
+    attend_long,
+    attend_varlen,
+    is_dense,
+    plain_kernel,
+)
 
 NAME = "packed"
 """transformers' name of the attention."""
@@ -69,16 +76,21 @@ PROBE_ERRORS = (
 """Errors that a model's code may raise if it cannot work with packed rows."""
 
 
-def arguments(segments: Segments, *, uses_kernel: bool) -> dict[str, Any]:
+def arguments(
+    segments: Segments, kernel: Kernel, *, seen: set[LayerShape] | None = None
+) -> dict[str, Any]:
     """Return the arguments of a model's forward for a packed row, besides `input_ids`.
 
     Args:
         segments: segments of the row, on the model's device.
-        uses_kernel: whether the attention is the varlen kernel, which reads tensors.
+        kernel: computes the attention; a varlen kernel reads tensors.
+        seen: gets the shapes of the attention of the model's layers; None to collect none.
     """
     given: dict[str, Any] = {"position_ids": segments.position_ids}
+    if seen is not None:
+        given["seen_shapes"] = seen
     spans = list(zip(segments.lengths, segments.prefixes, strict=True))
-    if not uses_kernel:
+    if not kernel.is_varlen:
         runs = [(len(list(same)), *span) for span, same in groupby(spans)]
         return given | {"segment_runs": tuple(runs)}
     return given | {
@@ -87,7 +99,34 @@ def arguments(segments: Segments, *, uses_kernel: bool) -> dict[str, Any]:
         "max_length_q": max(segments.lengths),
         "max_length_k": max(size + length for length, (_, size) in spans),
         "segment_keys": segments.keys,
+        "long_segments": _long_segments(segments, kernel),
     }
+
+
+def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
+    """Return the long segments at the start of a row; None if the first segment is not long."""
+    spans = list(zip(segments.lengths, segments.prefixes, strict=True))
+    is_other = (
+        kernel.long_from is None or length < kernel.long_from or size > 0
+        for length, (_, size) in spans
+    )
+    number = next((place for place, other in enumerate(is_other) if other), len(spans))
+    if not number:
+        return None
+    others, lengths = spans[number:], segments.lengths[:number]
+    start = sum(lengths)  # in the row, and also in the keys: a long segment has its own alone
+    return LongSegments(
+        lengths=lengths,
+        others=(
+            segments.ends[number:] - start,
+            segments.key_ends[number:] - start,
+            max(length for length, _ in others),
+            max(size + length for length, (_, size) in others),
+        )
+        if others
+        else None,
+        keys=None if segments.keys is None else segments.keys[start:],
+    )
 
 
 Run = tuple[int, int, tuple[int, int]]
@@ -110,7 +149,9 @@ def packed_attention(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     segment_keys: Tensor | None = None,
+    long_segments: LongSegments | None = None,
     segment_runs: tuple[Run, ...] | None = None,
+    seen_shapes: set[LayerShape] | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Attend causally within each segment of a row; the signature is transformers'.
@@ -131,7 +172,9 @@ def packed_attention(
         max_length_k: largest number of keys of a segment.
         segment_keys: [K] int64, places of the segments' keys in the row, for the kernel; None if
             each segment has the keys of its own tokens alone.
+        long_segments: segments at the start of the row that dense products compute; None for none.
         segment_runs: runs of equal segments, without the kernel.
+        seen_shapes: gets the shape of this layer's attention.
         others: further arguments of this model's attention.
 
     Returns:
@@ -144,13 +187,25 @@ def packed_attention(
     _refuse_unsupported(
         module, query, key, is_masked=is_masked, window=sliding_window, others=others
     )
+    if seen_shapes is not None:
+        seen_shapes.add(
+            LayerShape(
+                num_heads=query.shape[1],
+                num_key_heads=key.shape[1],
+                width=query.shape[3],
+                value_width=value.shape[3],
+                window=sliding_window,
+            )
+        )
     if segment_runs is not None:
         return _attend_runs(query, key, value, segment_runs, scaling, sliding_window), None
     if cu_seq_lens_q is None:
         # A call without segments comes from padded rows.
-        return _attend(query, key, value, scaling, sliding_window), None
+        return attend_alone(query, key, value, scaling, sliding_window), None
+    if long_segments is not None and is_dense(query.shape[3], value.shape[3], sliding_window):
+        return attend_long(query, key, value, long_segments, scaling), None
     segments = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-    return _attend_varlen(query, key, value, segments, segment_keys, scaling, sliding_window), None
+    return attend_varlen(query, key, value, segments, segment_keys, scaling, sliding_window), None
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -178,64 +233,6 @@ def _refuse_unsupported(
         raise NotImplementedError("packed attention has no cache")
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-) -> Tensor:
-    """Attend within n segments of equal length, [n, H, length, D]; return [n, length, H, Dv].
-
-    If there are more keys, the queries belong to the last keys.
-    """
-    length, num_keys, mask = query.shape[2], key.shape[2], None
-    if num_keys > length or (window is not None and length > window):
-        age = torch.arange(num_keys - length, num_keys, device=query.device)[:, None]
-        age = age - torch.arange(num_keys, device=query.device)
-        mask = (age >= 0) & (age < (num_keys if window is None else window))
-    dtype = query.dtype
-    if query.device.type == "cpu" and dtype.itemsize < 4:
-        # In 16 bits a CPU would compile and keep code for each new length, and would be slower.
-        query, key, value = query.float(), key.float(), value.float()
-    attended = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return attended.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
-
-
-def _attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: tuple[Any, Any, Any, Any],
-    segment_keys: Tensor | None,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Return [1, L, H, Dv] from the kernel; `segments` holds `cu_seq_lens_q` to `max_length_k`."""
-    # Under autocast, norms and rotation return query and key in float32; the kernel takes one type.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if segment_keys is not None:
-        keys, values = keys.index_select(0, segment_keys), values.index_select(0, segment_keys)
-    # If there are more keys than queries, the kernel aligns the queries with the last keys.
-    attended = varlen_attn(
-        query[0].transpose(0, 1),
-        keys,
-        values,
-        *segments,
-        scale=scaling,
-        # Numbers of tokens before and after; transformers' window counts the token itself as well.
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    assert isinstance(attended, Tensor), "nothing else was asked for"
-    return attended[None]
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_runs(
     query: Tensor,
@@ -260,11 +257,13 @@ def _attend_runs(
                 torch.cat([x[:, :, start : start + before].expand(number, -1, -1, -1), own], 2)
                 for x, own in ((key, k), (value, v))
             )
-        parts.append(_attend(q, k, v, scaling, window).flatten(0, 1))
+        parts.append(attend_alone(q, k, v, scaling, window).flatten(0, 1))
     return torch.cat(parts)[None]
 
 
-def find_obstacle(model: Any, own_dtype: torch.dtype, dtype: torch.dtype) -> str | None:
+def find_obstacle(
+    model: Any, own_dtype: torch.dtype, dtype: torch.dtype, shapes: set[LayerShape]
+) -> str | None:
     """Switch a model to packed rows; return why it cannot have them, None if it can.
 
     A model that cannot have them is left unchanged.
@@ -273,6 +272,7 @@ def find_obstacle(model: Any, own_dtype: torch.dtype, dtype: torch.dtype) -> str
         model: a model of transformers, with the attention "sdpa" or "eager", in evaluation mode.
         own_dtype: the type that the model computes in without autocast.
         dtype: the type of its products when it is trained.
+        shapes: gets the shapes of the attention of the model's layers.
     """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if strange := sorted(kinds - LAYER_TYPES):
@@ -289,9 +289,9 @@ def find_obstacle(model: Any, own_dtype: torch.dtype, dtype: torch.dtype) -> str
             model.set_attn_implementation(NAME)
             if model.config._attn_implementation != NAME:  # noqa: SLF001
                 return f"{type(model).__name__} takes no other attention"
-            obstacle = _find_leak(model, ids, row, alone, own_dtype)
+            obstacle = _find_leak(model, ids, row, alone, own_dtype, shapes)
             if obstacle is None and dtype != own_dtype:
-                obstacle = _find_leak(model, ids, row, alone, dtype)
+                obstacle = _find_leak(model, ids, row, alone, dtype, shapes)
     except PROBE_ERRORS as error:
         obstacle = str(error).partition("\n")[0] or type(error).__name__
     if obstacle is not None:
@@ -316,25 +316,29 @@ def can_share_prompts(model: Any, dtype: torch.dtype) -> bool:
         (ids, Segments.of(PROMPT_PROBE, prefixes)),
         (alone, Segments.of([prompt + other])),
     )
-    uses_kernel = device.type == "cuda" and dtype != torch.float32
+    kernel = plain_kernel(device, dtype)
     with (
         torch.no_grad(),
         torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
     ):
         shared, expected = (
-            _states(model, row, **arguments(segments.to(device), uses_kernel=uses_kernel))
-            for row, segments in rows
+            _states(model, row, **arguments(segments.to(device), kernel)) for row, segments in rows
         )
     return _difference(shared[:, -other:], expected[:, -other:]) <= MAX_LEAK[dtype]
 
 
 def _find_leak(
-    model: Any, ids: Tensor, row: Segments, alone: Tensor, dtype: torch.dtype
+    model: Any,
+    ids: Tensor,
+    row: Segments,
+    alone: Tensor,
+    dtype: torch.dtype,
+    shapes: set[LayerShape],
 ) -> str | None:
     """Return a reason if the second segment's states depend on the first segment, else None."""
-    uses_kernel = ids.is_cuda and dtype != torch.float32
+    given = arguments(row, plain_kernel(ids.device, dtype), seen=shapes)
     with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
-        packed = _states(model, ids, **arguments(row, uses_kernel=uses_kernel))
+        packed = _states(model, ids, **given)
     leak = _difference(packed[:, PROBE_LENGTHS[0] :], alone)
     if leak <= MAX_LEAK[dtype]:
         return None

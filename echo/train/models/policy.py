@@ -23,7 +23,6 @@ weights.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,15 +41,8 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from echo.algo.balance import balanced_rounds
-from echo.algo.batching import (
-    MicroBatch,
-    Segments,
-    TrainingRow,
-    collate,
-    pack_micro_batches,
-    share_prompts,
-)
+from echo.algo.batching import MicroBatch, Segments, TrainingRow, collate
+from echo.algo.row_sizes import Fills, RowSizes
 from echo.config.schema import LearnerSection, ModelSection, OptimizerSection
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.core.rollout import Rollout
@@ -82,9 +74,11 @@ from echo.kernels.logprob import (
     linear_set_logprob,
 )
 from echo.train.models import packing
+from echo.train.models.attention import LayerShape, choose_kernel, plain_kernel
 from echo.train.models.compiling import MIN_STEPS, compile_layers
 from echo.train.models.flops import model_flops
 from echo.train.models.masters import Masters
+from echo.train.models.rows import RowRules
 from echo.train.optimizer import OptimizerState
 from echo.train.ranks import sharded_model, sharding
 from echo.train.ranks.sharding import ALONE, Ranks, ShardedModel
@@ -154,8 +148,10 @@ class Compute:
     """Backend of the log-probabilities (kernels/logprob.py)."""
     micro_batch_tokens: int = 16384
     """Largest number of tokens that go through the model at once, with padding."""
-    packs: bool = True
-    """Whether rollouts share a row, if the model keeps them apart."""
+    packs: Literal["auto"] | bool = True
+    """Whether rollouts share a row, if the model keeps them apart; "auto" pads the rows of a batch
+    that cost less when they are padded (rows.py).
+    """
     share_prompts: bool = True
     """Whether rollouts of one prompt share it in a packed row, if that saves enough tokens."""
     vocab_chunk: int = 8192
@@ -210,6 +206,7 @@ def learner_compute(
         dtype=pick_dtype(section.dtype, device),
         attn_implementation=model.attn_implementation,
         micro_batch_tokens=section.micro_batch_tokens,
+        packs="auto",
         gradient_checkpointing=checkpointing,
         compile_layers=compiles,
         optimizer_state=optimizer.state,
@@ -258,7 +255,10 @@ class Policy:
         self.flops = model_flops(self.model, head)
         self._root = None if compute.ranks.is_alone else self._shard(compute.ranks)
         self._fill(source, model_dir)
+        self._kernel = plain_kernel(self.device, compute.dtype)
+        """Computes the attention of packed rows."""
         self.padded_because = self._choose_rows()
+        self._sizes = RowSizes(fills=_fills(compute), window=_num_positions(self.model))
         self.can_share_prompts = (
             self.is_packed
             and compute.share_prompts
@@ -317,6 +317,10 @@ class Policy:
     def describe_rows(self) -> str:
         """Return a sentence that says how rollouts go through the model, and why."""
         rows = "packed rows" if self.is_packed else f"padded rows: {self.padded_because}"
+        if self.is_packed and self.compute.packs == "auto":
+            rows += ", or on padded ones where a batch costs less so"
+        if self.is_packed and self._kernel.is_varlen:
+            rows += f"; attention by {self._kernel.name}"
         again = "; layers are computed again in the backward pass"
         if self.compute.recompute_above:
             again += f" of more than {self.compute.recompute_above} tokens"
@@ -356,18 +360,34 @@ class Policy:
             StepError: if a row has a token id outside the vocabulary; nothing was yielded.
         """
         self._check_ids(rows)
-        bins, units = self._bins(rows, whole_groups=whole_groups)
-        window = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        for indices in bins:
+        max_tokens = self.compute.micro_batch_tokens
+        plan = self._row_rules().plan(
+            rows,
+            max_tokens=max_tokens,
+            group_index=[row.group_index for row in rows] if whole_groups else None,
+        )
+        for indices in plan.bins:
             batch = collate(
                 [rows[index] for index in indices] or [NO_ROW],
                 score_all=score_all,
-                is_packed=self.is_packed,
-                units=[units[index] for index in indices] or None,
-                fills_up_to=self.compute.micro_batch_tokens if self._fills_rows else 0,
-                window=window,
+                is_packed=plan.is_packed,
+                units=[plan.units[index] for index in indices] or None,
+                row_sizes=self._sizes,
+                max_tokens=max_tokens,
             )
             yield indices, batch
+
+    def _row_rules(self) -> RowRules:
+        return RowRules(
+            flops=self.flops,
+            kernel=self._kernel,
+            sizes=self._sizes,
+            device_type=self.device.type,
+            ranks=self.compute.ranks,
+            can_pack=self.is_packed,
+            can_pad=self.compute.packs == "auto",
+            can_share_prompts=self.can_share_prompts,
+        )
 
     def _check_ids(self, rows: Sequence[TrainingRow]) -> None:
         """Refuse ids outside the vocabulary, here on the host: a GPU would end the process."""
@@ -382,46 +402,6 @@ class Policy:
                 f"{self.vocab_size}: they are of another tokenizer",
                 reason="bad_group",
             )
-
-    @property
-    def _fills_rows(self) -> bool:
-        """Whether rows are filled to a few sizes: only if each size takes memory of its own."""
-        return self.device.type == "cpu" and self.compute.dtype != torch.float32
-
-    def _bins(
-        self, rows: Sequence[TrainingRow], *, whole_groups: bool
-    ) -> tuple[list[list[int]], Sequence[int]]:
-        """Return the rows of each of this rank's micro-batches, and the unit of each row.
-
-        Neighbours of the same unit in a micro-batch share their prompt.
-        """
-        ranks = self.compute.ranks
-        lengths = [row.num_inputs for row in rows]
-        max_tokens = self.compute.micro_batch_tokens
-        group_index = [row.group_index for row in rows] if whole_groups else None
-        if not self.is_packed:
-            bins = pack_micro_batches(
-                lengths, max_tokens=max_tokens, group_index=group_index, fills=self._fills_rows
-            )
-            bins += [[] for _ in range(-len(bins) % ranks.size)]
-            return bins[ranks.rank :: ranks.size], range(len(rows))
-        work = [self.flops.row(row.num_inputs, row.rollout.num_tokens) for row in rows]
-        units: Sequence[int] = range(len(rows))
-        if self.can_share_prompts:
-            shared, units = share_prompts(rows, max_tokens=max_tokens, whole=group_index)
-            work = [
-                each - self.flops.row(length - own, 0)
-                for each, length, own in zip(work, lengths, shared, strict=True)
-            ]
-            lengths = shared
-        rounds = balanced_rounds(
-            lengths,
-            work,
-            max_tokens=max_tokens,
-            num_ranks=ranks.size,
-            group_index=units if group_index is None else group_index,
-        )
-        return [_in_a_line(bins[ranks.rank], rows, units) for bins in rounds], units
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by name, tied tensors once, not copied."""
@@ -635,8 +615,9 @@ class Policy:
     def _row_arguments(self, segments: Segments | None, dtype: torch.dtype) -> dict[str, Any]:
         if segments is None:
             return {}
-        uses_kernel = self.device.type == "cuda" and dtype != torch.float32
-        return packing.arguments(segments, uses_kernel=uses_kernel)
+        is_own = dtype == self.compute.dtype
+        kernel = self._kernel if is_own else plain_kernel(self.device, dtype)
+        return packing.arguments(segments, kernel)
 
     def _choose_rows(self) -> str | None:
         """Switch to packed rows if the model can have them; return why not, or None."""
@@ -648,9 +629,12 @@ class Policy:
         self.model.eval()
         dtype = self.compute.dtype
         own_dtype = torch.float32 if self._root is None else dtype
+        shapes: set[LayerShape] = set()
         with torch.no_grad():
             obstacle: str | None
-            obstacle = self._compute(packing.find_obstacle, self.model, own_dtype, dtype)
+            obstacle = self._compute(packing.find_obstacle, self.model, own_dtype, dtype, shapes)
+        if obstacle is None:
+            self._kernel = choose_kernel(self.device, dtype, frozenset(shapes))
         return obstacle
 
     def _enable_training(self, *, gradient_checkpointing: bool | str) -> None:
@@ -706,23 +690,6 @@ class Policy:
         given = self._row_arguments(segments, dtype)
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **given).logits
         return torch.nn.functional.linear(states, self._head), logits
-
-
-def _in_a_line(
-    indices: Sequence[int], rows: Sequence[TrainingRow], units: Sequence[int]
-) -> list[int]:
-    """Return the rows of a micro-batch in an order that puts rows of one prompt side by side.
-
-    Within a unit, and among rows that share no prompt, the longest comes first: without the varlen
-    kernel, attention computes neighbours of equal length at once.
-    """
-    sizes = Counter(units[index] for index in indices)
-
-    def place(index: int) -> tuple[int, int]:
-        unit = units[index]
-        return (unit if sizes[unit] > 1 else len(rows)), -rows[index].num_inputs
-
-    return sorted(indices, key=place)
 
 
 def float32_attention(attn_implementation: str) -> str:
@@ -853,6 +820,19 @@ def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | No
     if lora is not None:
         add_adapter(model, lora)
     return num_ids
+
+
+def _fills(compute: Compute) -> Fills:
+    """Return what is filled on a device: rows are if each of their sizes takes memory there."""
+    if compute.dtype == torch.float32:
+        return "nothing"
+    return "rows" if compute.device.type == "cpu" else "widths"
+
+
+def _num_positions(model: Any) -> int | None:
+    """Return the largest number of tokens that a model has positions for; None if unknown."""
+    found: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return found
 
 
 def _check_types(compute: Compute) -> None:

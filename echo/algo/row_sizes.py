@@ -1,0 +1,118 @@
+"""Sizes that rows are filled to, so that a model meets few of them.
+
+In 16 bits a CPU keeps code and buffers for each number of tokens that a product has seen. There
+packed and padded rows are filled. A GPU keeps a plan for each length of padded rows, so there
+padded rows are lengthened; the length of a packed row is in no plan.
+
+A packed row takes the smallest size that the run has had already, as long as all rows of the run
+are filled by less than MAX_FILLED of their tokens; otherwise it adds a size to the run's sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+SIZES_PER_OCTAVE = (16, 32, 64)
+"""Numbers of sizes between a number of tokens and its double. The first one that keeps the filling
+below MAX_FILLED counts; with 16 sizes, on average 2 % of a row is filling.
+"""
+
+MAX_FILLED = 0.028
+"""Largest share of a run's tokens that fills packed rows."""
+
+MAX_REUSED = 0.025
+"""Largest share for a row that takes a size of an earlier row; the rest is left to new sizes."""
+
+NUM_CREDITED = 4
+"""Number of further rows of the same size that the first rows are counted with: a run's first row
+would otherwise have to be nearly full.
+"""
+
+LONG_TOKENS = 4096
+"""Number of tokens from which a GPU computes attention by plans of cuDNN in packed rows, too."""
+
+PLAN_TOKENS = 512
+"""On a GPU, padded rows of LONG_TOKENS and more are lengthened to a multiple of this number."""
+
+SHORT_PLAN_TOKENS = 128
+"""On a GPU, shorter padded rows are lengthened to a multiple of this number, if that adds less than
+MAX_LENGTHENED.
+"""
+
+MAX_LENGTHENED = 0.1
+"""Largest share of its tokens that lengthens a short row."""
+
+Fills = Literal["nothing", "rows", "widths"]
+"""What is filled: nothing; rows of all kinds, for a CPU; the widths of padded rows, for a GPU."""
+
+
+def filled_size(num_tokens: int, *, max_tokens: int, per_octave: int = SIZES_PER_OCTAVE[0]) -> int:
+    """Return the size that a row of `num_tokens` is filled to.
+
+    Args:
+        num_tokens: >= 1.
+        max_tokens: limit of a micro-batch; filling never exceeds it.
+        per_octave: number of sizes between a number of tokens and its double.
+    """
+    step = max(1, (1 << num_tokens.bit_length() - 1) // per_octave)
+    size = -(-num_tokens // step) * step
+    return size if size <= max_tokens else max(num_tokens, max_tokens)
+
+
+@dataclass(slots=True, kw_only=True)
+class RowSizes:
+    """Sizes of the rows of one model.
+
+    `max_tokens` of its methods is the limit of a micro-batch, which filling never exceeds.
+    """
+
+    fills: Fills = "nothing"
+    window: int | None = None
+    """Largest length that padded rows are filled to, the model's number of positions."""
+    _sizes: set[int] = field(default_factory=set)
+    """Sizes of the run's packed rows so far."""
+    _num_tokens: int = 0
+    _num_filled: int = 0
+
+    def packed(self, num_tokens: int, *, max_tokens: int) -> int:
+        """Return the size of the run's next packed row, which has `num_tokens` of rollouts."""
+        if self.fills != "rows":
+            return num_tokens
+        limit = max(num_tokens, max_tokens)
+        known = min((size for size in self._sizes if num_tokens <= size <= limit), default=None)
+        if known is not None and self._allows(known, num_tokens, MAX_REUSED):
+            size = known
+        else:
+            for per_octave in SIZES_PER_OCTAVE:
+                size = filled_size(num_tokens, max_tokens=max_tokens, per_octave=per_octave)
+                if self._allows(size, num_tokens, MAX_FILLED):
+                    break
+            self._sizes.add(size)
+        self._num_tokens += num_tokens
+        self._num_filled += size - num_tokens
+        return size
+
+    def _allows(self, size: int, num_tokens: int, share: float) -> bool:
+        tokens = self._num_tokens + (1 + NUM_CREDITED) * num_tokens
+        return self._num_filled + size - num_tokens <= share * tokens
+
+    def width(self, length: int, *, max_tokens: int) -> int:
+        """Return the length that padded rows get whose longest has `length` tokens."""
+        size = length
+        if self.fills == "rows":
+            size = filled_size(length, max_tokens=max_tokens)
+        elif self.fills == "widths":
+            step = PLAN_TOKENS if length >= LONG_TOKENS else SHORT_PLAN_TOKENS
+            more = -length % step
+            if length + more <= max_tokens and (
+                length >= LONG_TOKENS or more < MAX_LENGTHENED * length
+            ):
+                size += more
+        return size if self.window is None else max(length, min(size, self.window))
+
+    def number(self, num_rows: int, width: int, *, max_tokens: int) -> int:
+        """Return the number of padded rows of a micro-batch that has `num_rows` rollouts."""
+        filled = 1 << (num_rows - 1).bit_length()
+        is_filled = self.fills == "rows" and filled * width <= max_tokens
+        return filled if is_filled else num_rows

@@ -1,0 +1,379 @@
+"""The kernel that computes the attention of packed rows, chosen once when a model is loaded.
+
+    PRODUCTS   scaled dot products of each run of equal segments: a CPU, or float32
+    FA3, FA4   FlashAttention 3 or 4 under torch's varlen operator, if its package is installed
+    DENSE      cuDNN's dense products for long segments, the varlen operator for the others
+    VARLEN     torch's varlen operator, which is FlashAttention 2
+
+On a GPU that computes in 16 bits, `choose_kernel` tries the fastest kernel first, on two segments
+of the shapes that the model's own layers ask for: values and gradients must be those of each
+segment alone. A kernel that fails leaves one notice in the log, and the next one is tried.
+
+cuDNN is the faster one on GPUs of capability 9 only, and for long segments only: it makes a plan
+for each length, which takes up to hundreds of milliseconds and is kept without bound. So segments
+of LONG_TOKENS and more are copied into contiguous tensors whose lengths are multiples of
+PLAN_TOKENS, and plans are found again. Of shorter segments, cuDNN saves less than the launches
+cost. torch's operator with cumulative lengths for cuDNN would plan in every call, and is not used.
+
+FlashAttention 3 and 4 replace the flash kernels of the whole process, also those of an evaluation
+beside the training.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import attention as torch_attention
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from echo.algo.row_sizes import LONG_TOKENS, PLAN_TOKENS
+
+MAX_DENSE_WIDTH = 128
+"""Largest width of a head that cuDNN's dense products take, forward and backward."""
+
+TRIED_LENGTHS = (300, 170)
+"""Tokens of the two segments that a kernel is tried on."""
+MAX_ERROR = 0.03
+"""Largest relative error of values and of gradients in a trial; 16 bits round by about .005."""
+
+FA3_MODULE = "flash_attn_interface"
+FA4_MODULES = ("flash_attn.cute.interface", "vllm.vllm_flash_attn.cute.interface")
+"""Modules that have FlashAttention 4: of its own package, and of vLLM's CUDA wheel."""
+FA4_ADAPTER = "echo.train.models.flash_attention_4"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A way to compute the attention of packed rows."""
+
+    name: str
+    """A sentence about attention ends with it."""
+    is_varlen: bool = True
+    """Whether segments are given by cumulative lengths, for torch's varlen operator."""
+    implementation: str | None = None
+    """torch's name of the implementation to activate for the varlen operator; None for its own."""
+    long_from: int | None = None
+    """Tokens from which a segment is computed by dense products; None for no such segment."""
+    slowdown: float = 1.0
+    """Time of attention of all other segments, with the time in padded rows as 1."""
+
+
+PRODUCTS = Kernel(name="scaled dot products", is_varlen=False)
+VARLEN = Kernel(name="FlashAttention 2")
+FA3 = Kernel(name="FlashAttention 3", implementation="FA3")
+FA4 = Kernel(name="FlashAttention 4", implementation="FA4")
+DENSE = Kernel(
+    name=f"cuDNN for segments of {LONG_TOKENS} tokens and more, FlashAttention 2 for others",
+    long_from=LONG_TOKENS,
+    slowdown=1.8,  # 16 segments of 1 024 tokens on an H200
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """Sizes of the attention of a layer."""
+
+    num_heads: int
+    num_key_heads: int
+    width: int
+    """Width of a query and a key."""
+    value_width: int
+    window: int | None = None
+    """Largest number of tokens that a token attends to, with itself; None for all before it."""
+
+
+def is_dense(width: int, value_width: int, window: int | None) -> bool:
+    """Return whether cuDNN's dense products can compute long segments of a layer."""
+    return window is None and all(n <= MAX_DENSE_WIDTH and n % 8 == 0 for n in (width, value_width))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LongSegments:
+    """The long segments at the start of a packed row, and the arguments for the other segments.
+
+    No field is in the guards of a compiled layer: its graph does not depend on the lengths.
+    """
+
+    lengths: tuple[int, ...]
+    """Tokens of each long segment."""
+    others: tuple[Tensor, Tensor, int, int] | None
+    """`cu_seq_lens_q` to `max_length_k` of the other segments; None if there are none."""
+    keys: Tensor | None
+    """[K] int64 places in the row of the other segments' keys; None if they share no prompt."""
+
+
+# --- choice ---------------------------------------------------------------------------------------
+
+
+def plain_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """Return the kernel that needs no trial."""
+    return VARLEN if device.type == "cuda" and dtype.itemsize < 4 else PRODUCTS
+
+
+def candidates(device: torch.device | str, dtype: torch.dtype) -> list[Kernel]:
+    """Return the kernels that the device and the installed packages allow, the fastest first.
+
+    Nothing is imported, and nothing runs on the device.
+    """
+    plain = plain_kernel(torch.device(device), dtype)
+    if plain is PRODUCTS:
+        return [plain]
+    major, _ = torch.cuda.get_device_capability(device)
+    found = []
+    if major == 9 and is_installed(FA3_MODULE):
+        found.append(FA3)
+    if major in (9, 10) and any(map(is_installed, FA4_MODULES)):
+        found.append(FA4)
+    return [*found, *([DENSE] if major == 9 else []), plain]
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module's file is installed, without running any package's code."""
+    top, *path = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not path:
+        return spec is not None
+    places = [Path(place).joinpath(*path) for place in spec.submodule_search_locations or ()]
+    return any(place.with_suffix(".py").exists() for place in places)
+
+
+@cache
+def choose_kernel(
+    device: torch.device, dtype: torch.dtype, shapes: frozenset[LayerShape]
+) -> Kernel:
+    """Return the fastest kernel that computes these layers rightly, and activate it.
+
+    Args:
+        device: the device that computes.
+        dtype: the type of products.
+        shapes: sizes of the attention of the model's layers.
+    """
+    *tried, plain = candidates(device, dtype)
+    for kernel in tried:
+        fault = find_kernel_fault(kernel, device, dtype, shapes)
+        if fault is None:
+            return kernel
+        _log.warning("attention by %s was tried and is not used: %s", kernel.name, fault)
+    return plain
+
+
+def find_kernel_fault(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, shapes: Iterable[LayerShape]
+) -> str | None:
+    """Activate a kernel and try it on two short segments; return why it cannot be used, or None.
+
+    A kernel that cannot be used is not active afterwards.
+    """
+    try:
+        activate(kernel)
+        for shape in shapes:
+            if kernel.long_from is None or is_dense(shape.width, shape.value_width, shape.window):
+                _try(kernel, device, dtype, shape)
+    except Exception as error:  # noqa: BLE001 -- a package that compiles kernels may raise anything
+        deactivate(kernel)
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return None
+
+
+def activate(kernel: Kernel) -> None:
+    """Have torch's varlen operator use a kernel's implementation, if it has one, from now on."""
+    if kernel.implementation == "FA4":
+        # Imported here: the module is torch's prototype, and may go.
+        from torch.nn.attention import _fa4
+
+        register = partial(_fa4.register_flash_attention_fa4, FA4_ADAPTER)
+        torch_attention.register_flash_attention_impl("FA4", register_fn=register)
+    if kernel.implementation is not None:
+        torch_attention.activate_flash_attention_impl(kernel.implementation)
+
+
+def deactivate(kernel: Kernel) -> None:
+    """Have torch's varlen operator use FlashAttention 2 again."""
+    if kernel.implementation is not None:
+        torch_attention.restore_flash_attention_impl()
+
+
+def import_fa4() -> ModuleType:
+    """Import FlashAttention 4, of its own package or else of vLLM's.
+
+    Raises:
+        ImportError: if neither is installed.
+    """
+    for name in filter(is_installed, FA4_MODULES):
+        return importlib.import_module(name)
+    raise ImportError(f"none of {', '.join(FA4_MODULES)} is installed")
+
+
+def _try(kernel: Kernel, device: torch.device, dtype: torch.dtype, shape: LayerShape) -> None:
+    """Compare two segments with each segment alone in float32.
+
+    Raises:
+        RuntimeError: if values or gradients differ, or dense products are not computed by cuDNN.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sizes = (
+        (shape.num_heads, shape.width),
+        (shape.num_key_heads, shape.width),
+        (shape.num_key_heads, shape.value_width),
+    )
+    exact = [
+        torch.randn(1, heads, sum(TRIED_LENGTHS), width, generator=generator).to(dtype)
+        for heads, width in sizes
+    ]
+    given = [x.to(device).requires_grad_() for x in exact]
+    exact = [x.to(device, torch.float32).requires_grad_() for x in exact]
+    window = None if shape.window is None else min(shape.window, TRIED_LENGTHS[1] // 2)
+    query, key, value = given
+    if kernel.long_from is None:
+        ends = torch.tensor([0, TRIED_LENGTHS[0], sum(TRIED_LENGTHS)], dtype=torch.int32)
+        segments = ends.to(device), ends.to(device), max(TRIED_LENGTHS), max(TRIED_LENGTHS)
+        found = attend_varlen(query, key, value, segments, None, None, window)
+    else:
+        _check_cudnn(query, key, value)
+        long = LongSegments(lengths=TRIED_LENGTHS, others=None, keys=None)
+        found = attend_long(query, key, value, long, None)
+    alone = zip(*(x.split(TRIED_LENGTHS, 2) for x in exact), strict=True)
+    expected = torch.cat([attend_alone(q, k, v, None, window) for q, k, v in alone], 1)
+    weights = torch.randn(expected.shape, generator=generator).to(device)
+    pairs = zip(
+        (found.detach(), *torch.autograd.grad((found.float() * weights).sum(), given)),
+        (expected.detach(), *torch.autograd.grad((expected * weights).sum(), exact)),
+        strict=True,
+    )
+    error = max(float((one.float() - other).norm() / other.norm()) for one, other in pairs)
+    if not error < MAX_ERROR:
+        raise RuntimeError(f"its values or gradients are wrong by {error:.0%}")
+
+
+def _check_cudnn(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise unless torch computes dense products of such tensors by cuDNN."""
+    if query.is_cuda:
+        is_grouped = query.shape[1] != key.shape[1]
+        choice = torch._fused_sdp_choice(  # noqa: SLF001 -- no public function tells it
+            query, key, value, is_causal=True, enable_gqa=is_grouped
+        )
+        if choice != SDPBackend.CUDNN_ATTENTION.value:
+            raise RuntimeError(f"torch takes {SDPBackend(choice).name} for dense products")
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def attend_alone(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """Attend within n segments of equal length, [n, H, length, D]; return [n, length, H, Dv].
+
+    If there are more keys, the queries belong to the last keys.
+    """
+    length, num_keys, mask = query.shape[2], key.shape[2], None
+    if num_keys > length or (window is not None and length > window):
+        age = torch.arange(num_keys - length, num_keys, device=query.device)[:, None]
+        age = age - torch.arange(num_keys, device=query.device)
+        mask = (age >= 0) & (age < (num_keys if window is None else window))
+    dtype = query.dtype
+    if query.device.type == "cpu" and dtype.itemsize < 4:
+        # In 16 bits a CPU would compile and keep code for each new length, and would be slower.
+        query, key, value = query.float(), key.float(), value.float()
+    attended = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
+
+
+def attend_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: tuple[Tensor | None, Tensor | None, int | None, int | None],
+    segment_keys: Tensor | None,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return [1, L, H, Dv] from the varlen operator.
+
+    Args:
+        query: [1, H, L, D].
+        key: [1, Hkv, K, D].
+        value: [1, Hkv, K, Dv].
+        segments: `cu_seq_lens_q` to `max_length_k` of `packed_attention`.
+        segment_keys: places of the segments' keys in `key`; None for all in their order.
+        scaling: factor of the scores; None for 1 / sqrt(D).
+        window: tokens that a token attends to, with itself; None for all before it.
+    """
+    # Under autocast, norms and rotation return query and key in float32; the kernel takes one type.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if segment_keys is not None:
+        keys, values = keys.index_select(0, segment_keys), values.index_select(0, segment_keys)
+    # If there are more keys than queries, the kernel aligns the queries with the last keys.
+    attended = varlen_attn(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        *segments,  # type: ignore[arg-type]
+        scale=scaling,
+        # Numbers of tokens before and after; transformers' window counts the token itself as well.
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(attended, Tensor), "nothing else was asked for"
+    return attended[None]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_long(
+    query: Tensor, key: Tensor, value: Tensor, long: LongSegments, scaling: float | None
+) -> Tensor:
+    """Return [1, L, H, Dv]: long segments one by one by dense products, the others by varlen.
+
+    It is not compiled: each row has other lengths and would need another graph.
+    """
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    parts = list(_attend_each(query, key, value, long.lengths, scaling))
+    if long.others is not None:
+        start = sum(long.lengths)
+        if long.keys is None:
+            key, value = key[:, :, start:], value[:, :, start:]
+        others = query[:, :, start:], key, value
+        parts.append(attend_varlen(*others, long.others, long.keys, scaling, None))
+    return torch.cat(parts, 1)
+
+
+def _attend_each(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float | None
+) -> Iterator[Tensor]:
+    """Yield [1, length, H, Dv] for each segment at the start of a row.
+
+    cuDNN finds a plan by sizes and strides. A view of the row would have the row's strides.
+    """
+    start = 0
+    for length in lengths:
+        more = -length % PLAN_TOKENS
+        q, k, v = (
+            pad(x[:, :, start : start + length], (0, 0, 0, more)).contiguous()
+            for x in (query, key, value)
+        )
+        attended = scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        yield attended[:, :, :length].transpose(1, 2)
+        start += length

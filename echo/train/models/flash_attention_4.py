@@ -1,0 +1,14 @@
+"""FlashAttention 4 as torch calls it, whose forward returns further values in some versions."""
+
+from typing import Any
+
+from echo.train.models.attention import import_fa4
+
+_fa4: Any = import_fa4()
+
+
+def _flash_attn_fwd(*args: Any, **options: Any) -> Any:
+    return _fa4._flash_attn_fwd(*args, **options)[:2]  # noqa: SLF001 -- torch's own name for it
+
+
+_flash_attn_bwd = _fa4._flash_attn_bwd  # noqa: SLF001

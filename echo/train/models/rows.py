@@ -1,0 +1,165 @@
+"""Rows of a batch: divided into micro-batches, packed or padded, whichever costs less.
+
+Packed rows have no padding, and rollouts of a prompt can share it there. But without a varlen
+kernel, attention is called once for each run of equal segments. A small model with many lengths
+spends more time in these calls than padding would take. And on some GPUs attention of padded rows
+is faster. So both layouts are made, and their costs are compared: the model's operations on
+rollouts and padding, and the calls of attention. Ranks make the same plan from the same rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from echo.algo.balance import balanced_rounds
+from echo.algo.batching import TrainingRow, pack_micro_batches, share_prompts
+from echo.algo.row_sizes import RowSizes
+from echo.train.models.attention import Kernel
+from echo.train.models.flops import ModelFlops
+from echo.train.ranks.sharding import Ranks
+
+CALL_FLOPS = {"cpu": 6e6, "cuda": 5e9}
+"""Operations that a device makes in the time that a call of attention takes beside its products,
+forward and backward: the time of the host's code and, on a GPU, of some forty launches.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowPlan:
+    """Micro-batches of a batch of rows."""
+
+    bins: list[list[int]]
+    """Indices of the rows of each of this rank's micro-batches."""
+    units: Sequence[int]
+    """Unit of each row; neighbours of the same unit in a packed row share their prompt."""
+    is_packed: bool
+    cost: float
+    """Operations of all ranks, with calls of attention as the operations that take their time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRules:
+    """Properties of a model and its device that decide how rows are laid out."""
+
+    flops: ModelFlops
+    kernel: Kernel
+    sizes: RowSizes
+    device_type: str
+    ranks: Ranks
+    can_pack: bool
+    """Whether the model keeps rollouts of a packed row apart."""
+    can_pad: bool
+    """Whether rows may be padded though they can be packed."""
+    can_share_prompts: bool
+
+    def plan(
+        self, rows: Sequence[TrainingRow], *, max_tokens: int, group_index: Sequence[int] | None
+    ) -> RowPlan:
+        """Return the plan that costs least.
+
+        Args:
+            rows: any number, in any order.
+            max_tokens: limit of a micro-batch.
+            group_index: group of each row, to keep groups whole; None lets rows go anywhere.
+        """
+        plans = []
+        if self.can_pack:
+            plans.append(self._packed(rows, max_tokens, group_index))
+        if self.can_pad or not self.can_pack:
+            plans.append(self._padded(rows, max_tokens, group_index))
+        return min(plans, key=lambda plan: plan.cost)  # of equal ones the packed one
+
+    def _packed(
+        self, rows: Sequence[TrainingRow], max_tokens: int, group_index: Sequence[int] | None
+    ) -> RowPlan:
+        lengths = [row.num_inputs for row in rows]
+        work = [self.flops.row(row.num_inputs, row.rollout.num_tokens) for row in rows]
+        units: Sequence[int] = range(len(rows))
+        cost = sum(map(self._segment, lengths))
+        if self.can_share_prompts:
+            shared, units = share_prompts(rows, max_tokens=max_tokens, whole=group_index)
+            # A shared prompt is computed for the first row of its unit only.
+            saved = [
+                self.flops.row(all_ - own, 0) for all_, own in zip(lengths, shared, strict=True)
+            ]
+            work = [each - less for each, less in zip(work, saved, strict=True)]
+            cost -= sum(saved)
+            lengths = shared
+        rounds = balanced_rounds(
+            lengths,
+            work,
+            max_tokens=max_tokens,
+            num_ranks=self.ranks.size,
+            group_index=units if group_index is None else group_index,
+        )
+        long_from = self.kernel.long_from
+        in_lines = [[_in_a_line(each, rows, units, long_from) for each in bins] for bins in rounds]
+        if not self.kernel.is_varlen:
+            calls = sum(_num_runs(each, rows, units) for bins in in_lines for each in bins)
+            cost += self._calls(calls)
+        bins = [each[self.ranks.rank] for each in in_lines]
+        return RowPlan(bins=bins, units=units, is_packed=True, cost=cost)
+
+    def _padded(
+        self, rows: Sequence[TrainingRow], max_tokens: int, group_index: Sequence[int] | None
+    ) -> RowPlan:
+        sizes = self.sizes
+        widths = [sizes.width(row.num_inputs, max_tokens=max_tokens) for row in rows]
+        bins = pack_micro_batches(
+            widths,
+            max_tokens=max_tokens,
+            group_index=group_index,
+            by_powers=sizes.fills == "rows",
+        )
+        cost = 0.0
+        for each in bins:
+            width = max(widths[index] for index in each)
+            cost += sizes.number(len(each), width, max_tokens=max_tokens) * self.flops.row(width, 0)
+        cost += self._calls(0 if self.kernel.is_varlen else len(bins))
+        bins += [[] for _ in range(-len(bins) % self.ranks.size)]
+        own = bins[self.ranks.rank :: self.ranks.size]
+        return RowPlan(bins=own, units=range(len(rows)), is_packed=False, cost=cost)
+
+    def _segment(self, length: int) -> float:
+        """Return the operations of a segment of a packed row, without the head's."""
+        cost: float = self.flops.row(length, 0)
+        if self.kernel.long_from is None or length < self.kernel.long_from:
+            cost += (self.kernel.slowdown - 1.0) * self.flops.attention_of(length)
+        return cost
+
+    def _calls(self, number: int) -> float:
+        return number * CALL_FLOPS[self.device_type] * len(self.flops.attention)
+
+
+def _in_a_line(
+    indices: Iterable[int],
+    rows: Sequence[TrainingRow],
+    units: Sequence[int],
+    long_from: int | None,
+) -> list[int]:
+    """Return the rows of a micro-batch in an order that puts rows of one prompt side by side.
+
+    Long rows come first, so that they are the start of the packed row. Within a unit, and among
+    rows that share no prompt, the longest comes first: without a varlen kernel, attention computes
+    neighbours of equal length at once.
+    """
+    sizes = Counter(units[index] for index in indices)
+
+    def place(index: int) -> tuple[bool, int, int]:
+        unit, length = units[index], rows[index].num_inputs
+        is_alone = sizes[unit] == 1
+        is_long = long_from is not None and is_alone and length >= long_from
+        return not is_long, (len(rows) if is_alone else unit), -length
+
+    return sorted(indices, key=place)
+
+
+def _num_runs(indices: Sequence[int], rows: Sequence[TrainingRow], units: Sequence[int]) -> int:
+    """Return the number of runs of equal segments in a packed row."""
+    sizes = Counter(units[index] for index in indices)
+    shared = [unit for unit, size in sizes.items() if size > 1]
+    lengths = ((units[i] if sizes[units[i]] > 1 else -1, rows[i].num_inputs) for i in indices)
+    return len(shared) + len(list(groupby(lengths)))
