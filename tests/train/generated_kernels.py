@@ -61,7 +61,7 @@ with tempfile.TemporaryDirectory() as directory:
             module.triton_hash_with_backend = lambda: "none"  # type: ignore[attr-defined]
     driver.set_active(H100())
     compilation.AsyncCompile.triton = note  # type: ignore[method-assign,assignment]
-    attention.varlen_attn = varlen_attn  # type: ignore[attr-defined]
+    attention.varlen_attn = varlen_attn  # type: ignore[attr-defined,assignment]
 
     settings = AutoConfig.for_model(
         "qwen3",
