@@ -21,7 +21,8 @@ from echo.algo import batching
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.engine.lora import Lora
 from echo.kernels import logprob
-from echo.train.models import packing, policy
+from echo.train.models import attention, packing, policy
+from echo.train.models.attention import VARLEN
 from echo.train.models.masters import Masters
 from echo.train.models.policy import ModelSource
 from echo.train.step import StepError
@@ -195,12 +196,8 @@ def test_launches_and_copies_of_a_micro_batch_and_of_an_update_are_bounded(
         model_dir = make_tiny_model(num_hidden_layers=num_layers)
         trainer = fast_trainer(model_dir, dtype=torch.bfloat16, micro_batch_tokens=24)
         with monkeypatch.context() as patch:
-            patch.setattr(packing, "varlen_attn", varlen_attn)
-            patch.setattr(
-                packing,
-                "arguments",
-                lambda segments, uses_kernel: given(segments, uses_kernel=True),
-            )
+            patch.setattr(attention, "varlen_attn", varlen_attn)
+            patch.setattr(packing, "arguments", lambda segments, _: given(segments, VARLEN))
             batch = trainer.prepare(make_groups(8))
             number = len(list(trainer.policy.micro_batches(batch.samples)))
             moved.clear()
