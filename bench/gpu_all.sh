@@ -114,7 +114,7 @@ shrink() { # command: leave sizes to its quick form
     while [ $# -gt 0 ]; do
         case $1 in
         --tokens | --model | --width | --repeats | --steps | --micro-batches | --shape | --optimizer | \
-            --device) shift ;;
+            --device) while [ $# -gt 1 ] && [[ $2 != --* ]]; do shift; done ;;
         *) command+=("$1") ;;
         esac
         shift
@@ -122,7 +122,7 @@ shrink() { # command: leave sizes to its quick form
     command+=(--quick)
 }
 
-failed=0 total_s=0
+failed=0 total_s=0 begun=
 end() {
     [ -z "$is_dry" ] || printf 'at most %d s, and %d minutes\n' $total_s "$minutes" >&2
     exit $failed
@@ -141,6 +141,9 @@ run() { # part, name, seconds that it may take, command...
         *bench/*) shrink "$@" ;;
         *) return ;;
         esac
+        # Of several sizes the quick form is the same.
+        case $begun in *"|${command[*]}|"*) return ;; esac
+        begun+="|${command[*]}|"
     fi
     if [ -n "$is_dry" ]; then
         printf '%-22s %4d s  %-7s %s\n' "$name" "$limit_s" "$part" "${command[*]}"
@@ -239,10 +242,14 @@ vllm_parts vllm
 # Two workers share the GPU with the learner.
 run vllm vllm-quickstart 300 "$python" -m echo.cli.main quickstart --set engine.kind=vllm \
     --set run.max_steps=60 --set run.name=gpu-all --set ui.live=off
-model=$("$python" -c 'import json; print(json.load(open("runs/gpu-all/config.json"))["model"]["name"])' \
-    2>/dev/null) || model=MODEL_OF_THE_QUICKSTART
-run vllm vllm-swap 150 "$python" bench/bench_swap.py "$model" runs/gpu-all/final \
-    --device cuda --dtype bfloat16 --process engine --parts 0.1
+swap=("$python" bench/bench_swap.py)
+if [ -z "$quick" ]; then
+    model=$("$python" -c \
+        'import json; print(json.load(open("runs/gpu-all/config.json"))["model"]["name"])' \
+        2>/dev/null) || model=MODEL_OF_THE_QUICKSTART
+    swap+=("$model" runs/gpu-all/final --dtype bfloat16 --process engine --parts 0.1)
+fi
+run vllm vllm-swap 150 "${swap[@]}" --device cuda
 run deltas update 200 "$python" bench/bench_update.py --device cuda --shape Qwen3-4B --parts stages \
     --shares 0.014 --kinds 'changes, float32' --updates 3 --rounds 1
 run learner learner-checkpointed 90 "${step[@]}" Qwen3-0.6B --lengths full --ways packed --checkpointing
