@@ -230,6 +230,11 @@ class Scheduler:
         self.groups.step = step
         self.just_in_time.end_step(step, now=now)
 
+    def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
+        """Acknowledge a group that the ledger now holds."""
+        self.just_in_time.stored(is_useful=is_useful)
+        return self.results.stored(group_id, is_useful=is_useful, now=now)
+
     # --- heartbeats ------------------------------------------------------------------------------
 
     def on_heartbeat(

@@ -448,7 +448,7 @@ class Learner(Role):
         return [AppendRecord(end), *acknowledgement]
 
     def _acknowledge(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
-        stored = self.scheduler.results.stored(group_id, is_useful=is_useful, now=now)
+        stored = self.scheduler.stored(group_id, is_useful=is_useful, now=now)
         return [*stored, *self.review.update(now=now), *self._grant(now)]
 
     def _on_review_due(self, event: ReviewDue, now: float) -> list[Action]:

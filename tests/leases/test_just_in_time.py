@@ -135,6 +135,19 @@ class TestHolding:
         # The second running group comes within the margin: another is begun in its place.
         assert due == SIZE - 2
 
+    def test_groups_count_by_the_share_that_is_useful(self) -> None:
+        pace = at_step(3)
+        pace.installed("w", 3, now=31.0)
+        for number in range(63):
+            pace.stored(is_useful=number % 2 == 0)
+        load = worker(6, now=31.0)
+        # Half of the groups will be useful: eight are made for four, and two for the last one.
+        assert num_due(pace, load, version=3, step=3, num_accepted=SIZE, now=31.0) == 2 * SIZE
+        late = num_due(
+            pace, load, version=3, step=3, num_accepted=SIZE + 2, running=(33.0, 33.0), now=31.0
+        )
+        assert late == 2
+
     def test_a_learner_that_waits_is_given_everything_for_its_batch(self) -> None:
         pace = at_step(3)
         pace.end_step(4, now=40.0)

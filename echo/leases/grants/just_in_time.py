@@ -13,11 +13,12 @@ can still be made in time from the next version:
               would then be as old as the bound allows has none, since a late one would be stale
     due     = max over b of need(b) - have(b)         groups to grant now, at least 0
 
-B is the number of groups per step. ready(b) is the instant at which the learner can begin to train
-on batch b. arrival(worker) is the instant at which the worker should install the next version.
-soonest is the instant at which a group that is granted now should be done: only a running group
-that should be done later is worth a replacement. A fleet that is too slow is never held back,
-because all of its groups are due.
+Running and held groups count by the share of recent groups that were useful: the others end when
+they are stored, so that further ones are needed. B is the number of groups per step. ready(b) is
+the instant at which the learner can begin to train on batch b. arrival(worker) is the instant at
+which the worker should install the next version. soonest is the instant at which a group that is
+granted now should be done: only a running group that should be done later is worth a replacement. A
+fleet that is too slow is never held back, because all of its groups are due.
 
 **ready(b)**: the begin of the newest step, plus the median time from the begin of a step until the
 learner can begin the next one, for each step from there to b.
@@ -80,6 +81,9 @@ REST = 1 / 32
 MAX_REST_S = 5.0
 """The longest time after which it is decided again."""
 
+RECENT_GROUPS = 64
+"""Number of newest groups from which the useful share is estimated."""
+
 MAX_BATCHES = 64
 """Batches to come that are considered: the longest staleness that is configured in practice."""
 
@@ -107,6 +111,8 @@ class JustInTime:
         self._waited_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._spare_s: deque[float] = deque(maxlen=SPARE_STEPS)
         """From the completion of a batch until the learner took it."""
+        self._useful: deque[bool] = deque(maxlen=RECENT_GROUPS)
+        """Whether recent groups were useful."""
         self._complete_at: float | None = None
         """When the next batch was complete."""
         self._delay_s: RecentMap[str, float] = RecentMap(max_entries=MAX_WORKERS)
@@ -157,6 +163,10 @@ class JustInTime:
             self._train_s.append(now - self._begun_at)
         self._step, self._is_training, self.deadline = step, False, None
         self._made_at[step] = now
+
+    def stored(self, *, is_useful: bool) -> None:
+        """Record whether something can be learned from a group that was accepted."""
+        self._useful.append(is_useful)
 
     def installed(self, worker_id: str, step: int, *, now: float) -> None:
         """Record that a worker reports the version of this step as installed."""
@@ -248,16 +258,23 @@ class JustInTime:
         size, first = self._groups_per_step, self._step + self._is_training
         most = max(load.most_promised for load in loads)
         num_held = min(most, (first + MAX_BATCHES) * size) - num_promised
+        share = self._useful_share
         soonest = min((load.finish_at for load in loads if load.num_free > 0), default=now)
         made_at = sorted(running)
-        held_at = sorted(self._held_done_at(loads, installed, num_held, now))
+        # Groups that are not useful make room for further ones.
+        held_at = sorted(self._held_done_at(loads, installed, math.ceil(num_held / share), now))
         num_needed = 0
         for batch in range(first, (num_promised + num_held - 1) // size + 1):
             until = self._ready_at(batch, now) - self.margin_s
             num_made = bisect_right(made_at, max(until, soonest)) + bisect_right(held_at, until)
-            num_missing = (batch + 1 - self._step) * size - num_accepted - num_made
-            num_needed = max(num_needed, num_missing)
+            num_missing = (batch + 1 - self._step) * size - num_accepted - share * num_made
+            num_needed = max(num_needed, math.ceil(num_missing / share - 1e-9))
         return num_needed
+
+    @property
+    def _useful_share(self) -> float:
+        """Share of recent groups from which something could be learned, above 0."""
+        return (sum(self._useful) + 1) / (len(self._useful) + 1)
 
     @property
     def _step_s(self) -> float:
@@ -275,7 +292,8 @@ class JustInTime:
         """Return whether the fleet without its fastest worker makes what the learner needs."""
         speeds = [len(load.free_at) / load.full_group_s for load in loads]
         lost = min(max(speeds), MAX_LOSS * sum(speeds))
-        return (sum(speeds) - lost) * self._step_s >= self._groups_per_step
+        num_useful = (sum(speeds) - lost) * self._useful_share * self._step_s
+        return num_useful >= self._groups_per_step
 
     def _is_timed(self, loads: Sequence[Load]) -> bool:
         """Return whether a step and the installation of a version have been timed."""
