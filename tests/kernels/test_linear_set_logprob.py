@@ -12,7 +12,14 @@ from torch import Tensor
 from echo.kernels import torch_kernels
 from echo.kernels.contract import BackendName, Pairs
 from echo.kernels.logprob import IdSets, linear_logprob, linear_pair_logits, linear_set_logprob
-from tests.kernels.test_linear_logprob import Case, Results, make_case, max_error, relative_error
+from tests.kernels.test_linear_logprob import (
+    Case,
+    LargestTensor,
+    Results,
+    make_case,
+    max_error,
+    relative_error,
+)
 
 
 def make_sets(case: Case, *, seed: int = 0, every: int = 4) -> tuple[IdSets, Tensor]:
@@ -178,6 +185,18 @@ def test_the_log_probability_of_another_id_follows_from_pair_logits() -> None:
     other, _ = linear_logprob(case.hidden, case.weight, others, case.inv_temperature)
     found = own + logits[1::2] - logits[::2]
     assert torch.allclose(found, other, atol=1e-12)
+
+
+def test_neither_logits_of_the_vocabulary_nor_a_pass_over_the_head_are_computed() -> None:
+    rows, vocab, width = 300, 4000, 8
+    case = make_case(rows, width, vocab)
+    sets, _ = make_sets(case, every=1000)
+    hidden = case.hidden.clone().requires_grad_()
+    with LargestTensor() as ours:
+        logprobs, _ = linear_set_logprob(hidden, case.weight, case.ids, sets, entropy="value")
+        logprobs.sum().backward()
+    num_ids = int(sets.sizes.sum())
+    assert ours.num_elements <= num_ids * width < rows * vocab / 50
 
 
 def test_an_id_outside_of_the_vocabulary_is_refused() -> None:

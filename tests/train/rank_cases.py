@@ -50,6 +50,7 @@ from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed
 from echo.weights.store.artifacts import Transfer
 from tests.train.test_attention import varlen_on_a_cpu
+from tests.train.test_supports import with_supports
 from tests.train.test_trainer import make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
 from tests.train.trainers import CPU, FAST, TWO_UPDATES, fast_trainer
@@ -170,6 +171,8 @@ def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str,
             for name, set_ in VARIANTS.items()
         }
     found["lora"] = Pair(model_dir, ranks, **adapter).compare(*batches)
+    supported = [[with_supports(group) for group in batch] for batch in batches]
+    found["supports"] = Pair(model_dir, ranks).compare(*supported)
     found["untied"] = Pair(untied_dir, ranks).compare(*batches)
     # Of one row the other ranks have nothing, ever.
     found["few rows"] = Pair(model_dir, ranks).compare([make_group([1, 0], 0)])

@@ -39,7 +39,7 @@ DEATHS = {
 }
 """Ways in which a rank fails, and the leader's error."""
 
-MORE_VARIANTS = ("lora", "untied", "few rows", "shared prompts")
+MORE_VARIANTS = ("lora", "supports", "untied", "few rows", "shared prompts")
 
 PUBLICATIONS: dict[str, dict[str, bool]] = {
     "published here": {"far": False},

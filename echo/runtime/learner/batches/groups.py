@@ -133,10 +133,6 @@ class DeliveredGroups:
             largest = max(group.rewards, key=abs)
             text = f"group {group.group_id} of {group.worker_id}: {reason}: {largest:g} is beyond "
             self._end_failed(group, reason, f"{text}task.max_reward")
-        elif reason == "no_support":
-            text = f"group {group.group_id} of {group.worker_id}: {reason}: a token was drawn from "
-            why = "more ids than a rollout carries, and this loss needs them all; lower sampling."
-            self._end_failed(group, reason, f"{text}{why}top_p, or set sampling.top_k")
         else:
             self._progress.left_out(group, reason, now=self._clock())
             self._end(group, reason)
