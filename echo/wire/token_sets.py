@@ -37,6 +37,8 @@ _Length = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 SetBytes = tuple[_Length, _Length]
 """The bytes of the blocks `support` and `likely` of one rollout."""
 
+MAX_IDS = 1 << 22
+"""Most ids in the sets of one rollout. A decoder needs some 200 MB for a moment for so many."""
 _MAX_VARINT_BYTES = 5
 """Bytes of the largest varint: ids have 31 bits."""
 
@@ -46,15 +48,17 @@ def encode_all_sets(rollouts: Sequence[Tokens], *, max_bytes: int) -> list[tuple
 
     Args:
         rollouts: the rollouts of a group.
-        max_bytes: the largest size of all blocks together. To keep it, the largest supports of the
-            group are left out and marked TOO_LARGE, if necessary all of them.
+        max_bytes: the largest size of all blocks together. To keep it, and to keep each rollout
+            within MAX_IDS, the largest supports of the group are left out and marked TOO_LARGE, if
+            necessary all of them.
     """
     likely = [encode_sets(rollout.likely) for rollout in rollouts]
     max_ids, supports = MAX_SET_IDS, [rollout.support for rollout in rollouts]
     while True:
-        blocks = [encode_sets(support) for support in supports]
-        if sum(map(len, blocks + likely)) <= max_bytes or not max_ids:
-            return list(zip(blocks, likely, strict=True))
+        if all(sets is None or len(sets.ids) <= MAX_IDS for sets in supports):
+            blocks = [encode_sets(support) for support in supports]
+            if sum(map(len, blocks + likely)) <= max_bytes or not max_ids:
+                return list(zip(blocks, likely, strict=True))
         max_ids //= 2
         supports = [None if sets is None else sets.within(max_ids) for sets in supports]
 
@@ -116,7 +120,9 @@ def decode_sets(block: memoryview, *, num_tokens: int, with_logprobs: bool) -> T
             f"a token set of {coded_sizes.max() - 1} ids; at most {MAX_SET_IDS}"
         )
     sizes = (coded_sizes - 1).astype(np.int32)
-    num_ids = int(np.maximum(sizes, 0).sum())
+    num_ids = int(np.maximum(sizes, 0).sum(dtype=np.int64))
+    if num_ids > MAX_IDS:
+        raise RemoteProtocolError(f"token sets of {num_ids} ids in all; at most {MAX_IDS}")
     differences, num_bytes = _decode_varints(data[offset:], num_ids)
     offset += num_bytes
     expected = offset + (2 * num_ids if with_logprobs else 0)

@@ -1,4 +1,4 @@
-"""A run with truncated sampling and a narrow loss: ratios are exact, through a relay and a crash."""
+"""Truncated sampling with a narrow loss: ratios are exact, through a relay and a crash."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from echo.core.errors import RemoteProtocolError
 from echo.core.token_sets import MAX_SET_IDS, TOO_LARGE, TokenSets, join_sets
+from echo.wire import token_sets as codec_of_sets
 from echo.wire.codec import decode_group, encode_group
 from echo.wire.token_sets import decode_sets, encode_all_sets, encode_sets
 from tests.core.groups import make_group, make_rollout
@@ -70,6 +71,19 @@ def test_the_largest_supports_are_left_out_where_a_message_would_not_hold_them()
     assert kept == encode_sets(likely)
     [(none, _)] = encode_all_sets([rollout], max_bytes=0)
     assert none == bytes([0, 0, 0])
+
+
+def test_the_ids_of_a_rollout_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = make_sets([1, 2, 3], [4], [5, 6])
+    rollout = replace(make_rollout([(1, 1)] * 3), support=sets)
+    data = encode_sets(sets)
+    monkeypatch.setattr(codec_of_sets, "MAX_IDS", 5)
+    monkeypatch.setattr(codec_of_sets, "MAX_SET_IDS", 4)
+    with pytest.raises(RemoteProtocolError, match="6 ids in all; at most 5"):
+        decode_sets(memoryview(data), num_tokens=3, with_logprobs=False)
+    [(cut, _)] = encode_all_sets([rollout], max_bytes=1 << 20)
+    found = decode_sets(memoryview(cut), num_tokens=3, with_logprobs=False)
+    assert is_same_sets(found, make_sets(TOO_LARGE, [4], [5, 6]))
 
 
 def block(*numbers: int) -> bytes:
