@@ -30,7 +30,7 @@ from echo.leases.open_groups import AppendRecord, OpenGroups
 from echo.leases.partials import decode_members
 from echo.leases.run import LeaseSettings, PromptPendingError, Prompts, find_prompt_fault
 from echo.leases.usefulness import Usefulness
-from echo.wire.actions import Action, Complaints, Note, Routes
+from echo.wire.actions import Action, Note, PeerFaults, Routes
 from echo.wire.codec import Frame, decode_group, encode_group
 from echo.wire.messages import (
     ENGINE_ERROR,
@@ -89,7 +89,7 @@ class Results:
         usefulness: Usefulness,
         counters: Counters,
         routes: Routes,
-        complaints: Complaints,
+        peer_faults: PeerFaults,
     ) -> None:
         self._settings = settings
         self._groups = groups
@@ -98,7 +98,7 @@ class Results:
         self._usefulness = usefulness
         self._counters = counters
         self._routes = routes
-        self._complaints = complaints
+        self._peer_faults = peer_faults
 
     def receive(
         self,
@@ -145,7 +145,7 @@ class Results:
             group = decode_group(payload[0], payload[1])
         except RemoteProtocolError as error:
             self._counters.add("protocol_errors")
-            notes = self._complaints.note(node_id, "malformed", f"{node_id}: {error}", now=now)
+            notes = self._peer_faults.note(node_id, "malformed", f"{node_id}: {error}", now=now)
             return [*notes, *self._refuse(node_id, message, "malformed", now)]
         if self._groups.is_open(message.group_id):
             fault = find_prompt_fault(self._prompts, message.group_id)
@@ -223,7 +223,7 @@ class Results:
         """Refuse a message about an attempt that its sender was not granted; end no lease."""
         self._counters.add("refused/not_leased")
         text = f"{node_id} was not granted attempt {message.attempt} of group {message.group_id}"
-        notes = self._complaints.note(node_id, "not_leased", text, now=now)
+        notes = self._peer_faults.note(node_id, "not_leased", text, now=now)
         return [*notes, *self._ack(node_id, message, "refused", "not_leased")]
 
     def _refuse(self, node_id: str, message: Deliver, reason: str, now: float) -> list[Action]:
@@ -297,7 +297,7 @@ class Results:
         text = f"group {message.group_id} failed on {node_id}: {reason}: {detail}"
         others = group.others(message.attempt)
         return [
-            *self._complaints.note(node_id, reason, text, now=now),
+            *self._peer_faults.note(node_id, reason, text, now=now),
             *self._groups.end(
                 message.group_id,
                 reason,
@@ -315,7 +315,7 @@ class Results:
         self._counters.add("leases_given_back")
         acks = self._ack(node_id, message, "duplicate")
         text = f"{node_id} gives group {message.group_id} back: {message.detail}"
-        return [*self._complaints.note(node_id, "given_back", text, now=now), *acks]
+        return [*self._peer_faults.note(node_id, "given_back", text, now=now), *acks]
 
     # --- what follows ----------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from echo.leases.reconciling import Reconciling
 from echo.leases.results import Results
 from echo.leases.run import AcceptedGroups, LeaseSettings, Prompts, RunState
 from echo.leases.usefulness import Usefulness
-from echo.wire.actions import Action, Complaints, Routes
+from echo.wire.actions import Action, PeerFaults, Routes
 from echo.wire.messages import Ack, Heartbeat, Lease, Reclaim
 
 GRANT_S = 3e-4
@@ -61,7 +61,7 @@ class Scheduler:
         prompts: Prompts,
         counters: Counters,
         routes: Routes,
-        complaints: Complaints,
+        peer_faults: PeerFaults,
     ) -> None:
         self.buffer = buffer
         self.groups = OpenGroups(run, counters)
@@ -82,7 +82,7 @@ class Scheduler:
             usefulness=self.usefulness,
             counters=counters,
             routes=routes,
-            complaints=complaints,
+            peer_faults=peer_faults,
         )
         self.just_in_time = JustInTime(
             groups_per_step=settings.groups_per_step,

@@ -54,7 +54,7 @@ from echo.core.units import one_line
 from echo.roles.members import Member, Presence, Roster
 from echo.roles.plans import Plans
 from echo.weights.broadcast import Broadcast
-from echo.wire.actions import Action, Complaints, Note, Routes, Stop
+from echo.wire.actions import Action, Note, PeerFaults, Routes, Stop
 from echo.wire.codec import Envelope, Frame, open_seal
 from echo.wire.messages import (
     LEARNER_ID,
@@ -831,7 +831,7 @@ class Admission:
         roster: Roster,
         counters: Counters,
         routes: Routes,
-        complaints: Complaints,
+        peer_faults: PeerFaults,
         plans: Plans,
         role: AdmittingRole,
     ) -> None:
@@ -841,7 +841,7 @@ class Admission:
         self.roster = roster
         self.counters = counters
         self._routes = routes
-        self._complaints = complaints
+        self._peer_faults = peer_faults
         self._plans = plans
         self._role = role
 
@@ -1035,7 +1035,7 @@ class Admission:
     ) -> list[Action]:
         reason, detail = event.reason, event.detail
         self.counters.add(f"refused/{reason}")
-        notes = self._complaints.note(
+        notes = self._peer_faults.note(
             source, reason, f"refused node {source} ({reason}): {detail}", now=now
         )
         refuse = Refuse(
@@ -1057,7 +1057,7 @@ class Admission:
             "name of its own (worker.name, relay.name). It joins once others have left, or have "
             f"been silent for network.dead_after_s = {self.settings.dead_after_s:g} s"
         )
-        return self._complaints.note(LEARNER_ID, "too_many_nodes", text, now=now)
+        return self._peer_faults.note(LEARNER_ID, "too_many_nodes", text, now=now)
 
     def finish(self, message: Hello, reason: str) -> list[Action]:
         """Answer a Hello with a Finish."""

@@ -63,7 +63,7 @@ from echo.roles.review import ReviewDue, SamplesTrained, WorkerReview
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed, acknowledge
 from echo.weights.topology.sites import Site
-from echo.wire.actions import Action, Complaints, HangUp, Note, Routes, Send, Work
+from echo.wire.actions import Action, HangUp, Note, PeerFaults, Routes, Send, Work
 from echo.wire.codec import (
     Envelope,
     Frame,
@@ -169,7 +169,7 @@ class Learner(Role):
         self._grants = Paced(GRANT_S)
         self.routes = Routes(self.counters, self.roster.channel_of)
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
-        self._complaints = Complaints()
+        self._peer_faults = PeerFaults()
         self.plans = Plans(
             settings.site,
             chunk_bytes=settings.chunk_bytes,
@@ -184,7 +184,7 @@ class Learner(Role):
             roster=self.roster,
             counters=self.counters,
             routes=self.routes,
-            complaints=self._complaints,
+            peer_faults=self._peer_faults,
             plans=self.plans,
             role=self,
         )
@@ -195,7 +195,7 @@ class Learner(Role):
             prompts=prompts,
             counters=self.counters,
             routes=self.routes,
-            complaints=self._complaints,
+            peer_faults=self._peer_faults,
         )
         self.review = WorkerReview(self.roster, self.scheduler.usefulness, counters=self.counters)
         self.fleet = FleetView(self.roster, self.scheduler.groups.leases, broadcast)
@@ -232,7 +232,7 @@ class Learner(Role):
             self.counters.add("protocol_errors")
             source = describe(frames)[0] or peer
             text = f"refused a message: {error}"
-            return self._complaints.note(source, "protocol", text, now=now)
+            return self._peer_faults.note(source, "protocol", text, now=now)
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Drop the node that sent a message, or the link if the message concerned the link alone.
@@ -261,7 +261,7 @@ class Learner(Role):
             self.counters.add("refused/protocol_version")
             refuse = Refuse(reason="protocol_version", detail=fault)
             frames = encode(refuse, source=LEARNER_ID, target=envelope.source)
-            notes = self._complaints.note(envelope.source, "protocol_version", fault, now=now)
+            notes = self._peer_faults.note(envelope.source, "protocol_version", fault, now=now)
             return [*notes, Send(peer, frames)]
         message = decode_message(envelope)
         if not envelope.target:
@@ -320,7 +320,7 @@ class Learner(Role):
         if name == source:
             over += " itself"
         text = f"refused a {type(message).__name__} under the name of {source}: {error}; {over}"
-        return self._complaints.note(name, "forged", text, now=now)
+        return self._peer_faults.note(name, "forged", text, now=now)
 
     def _on_genuine(
         self, source: str, message: Message, payload: list[Frame], now: float

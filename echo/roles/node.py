@@ -38,7 +38,7 @@ from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed, UplinkProbe, acknowledge
 from echo.weights.parents import Parents
 from echo.weights.receiver import VersionArrived
-from echo.wire.actions import Action, Complaints, HangUp, Note, Send, Work
+from echo.wire.actions import Action, HangUp, Note, PeerFaults, Send, Work
 from echo.wire.codec import (
     Envelope,
     Frame,
@@ -101,7 +101,7 @@ class DialingRole:
         self.probing = UplinkProbe(broadcast.uplink, node_id=settings.node_id)
         self._heartbeat_at = self._beat_at = now
         self.learner_step = 0
-        self._complaints = Complaints()
+        self._peer_faults = PeerFaults()
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
         self._weights = Parents(
             broadcast,
@@ -230,7 +230,7 @@ class DialingRole:
             self.counters.add("protocol_errors")
             name = self._peer_names.get(peer) or peer
             text = f"refused a message from {name}: {error}"
-            actions = self._complaints.note(name, "protocol", text, now=now)
+            actions = self._peer_faults.note(name, "protocol", text, now=now)
             if isinstance(error, ForgedError):
                 failure = ParentFailed(peer, str(error), is_corrupt=True)
                 actions += self._weights.parent_failed(failure, now=now)
@@ -282,7 +282,7 @@ class DialingRole:
             return []
         refuse = Refuse(reason="protocol_version", detail=fault)
         frames = encode(refuse, source=self.settings.node_id, target=source)
-        notes = self._complaints.note(source, "protocol_version", fault, now=now)
+        notes = self._peer_faults.note(source, "protocol_version", fault, now=now)
         return [*notes, Send(peer, frames)]
 
     def _on_link_message(

@@ -83,7 +83,7 @@ class Stop(Action):
     error: EchoError | None = None
 
 
-# --- What the learner's planes share: replies by node, and complaints ---
+# --- What the learner's planes share: replies by node, and faults of nodes ---
 
 MAX_ROUTES = 100_000
 """Largest number of routes; above it the oldest are dropped. A route takes some hundred bytes."""
@@ -138,7 +138,7 @@ class Routes:
         return [Send(peer, frames)]
 
 
-class Complaints:
+class PeerFaults:
     """Reports misbehaving nodes to the operator, once per minute for each node and reason."""
 
     def __init__(self) -> None:

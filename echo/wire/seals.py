@@ -25,7 +25,7 @@ in any order: a role may send messages in another order than it sealed them, and
 changes its own link may reorder a few.
 
 **Replay.** Each joining has new nonces. So a message that was sealed before a reconnect, a change
-of parent or a restart belongs to an earlier channel. Such a message is dropped without a complaint,
+of parent or a restart belongs to an earlier channel. Such a message is dropped without a note,
 since honest messages may be late. A message without a seal was forged on the way, and so was a
 message of the present channel with a wrong code; a repeated number shows a replay (`ForgedError`).
 

@@ -176,9 +176,9 @@ def test_weights_with_nan_are_refused_and_leave_the_prompt_to_others(model_dir: 
     probe = SwapProbe(model_dir, "bfloat16")
     bad = {name: tensor * float("nan") for name, tensor in weights.items()}
     found = probe.expected(bad)
-    complaint = probe.find_fault(found.logprobs, found, bad)
-    assert complaint is not None
-    assert "the weights hold NaN, or overflow in torch.bfloat16" in complaint
+    fault = probe.find_fault(found.logprobs, found, bad)
+    assert fault is not None
+    assert "the weights hold NaN, or overflow in torch.bfloat16" in fault
     whole = probe.expected(weights)
     assert whole.prompt_ids == SwapProbe(model_dir, "bfloat16").expected(weights).prompt_ids
 
@@ -189,9 +189,9 @@ def test_what_rounding_does_not_explain_is_complained_about(tiny_model_dir: Path
     found = probe.expected(weights)
     right = found.logprobs
     assert probe.find_fault(right + 1e-5, found, weights) is None
-    complaint = probe.find_fault(right + 0.01, found, weights)
-    assert complaint is not None
-    assert "differ from those of transformers by 0.01 nats per token, 0.0002" in complaint
+    fault = probe.find_fault(right + 0.01, found, weights)
+    assert fault is not None
+    assert "differ from those of transformers by 0.01 nats per token, 0.0002" in fault
     assert probe.find_fault(right * np.nan, found, weights) is not None
     assert probe.find_fault(right[1:], found, weights) is not None
 

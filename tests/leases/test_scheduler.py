@@ -20,7 +20,7 @@ from echo.leases.open_groups import AppendRecord, FinishedGroups
 from echo.leases.results import StoreGroup
 from echo.leases.run import LeaseSettings, RunState
 from echo.leases.scheduler import Scheduler
-from echo.wire.actions import Complaints, Note, Routes, Send
+from echo.wire.actions import Note, PeerFaults, Routes, Send
 from echo.wire.codec import encode_group
 from echo.wire.messages import (
     Ack,
@@ -62,7 +62,7 @@ class Granting(Scheduler):
             run,
             counters=self.counters,
             routes=self.routes,
-            complaints=Complaints(),
+            peer_faults=PeerFaults(),
             **others,
         )
 

@@ -38,7 +38,7 @@ from echo.roles.plans import Plans
 from echo.runtime.identity import Identity, JoinSource
 from echo.tasks.tokenization import CONFIG_FILES, TEMPLATE_FILE, TOKENIZER_FILES
 from echo.weights.topology.sites import Site
-from echo.wire.actions import Action, Complaints, Note, Routes, Send, Stop
+from echo.wire.actions import Action, Note, PeerFaults, Routes, Send, Stop
 from echo.wire.codec import Frame, decode_envelope, decode_message, encode
 from echo.wire.messages import (
     LEARNER_ID,
@@ -133,7 +133,7 @@ class LearnerEnd:
             roster=self.roster,
             counters=Counters(),
             routes=routes,
-            complaints=Complaints(),
+            peer_faults=PeerFaults(),
             plans=Plans(
                 Site(LEARNER_ID, "learner", ""),
                 chunk_bytes=1 << 20,
