@@ -88,9 +88,12 @@ def compiled(kind: str, *, has_adapter: bool = False, must: bool = True, **chang
     model = model.to(torch.bfloat16).eval()
     if has_adapter:
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")).base_model.model
-    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-    compile_layers(layers, must=must)
+    compile_layers(layers_of(model), must=must)
     return model
+
+
+def layers_of(model: Any) -> list[Any]:
+    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def compute(
@@ -124,6 +127,9 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
 """Architecture, kinds of layers, and options."""
 PACKED = [name for name, family in FAMILIES.items() if not family.padded and not family.images]
 """Families of docs/models.md whose rollouts share rows."""
+PADDED = [name for name, family in FAMILIES.items() if family.padded and not family.images]
+RECTANGLES = [(2, 50), (3, 33), (1, 12), (4, 20), (5, 9)]
+"""Rows, and tokens of each."""
 
 
 @pytest.mark.slow
@@ -173,6 +179,23 @@ def test_all_that_steps_do_stays_below_the_limit(name: str) -> None:
     assert found <= RECOMPILE_LIMIT // 2
     compute(model, [17, 33]).backward()
     assert num_graphs() == found
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PADDED)
+def test_padded_rows_of_all_sizes_stay_below_the_limit(name: str) -> None:
+    family = FAMILIES[name]
+    config = AutoConfig.for_model(name, **{**SMALL, **dict(family.settings)})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=family.attention)
+    model = model.to(torch.bfloat16).eval()
+    compile_layers(layers_of(model), must=True)
+    for num_rows, length in RECTANGLES:
+        ids = torch.arange(num_rows * length).view(num_rows, length) % 30
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        states.float().sum().backward()
+    assert 0 < num_graphs() <= RECOMPILE_LIMIT // 2
 
 
 @pytest.mark.slow
