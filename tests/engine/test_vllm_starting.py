@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.engine.vllm import plugin
+from echo.engine.vllm import plugin, starting
 from echo.engine.vllm.starting import (
     alone_on_gpus,
     find_missing_compiler,
@@ -164,6 +164,15 @@ def test_one_vllm_starts_on_a_gpu_at_a_time(
     assert {path.name for path in tmp_path.iterdir()} == {
         f"echo-vllm-gpu-{gpu}.lock" for gpu in "0123"
     }
+
+
+def test_another_start_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(starting, "MAX_WAIT_S", 0)
+    with alone_on_gpus(1), alone_on_gpus(1):
+        assert "vLLM starts on GPU 0 beside another one, after 0 s" in caplog.text
 
 
 def test_a_lock_that_cannot_be_made_stops_no_start(

@@ -10,6 +10,7 @@ import shutil
 import sysconfig
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
@@ -18,6 +19,12 @@ from pathlib import Path
 from echo.engine.vllm.plugin import ENTRY_POINT, PLUGIN_GROUP
 
 log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 600.0
+"""Longest wait for another vLLM that starts on the same GPU, seconds; a start takes no longer."""
+
+POLL_S = 0.1
+"""Seconds between two looks at the lock of a GPU."""
 
 REMEDIES = (
     (
@@ -145,11 +152,26 @@ def _lock_of(gpu: str) -> Iterator[None]:
         yield
         return
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another vLLM that starts on GPU %s", gpu)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        is_waiting, give_up_at = False, time.monotonic() + MAX_WAIT_S
+        while not _take(descriptor):
+            if not is_waiting:
+                log.info("waiting for another vLLM that starts on GPU %s", gpu)
+                is_waiting = True
+            if time.monotonic() >= give_up_at:
+                log.warning(
+                    "another vLLM starts on GPU %s for %g s: not waited for", gpu, MAX_WAIT_S
+                )
+                break
+            time.sleep(POLL_S)
         yield
     finally:
         os.close(descriptor)
+
+
+def _take(descriptor: int) -> bool:
+    """Take the lock of an open file if it is free; return whether it was."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
