@@ -158,9 +158,7 @@ def _lock_of(gpu: str) -> Iterator[None]:
                 log.info("waiting for another vLLM that starts on GPU %s", gpu)
                 is_waiting = True
             if time.monotonic() >= give_up_at:
-                log.warning(
-                    "another vLLM starts on GPU %s for %g s: not waited for", gpu, MAX_WAIT_S
-                )
+                log.warning("vLLM starts on GPU %s beside another one, after %g s", gpu, MAX_WAIT_S)
                 break
             time.sleep(POLL_S)
         yield
