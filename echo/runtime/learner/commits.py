@@ -1,7 +1,8 @@
-"""Commit before send: messages wait until the records that they rely on are on the disk.
+"""Commit before send: messages wait until the ledger's records that they rely on are committed.
 
-A batch of actions whose records are not committed yet is held, and performed after the commit. The
-commit runs in the thread of the disk, and takes all records that were appended meanwhile.
+If a batch of actions appends records, its other actions are held, and performed after the commit of
+these records. The commit runs in the disk's thread, and commits all records that were appended
+before it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from echo.wire.actions import Action
 
 
 class Commits:
-    """Commits the records of the ledger, and holds actions until theirs are committed."""
+    """Commits the ledger's records, and holds actions until the records they need are committed."""
 
     def __init__(
         self,
@@ -24,7 +25,7 @@ class Commits:
         *,
         perform: Callable[[Iterable[Action]], None],
     ) -> None:
-        """Start with no held actions; `disk` is the thread of the ledger."""
+        """Start with no held actions; `disk` is the thread that writes the ledger."""
         self._ledger = ledger
         self._disk = disk
         self._perform = perform
@@ -32,23 +33,23 @@ class Commits:
         self._has_records = asyncio.Event()
 
     def hold(self, actions: Sequence[Action]) -> None:
-        """Perform these actions after the next commit; the caller must see to that commit."""
+        """Hold actions until the next commit; the caller must request one (`want` or `commit`)."""
         self._held.append(actions)
 
     def want(self) -> None:
-        """Have `run` commit soon if the ledger has uncommitted records."""
+        """Make `run` commit if the ledger has records that are not committed."""
         if self._ledger.has_queued:
             self._has_records.set()
 
     async def run(self) -> None:
-        """Commit records as they come, until cancelled."""
+        """Commit records whenever `want` requests it, until cancelled."""
         while True:
             await self._has_records.wait()
             self._has_records.clear()
             await self.commit()
 
     async def commit(self) -> None:
-        """Commit the records so far, and perform the actions that were held for them."""
+        """Commit all records appended so far, then perform the actions that were held."""
         held, self._held = self._held, []
         await self._disk.run(self._ledger.commit)
         for actions in held:

@@ -25,7 +25,11 @@ class AdaptiveBound:
         *,
         log: logging.Logger,
     ) -> None:
-        """Start at the hard bound; it never moves if `sync` is not adaptive or leaves no choice."""
+        """Start at the hard bound, sync.max_staleness.
+
+        The bound never moves if `sync` is not adaptive, or if its least and largest staleness are
+        equal.
+        """
         self._controller: StalenessController | None = None
         if sync.adaptive and sync.min_staleness < sync.max_staleness:
             settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
@@ -34,15 +38,16 @@ class AdaptiveBound:
         self._log = log
 
     def adapt(self, step: int, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> bool:
-        """Let the controller move the bound; return whether it is lower now.
+        """Move the bound as the controller decides; return whether the bound became lower.
 
-        A lower bound gates new leases only and shortens the publish period; the caller publishes at
-        once. Buffered groups and those being sampled stay valid up to the hard bound.
+        A lower bound applies to new leases only, and shortens the publish period; then the caller
+        publishes a version at once. Groups that are buffered or being sampled stay valid up to the
+        hard bound.
 
         Args:
-            step: steps done.
+            step: number of optimizer steps done.
             metrics: the trainer's metrics of the last step.
-            staleness: number of the step's tokens by their staleness.
+            staleness: staleness in steps -> number of the step's tokens that had it.
         """
         if self._controller is None:
             return False
@@ -64,7 +69,7 @@ class AdaptiveBound:
         return decision.bound < decision.before
 
     def metrics(self) -> dict[str, float]:
-        """Return the present bound as a metric of the step; empty if the bound never moves."""
+        """Return {"staleness/bound": the present bound}; empty if the bound never moves."""
         if self._controller is None:
             return {}
         return {"staleness/bound": self._buffer.admission_staleness}

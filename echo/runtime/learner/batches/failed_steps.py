@@ -1,4 +1,4 @@
-"""Steps that fail: the groups at fault end, and the run after too many failures in a row."""
+"""Failed steps: end the groups at fault, and end the run after too many failures in a row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_FAILED_STEPS = 5
 
 
 class FailedSteps:
-    """Finds the groups that made a step fail, ends them, and puts the others back."""
+    """Finds the groups that made a step fail, ends them, and returns the others to the buffer."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class FailedSteps:
         trainer_pool: Pool,
         log: logging.Logger,
     ) -> None:
-        """Start with no failed step."""
+        """Start with no failed step counted."""
         self._role, self._trainer = role, trainer
         self._buffer, self._ledger = buffer, ledger
         self._versions, self._check = versions, check
@@ -51,11 +51,13 @@ class FailedSteps:
         self._num_in_a_row = 0
 
     async def end_faulty(self, groups: list[Group], error: StepError) -> None:
-        """End the groups that made a step fail, or all of its batch; put the others back.
+        """End the groups that made a step fail; return the others of its batch to the buffer.
+
+        If no group fails alone, all groups of the batch are ended.
 
         Raises:
-            StepError: if MAX_FAILED_STEPS steps in a row failed: the groups can hardly be the
-                cause.
+            StepError: if MAX_FAILED_STEPS steps in a row failed, since then the groups are hardly
+                the cause.
         """
         step, counters = self._role.step, self._role.counters
         self._num_in_a_row += 1
@@ -77,7 +79,7 @@ class FailedSteps:
         self._buffer.put_back(rest, num_taken=len(groups))
 
     async def _last_error(self, error: StepError) -> StepError:
-        """Return the error that ends the run, which names NaN in the weights if they hold any."""
+        """Return the error that ends the run; if the weights hold NaN, the error names them."""
         if error.reason == "nonfinite_gradient":
             found = await self._check.find(await self._versions.make_unpublished())
             if found:

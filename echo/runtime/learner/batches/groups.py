@@ -1,10 +1,10 @@
-"""Delivered groups: scored, written, acknowledged.
+"""Delivered groups: how the learner scores, writes and acknowledges them.
 
-A group from which the trainer would learn nothing is ended at once with its reason: it is
-acknowledged, gives its admission back, and another is granted for it. All others are written to the
-ledger, and acknowledged and put into the buffer once they are on the disk.
+A group from which the trainer would learn nothing is ended at once with a reason: it is
+acknowledged, and another group is granted in its place. All other groups are written to the ledger;
+once they are on the disk, they are acknowledged and put into the buffer.
 
-A worker that delivers no useful groups while others do is set aside by the role.
+The role sets aside a worker that delivers no useful groups while other workers do.
 """
 
 from __future__ import annotations
@@ -49,26 +49,27 @@ class DeliveredGroups:
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """Start without groups, and open to new ones.
+        """Start without groups, and accept delivered groups until `close`.
 
         Args:
-            role: admits the groups.
-            ledger: has the groups that are accepted and not yet trained.
-            buffer: has those of them that are on the disk.
-            progress: counts groups.
-            refusal: returns why nothing can be learned from a group, None if something can.
-            rewards: scores groups where workers do not; None where they do.
-            disk: writes the ledger.
-            scoring: runs `rewards`.
-            perform: carries out actions.
-            report: passes an event to the role, and carries out its actions.
-            spawn: runs a coroutine beside the loop.
-            wake: lets the training loop look again whether it has a batch.
-            clock: returns the present instant of the loop.
+            role: admits the groups, and gets the events about them.
+            ledger: stores the groups that are accepted and not yet trained on.
+            buffer: holds the groups of the ledger that are on the disk.
+            progress: counts the groups by what became of them.
+            refusal: returns the reason why the trainer can learn nothing from a group; None if it
+                can learn something.
+            rewards: scores groups if reward.where is "learner"; None if workers score them.
+            disk: the thread that writes the ledger.
+            scoring: the threads that run `rewards`.
+            perform: carries out actions of the node.
+            report: passes an event to the role, and carries out the actions that the role returns.
+            spawn: starts a coroutine as a task of the node.
+            wake: makes the training loop check again whether it has a full batch.
+            clock: returns the loop's time, seconds.
         """
         self.is_open = True
-        """Whether groups are taken. A later group is never acknowledged, so that its worker
-        delivers it to the learner that resumes the run.
+        """Whether delivered groups are still accepted. A group that arrives after `close` is never
+        acknowledged, so its worker delivers it again to the learner that resumes the run.
         """
         self._role, self._ledger, self._buffer = role, ledger, buffer
         self._progress = progress
@@ -81,7 +82,7 @@ class DeliveredGroups:
 
     @property
     def is_zero_signal(self) -> bool:
-        """Whether nothing could be learned from any of the last `max_zero_signal_groups`.
+        """Whether nothing could be learned from any of the last `max_zero_signal_groups` groups.
 
         Groups of workers that are set aside do not count.
         """
@@ -91,14 +92,14 @@ class DeliveredGroups:
     # --- a delivered group -----------------------------------------------------------------------
 
     def accept(self, action: StoreGroup) -> None:
-        """Have a group scored unless a worker has; then write it, or end it and grant another."""
+        """Score a delivered group if its worker did not; then write the group, or end it."""
         if self._rewards is None:
             self._store(action)
         else:
             self._spawn(self._score(self._rewards, action.group), name="reward")
 
     async def _score(self, rewards: LearnerRewards, group: Group) -> None:
-        """Score a group beside everything else, then store it; end it where that fails."""
+        """Score a group in a thread, then store the group; if scoring fails, end the group."""
         try:
             scores = await self._scoring.run(rewards.score, group)
         except RewardError as error:
@@ -114,7 +115,7 @@ class DeliveredGroups:
         self._store(StoreGroup(group, *encode_group(group)))
 
     def _store(self, action: StoreGroup) -> None:
-        """Write a group that counts towards a step; end one that does not, and grant another."""
+        """Write a group if the trainer can learn from it, else end the group with the reason."""
         if not self.is_open:
             return
         group = scored_part(action.group)
@@ -151,7 +152,7 @@ class DeliveredGroups:
             self._has_stored_all.set()
 
     def _acknowledge(self, groups: list[Group]) -> None:
-        """Put groups that are on the disk into the buffer, and tell their workers."""
+        """Put groups that are on the disk into the buffer, and acknowledge them to workers."""
         for group in groups:
             self._buffer.put(group)
             self._progress.accepted(group, now=self._clock())
@@ -159,7 +160,7 @@ class DeliveredGroups:
         self._wake()
 
     async def close(self) -> None:
-        """Take no more groups; return when all that were written are on the disk and buffered."""
+        """Accept no more groups; return when all written groups are on disk and in the buffer."""
         self.is_open = False
         self._store_wanted.set()
         await self._has_stored_all.wait()
@@ -167,7 +168,7 @@ class DeliveredGroups:
     # --- groups that end without training --------------------------------------------------------
 
     def note(self, action: AppendRecord) -> None:
-        """Count a group that a worker could not finish, or whose result was wrong."""
+        """Count the group of a record, if a worker failed at the group or sent a wrong result."""
         record = action.record
         if isinstance(record, Discarded) and action.worker_id:
             cause = f"group {record.group} on {action.worker_id}: {action.cause}"
@@ -177,7 +178,7 @@ class DeliveredGroups:
             self._count_failed(record.reason, cause)
 
     def evict(self) -> bool:
-        """End buffered groups that are too old for the next step; return whether there were any."""
+        """End buffered groups that are too old for the next step; return whether any was ended."""
         step = self._role.step
         evicted = self._buffer.evict(step=step)
         for each in evicted:
@@ -187,13 +188,13 @@ class DeliveredGroups:
         return bool(evicted)
 
     def end_buffered(self, reason: str) -> None:
-        """End all buffered groups, with a reason."""
+        """End all buffered groups, and write `reason` for each into the ledger."""
         for group in self._buffer.clear():
             end = Discarded(group=group.group_id, reason=reason, step=self._role.step)
             self._ledger.append(end)
 
     def _end_failed(self, group: Group, reason: str, text: str, traceback: str = "") -> None:
-        """End a group that failed here, and say why."""
+        """End a group that failed at the learner, and log the cause, `text`, as a warning."""
         self._perform([Note("warning", text)])
         self._count_failed(reason, f"{text}\n{traceback}".strip())
         self._end(group, reason)

@@ -1,13 +1,14 @@
-"""Prompts of a run: the lease of each group id, a pure function of the run's seed.
+"""Prompts of a run: the prompt and lease of each group id, a pure function of the run's seed.
 
-The ledger's last granted id is therefore the dataset's cursor, and a group that is granted again,
-by whichever process, has the same prompt as before.
+So the last group id in the ledger tells how far the run is in the dataset, and a group that is
+granted again, also after a resume, has the same prompt as before.
 
-A chat template may write the date: it reads the time at which the run began, so a prompt is the
-same after midnight and after a resume (`prompt_time`).
+A chat template may write the date. It then reads the time at which the run began (`prompt_time`),
+so a prompt stays the same after midnight and after a resume.
 
-A task's code makes prompts, and may be slow. So prompts are made ahead, one after the other in a
-thread (`PromptsAhead`), and each in bounded time: a call that never returns is abandoned.
+The code of the task makes prompts and may be slow. So prompts are made before they are needed, one
+after the other in a thread (`PromptsAhead`). The time for each is bounded: a call that takes longer
+is abandoned.
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ from echo.tasks.tokenization import UNUSABLE, TextCodec, unmarked
 from echo.wire.messages import Lease
 
 MIN_KEPT = 4096
-"""Prompts kept in memory, so that a result is checked without making its prompt again."""
+"""Least number of prompts kept in memory, so that results are checked without making them again."""
 NUM_AHEAD = 64
-"""Prompts made ahead of the last requested prompt."""
+"""Number of prompts made ahead of the last requested prompt."""
 CHECKED_PROMPTS = 32
-"""Prompts examined before a run begins: those of a mixture may be of several kinds."""
+"""Number of prompts checked before a run begins; a mixture of tasks has prompts of several kinds.
+"""
 MADE_TWICE = 4
-"""Examined prompts that are made twice: a task must make the same prompt for the same index."""
+"""Number of these prompts that are made twice: a task must make the same prompt for an index."""
 MESSAGE_TOKENS = 64
-"""Tokens that a chat template may write around one message."""
+"""Largest number of tokens that a chat template is assumed to write around one message."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,15 +64,15 @@ class Prompt:
     example: Example
     """The example, with its answer."""
     lease: Lease
-    """The lease of the first attempt."""
+    """The lease of the group's first attempt; other attempts differ in their seed."""
 
 
 MAX_SHOWN = 1500
-"""Characters of a prompt that a preview shows."""
+"""Largest number of characters of a prompt that a preview shows."""
 
 
 class PromptSource:
-    """Prompts by group id; thread-safe."""
+    """Makes the prompt of any group id from the task; thread-safe."""
 
     def __init__(
         self,
@@ -81,10 +83,11 @@ class PromptSource:
         hides_answers: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
-        """Take the task, whose examples are visited once per epoch in a new order each time.
+        """Use the task's examples, each once per epoch, in a new order in each epoch.
 
-        The run's seed gives that order, and the seeds of the leases. With `hides_answers` leases
-        have nothing but the prompt's ids. The task may take `timeout_s` for one example.
+        `seed`, the run's, determines the orders and the seeds of the leases. With `hides_answers` a
+        lease contains the prompt's token ids, but neither the example's text nor its answer. The
+        task may take `timeout_s` seconds for one example.
         """
         self._task = task
         self._text = text
@@ -92,17 +95,22 @@ class PromptSource:
         self._num_examples = self._count("train")
         self._hides_answers = hides_answers
         self.longest = 0
-        """Tokens of the longest prompt that `examine` and `check` have seen; 0 before."""
+        """Tokens of the longest prompt that `examine` and `check` have encoded; 0 before their
+        calls.
+        """
         self._host = InlineHost(task, Limits(score_s=timeout_s, step_s=timeout_s))
         # Two epochs: at the end of one, groups of both are running.
         self._order_of = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return a group's lease, as `make`; each attempt has the same prompt and another seed."""
+        """Return the lease of an attempt; all attempts have the group's prompt, each its own seed.
+
+        It makes the prompt, so it blocks and raises as `make` does.
+        """
         return self.lease_of(self.make(group_id), attempt)
 
     def lease_of(self, prompt: Prompt, attempt: int) -> Lease:
-        """Return the lease of an attempt at a prompt."""
+        """Return the lease of attempt number `attempt` at a prompt that was made."""
         seed = self._seed_of(prompt.lease.group_id, attempt)
         return msgspec.structs.replace(prompt.lease, attempt=attempt, seed=seed)
 
@@ -111,9 +119,9 @@ class PromptSource:
         self._host.close()
 
     def check(self) -> None:
-        """Make the first CHECKED_PROMPTS prompts, and raise as `make` if one cannot become tokens.
+        """Make the first CHECKED_PROMPTS prompts; raise as `make` does if one cannot be made.
 
-        An unexpected property that is no fault is logged, one line each.
+        Each property of these prompts that is unexpected but no fault is logged in one line.
         """
         number = min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)
         made = [self.make(group_id) for group_id in range(number)]
@@ -128,12 +136,14 @@ class PromptSource:
             )
 
     def examine(self, max_prompt_tokens: int, remedy: str) -> None:
-        """Check each row of a dataset; refuse or leave out rows with more than `max_prompt_tokens`.
+        """Check every row of the dataset, and that its prompt has at most `max_prompt_tokens`.
 
-        Rows whose size shows that they fit are not tokenized, except the largest of them.
+        The task decides whether a row at fault is refused or left out; `remedy` ends the fault's
+        text. Rows whose size in bytes shows that they fit are not tokenized, except the largest of
+        them.
 
         Raises:
-            DataError: naming the row.
+            DataError: if a row is refused; the message names it.
         """
         largest: tuple[int, Example | None] = (0, None)
 
@@ -162,17 +172,17 @@ class PromptSource:
         self._num_examples = self._count("train")
 
     def sizes(self) -> dict[str, int | None]:
-        """Return the number of examples of each split; None for a split without end."""
+        """Return split -> number of its examples; None for a split without end."""
         return {split: self._count(split) for split in SPLITS}
 
     def preview(self, num_groups: int) -> list[str]:
-        """Return the first prompts of a run of `num_groups`, in lines for a terminal.
+        """Return lines for a terminal that show the data and first prompt of a run of `num_groups`.
 
         The lines give the sizes of the splits, the passes over the data, the first prompt as the
         model gets it, and the task's rewards of two answers to it.
 
         Raises:
-            DataError: as `make`.
+            DataError: if `make` raises it for the first prompt.
         """
         first = self.make(0)
         sizes = self.sizes()
@@ -195,7 +205,7 @@ class PromptSource:
         return [*lines, *self._reward_lines(first.example)]
 
     def _reward_lines(self, example: Example) -> Iterator[str]:
-        """Yield the rewards of sample answers to an example; nothing for an environment."""
+        """Yield lines with the rewards of sample answers to an example; none for an environment."""
         if isinstance(self._task, Environment):
             return
         call = ExampleCall.of(self._host, example, self._task.right_completion(example))
@@ -204,7 +214,7 @@ class PromptSource:
             yield f"notice: {call.fault}"
 
     def _notices(self, made: Sequence[Prompt]) -> Iterator[str]:
-        """Yield a line for each unexpected property of these prompts."""
+        """Yield a line for each unexpected property of these prompts, naming an example with it."""
         for prompt in made[:MADE_TWICE]:
             again = self.make(prompt.lease.group_id)
             if (
@@ -247,14 +257,14 @@ class PromptSource:
         yield from self._text.oddities(example.prompt, tools)
 
     def _most_tokens(self, example: Example) -> int:
-        """Return an upper bound of the tokens of an example's prompt."""
+        """Return an upper bound, from its bytes, on the number of tokens of an example's prompt."""
         num_bytes = len(msgspec.json.encode([example.prompt, self._task.tools(example)]))
         num_messages = 1 if isinstance(example.prompt, str) else len(example.prompt)
         return num_bytes + MESSAGE_TOKENS * num_messages + self._template_bytes
 
     @functools.cached_property
     def _template_bytes(self) -> int:
-        """Bytes that the chat template adds, such as a system message."""
+        """Bytes that the chat template adds to a prompt, such as a system message."""
         if self._text.tokenizer.chat_template is None:
             return 0
         try:
@@ -282,7 +292,7 @@ class PromptSource:
         return example
 
     def _count(self, split: str) -> int | None:
-        """Return how many examples a split has; None if there is no end."""
+        """Return the number of examples in a split; None if the split has no end."""
         where = f"{type(self._task).__name__}.num_examples(split={split!r})"
         with _naming(where):
             number = self._task.num_examples(split=split)
@@ -292,7 +302,7 @@ class PromptSource:
         return number
 
     def heldout(self, num_prompts: int) -> list[tuple[Example, list[int]]]:
-        """Return the held-out examples of an evaluation with their token ids, always the same."""
+        """Return the first `num_prompts` held-out examples, each with its prompt's token ids."""
         num_examples = self._count("heldout")
         if num_examples is not None:
             num_prompts = min(num_prompts, num_examples)
@@ -310,10 +320,11 @@ class PromptSource:
             raise DataError(f"{example}: {error}") from error
 
     def make(self, group_id: int) -> Prompt:
-        """Return the prompt of a group; it blocks.
+        """Make and return the prompt of a group; blocks while the task's code runs.
 
         Raises:
-            DataError: naming the example, if there is none, or it cannot be turned into tokens.
+            DataError: if the task has no such example, or if the example cannot be turned into
+                tokens or sent to a worker; the message names the example.
         """
         example = whole = self._example(self._index(group_id), "train")
         prompt_ids = tuple(self._encode_named(example))
@@ -357,14 +368,15 @@ class PromptSource:
 
 
 class PromptsAhead:
-    """Makes the prompts of a run ahead, and gives the role the finished ones."""
+    """Makes the prompts of a run before they are needed, and gives the role the finished ones."""
 
     def __init__(
         self, source: PromptSource, *, num_out: int, first: int = 0, again: Iterable[int] = ()
     ) -> None:
-        """Begin with the groups `again`, which are granted already, then continue from `first`.
+        """Make the prompts of the groups `again`, granted before a resume, then those from `first`.
 
-        At least the prompts of `num_out` groups, which may be out at once, are kept.
+        At least MIN_KEPT and twice `num_out` prompts are kept; `num_out` is the largest number of
+        groups that are leased at the same time.
         """
         self._source = source
         self._num_kept = max(MIN_KEPT, 2 * num_out)
@@ -375,11 +387,11 @@ class PromptsAhead:
         self._has_work.set()
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of a group.
+        """Return the lease of attempt number `attempt` at a group.
 
         Raises:
-            DataError: as `PromptSource.make`.
-            PromptPendingError: if its prompt is not made yet; it is made next.
+            DataError: if `PromptSource.make` raised it for this group.
+            PromptPendingError: if the prompt is not made yet; `make` makes it next.
         """
         self._end = max(self._end, group_id + NUM_AHEAD)
         self._has_work.set()
@@ -392,14 +404,17 @@ class PromptsAhead:
         return self._source.lease_of(made, attempt)
 
     def example(self, group_id: int) -> Example:
-        """Return the example of a granted group with its answer, as `make`; from any thread."""
+        """Return the example of a granted group, answer included; may be called from any thread.
+
+        If the group's prompt is no longer kept, it is made again, which blocks.
+        """
         made = self._made.get(group_id)
         if not isinstance(made, Prompt):
             made = self._source.make(group_id)
         return made.example
 
     async def make(self, pool: Pool) -> bool:
-        """Wait until a prompt is needed, and make it; return whether the role has requested it."""
+        """Wait until a prompt is to be made, make it, and return whether the role waits for it."""
         while not self._wanted and self._next >= self._end:
             self._has_work.clear()
             await self._has_work.wait()
@@ -423,7 +438,7 @@ _ORIGIN = "prompts.json"
 
 
 def prompt_time(run_dir: Path) -> datetime.datetime:
-    """Return the time that chat templates of a run read: when it began, or now for a new one."""
+    """Return the time that chat templates read: when the run began, or now if it is new."""
     noted = _read_origin(run_dir).get("began_at")
     return datetime.datetime.fromisoformat(noted) if noted else datetime.datetime.now().astimezone()
 
@@ -436,17 +451,17 @@ def note_origin(
     code: str,
     log: logging.Logger,
 ) -> None:
-    """Record what a run's prompts and rewards are made with; log what has changed since.
+    """Write the origin of a run's prompts and rewards to a file; log what changed since the last.
 
     Args:
-        run_dir: of the run.
-        began_at: see `prompt_time`.
-        chat_template: hash of the template and its arguments.
+        run_dir: directory of the run, which gets the file.
+        began_at: the time that chat templates read, from `prompt_time`.
+        chat_template: hash of the chat template and its arguments.
         code: hash of the task's code, with the files that it imports.
-        log: of the node.
+        log: gets a warning for each hash that has changed.
 
     Raises:
-        StorageError: if it cannot be written.
+        StorageError: if the file cannot be read or written.
     """
     before = _read_origin(run_dir)
     if before.get("chat_template", chat_template) != chat_template:

@@ -1,9 +1,9 @@
-"""Rewards computed at the learner, for workers that do not have the answers.
+"""Rewards that the learner computes, for workers that do not get the answers.
 
-With reward.where = "learner" a worker delivers its rollouts with rewards of 0. Before the trainer
-looks at a group or it is written to the ledger, each of its completions is decoded and scored,
-off the loop, with the example that the learner has kept. If scoring fails, the group ends with that
-reason, as it would at a worker.
+With reward.where = "learner" a worker delivers its rollouts with rewards of 0. Before such a group
+is written to the ledger, the learner decodes and scores each of its completions in a thread, with
+the example that it has kept. If scoring fails, the group ends with that reason, as it does if
+scoring fails at a worker.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from echo.tasks.tokenization import TextCodec
 
 
 class LearnerRewards:
-    """Scores groups on their way into the ledger."""
+    """Scores delivered groups before they are written to the ledger."""
 
     def __init__(self, host: TaskHost, prompts: PromptsAhead, text: TextCodec) -> None:
-        """Take the reward processes, the prompts of the groups, and the model's text."""
+        """Score in the processes of `host`, with examples of `prompts`; decode with `text`."""
         self._host = host
         self._prompts = prompts
         self._text = text
         self._counts: Counter[str] = Counter()
 
     def counts(self) -> dict[str, int]:
-        """Return what the host has counted since the start."""
+        """Return name -> count, for all counts of the host since it started."""
         self._counts.update(self._host.take_counts())
         return dict(self._counts)
 
     def score(self, group: Group) -> list[float]:
-        """Return one reward per rollout; it blocks.
+        """Return one reward per rollout of the group, in their order; blocks.
 
         Raises:
             RewardError: if the task's code fails.

@@ -1,16 +1,16 @@
-"""The wait for a batch: look again, report the reason, and end the run after a bound.
+"""The wait for a batch: check again, report the reason, and end the run after a time limit.
 
-Groups are granted and versions published when something happens: a heartbeat, a result, a step.
-Where no event happens, one look per heartbeat still does:
+Groups are granted and versions published at events: a heartbeat, a result, a step. If no event
+happens, one check per heartbeat interval handles these cases:
 
     no version may be sampled for the next step   the learner publishes at once, due or not
     no worker can be given a group                told once per reason, if it lasts
     no worker at all                              told each minute; after a bound the run ends
 
-Once a worker has joined the bound is `network.reconnect_for_s`: workers that have lost the learner
-try to come back for that long. Before the first worker it is at least FIRST_WORKER_S, because the
-operator may rent or start workers much later. A worker counts from its Hello on, also while it
-loads its model and while it is on standby.
+Once a worker has joined, the limit is `network.reconnect_for_s`: workers that have lost the learner
+try to come back for that long. Before the first worker joins, the limit is at least FIRST_WORKER_S,
+because the operator may rent or start workers much later. A worker counts from its Hello on, also
+while it loads its model and while it is on standby.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from echo.leases.scheduler import WaitReason
 from echo.roles.learner import Learner
 
 FIRST_WORKER_S = 4 * 3600.0
-"""Least time that a learner waits for its first worker."""
+"""Least time that a learner waits for its first worker, seconds."""
 WARN_S = 60.0
-"""Seconds between two lines about missing workers."""
+"""Seconds between two log lines about missing workers."""
 
 _WAIT_REASONS = {
     "outdated": "nothing can be granted{}: the newest version is too old for the next step",
@@ -36,11 +36,11 @@ _WAIT_REASONS = {
     "no_agent": "no agent has asked for a group{}: have agents call a worker's endpoint",
     "busy": "nothing can be granted{}: no worker takes a group",
 }
-"""Texts by reason; `{}` gets the time for which the reason has held."""
+"""Log lines by wait reason; `{}` is replaced by the time for which the reason has held."""
 
 
 class BatchWait:
-    """Waits for groups, says what keeps them away, and ends a run that has no worker."""
+    """Waits for groups, logs why none can be granted, and ends a run that has no worker."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class BatchWait:
         self._has_warned = False
         self._has_news = asyncio.Event()
         self.check_at = 0.0
-        """Time of the loop at which to look next."""
+        """The loop's time at which `check` is due next, seconds."""
 
     def begin(self, *, now: float) -> None:
-        """Start a wait: times without a worker, or with a reason, count from now."""
+        """Begin a wait: times without a worker, and of a wait reason, are measured from now."""
         self._alone_since = self._warned_at = self._wait_reason_since = now
         self._wait_reason, self._has_warned = "", False
         self.check_at = now + self._role.settings.leases.heartbeat_s
 
     def wake(self) -> None:
-        """End the present wait, or the next: the loop looks again whether it has a batch."""
+        """End the present `wait`, or else the next, so that the loop checks again for a batch."""
         self._has_news.set()
 
     async def wait(self) -> bool:
@@ -83,10 +83,10 @@ class BatchWait:
         return asyncio.get_running_loop().time() >= self.check_at
 
     def check(self, *, now: float) -> WaitReason:
-        """Look for workers, and return what keeps groups from being granted to them.
+        """Check that there are workers; return why no group can be granted to them, "" if one can.
 
         Raises:
-            TransportError: if there has been no worker for too long.
+            TransportError: if there has been no worker for longer than the limit.
         """
         self.check_at = now + self._role.settings.leases.heartbeat_s
         nodes = self._role.roster.nodes.values()
@@ -119,7 +119,7 @@ class BatchWait:
             )  # fmt: skip
 
     def _note(self, wait_reason: WaitReason, now: float) -> None:
-        """Log a reason once, after it has held for `dead_after_s`; log "outdated" at once."""
+        """Log a wait reason once, after it has held for `dead_after_s`; log "outdated" at once."""
         if wait_reason != self._wait_reason:
             self._wait_reason, self._wait_reason_since, self._has_warned = wait_reason, now, False
         lasted_s = now - self._wait_reason_since
