@@ -394,7 +394,7 @@ class Node:
             self.perform(self._role.expire(now=self.now))
 
     async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
-        """Check `is_done` every few milliseconds until it holds; return False after `within_s`.
+        """Check `is_done` every 50 ms; return True when it is true, or False after `within_s`.
 
         Used only at the end of a node, to wait for conditions in the role's state.
         """

@@ -1,4 +1,4 @@
-"""Rows of metrics and snapshots, made for what follows a run."""
+"""Makes the rows of metrics and the snapshots that a run's follower writes and displays."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from echo.weights.schedule import PublishPace
 Row = Mapping[str, float | Mapping[str, float]]
 
 MIN_TRAINED_SHARE = 0.5
-"""Least share of the agents' sampled tokens to be trained on; a lower share is logged once."""
+"""If a lower share of the tokens that agents sampled is trained on, this is logged once."""
 REFRESH_S = 0.25
-"""Seconds between snapshots for the display."""
+"""Seconds between two snapshots for the display."""
 
 
 class Follower(Protocol):
-    """Follows a run from outside: its metrics, and its display."""
+    """Follows a run from outside: writes its metrics, and displays its state."""
 
     is_watching: bool
-    """Whether snapshots are displayed."""
+    """Whether snapshots are displayed, so that they must be made."""
 
     def write_metrics(self, step: int, row: Row) -> None:
-        """Append one row of metrics."""
+        """Append one row of metrics, that of `step`."""
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw a snapshot."""
+        """Draw a snapshot of the run on the display."""
 
 
 class Reporter:
-    """Makes the follower's rows and snapshots from the parts of a learner."""
+    """Makes a follower's rows and snapshots from the state of a learner's parts."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Reporter:
         rewards: LearnerRewards | None,
         log: logging.Logger,
     ) -> None:
-        """Report on these parts of a learner to `follower`."""
+        """Report the state of these parts of a learner to `follower`."""
         self._follower, self._role, self._transport = follower, role, transport
         self._run, self._progress, self._pace = run, progress, pace
         self._bound, self._costs, self._rewards = bound, costs, rewards
@@ -66,18 +66,18 @@ class Reporter:
 
     @property
     def is_watching(self) -> bool:
-        """Whether snapshots are displayed."""
+        """Whether the follower displays snapshots, so that they must be made."""
         return self._follower.is_watching
 
     def write_step(
         self, metrics: Mapping[str, float], staleness: Mapping[int, int], *, now: float
     ) -> None:
-        """Append the row of the step that was just made.
+        """Make the row of metrics of the step that was just done, and append it.
 
         Args:
-            metrics: the trainer's metrics of the step.
-            staleness: number of the step's tokens by their staleness.
-            now: the present instant.
+            metrics: the trainer's metrics for the step.
+            staleness: staleness in steps -> number of the step's tokens that had it.
+            now: the loop's time, seconds.
         """
         role = self._role
         row = self._progress.step_metrics(
@@ -101,7 +101,7 @@ class Reporter:
         self._follower.write_metrics(role.step, row)
 
     def _task_code_metrics(self) -> dict[str, float]:
-        """Return counts of the task's code since the last step, such as failed rewards."""
+        """Return counts of events in the task's code since the last step, as of failed rewards."""
         roster = self._role.roster
         totals = {
             **roster.take_counts_left(),
@@ -122,11 +122,11 @@ class Reporter:
         return row
 
     def _partial_metrics(self) -> dict[str, float]:
-        """Return what became of unfinished rollouts; empty where none was ever continued.
+        """Return metrics of unfinished rollouts; empty if none was interrupted or continued so far.
 
-        Totals are among the counters; here are how many groups wait to be continued, how many steps
-        old the oldest token of a continued group was on average, and which share of what was
-        sampled was thrown away or will not be trained on.
+        The metrics are the number of groups that wait to be continued, the mean age in steps of the
+        oldest token of a continued group, and the share of sampled tokens that were dropped or will
+        not be trained on. Totals are among the role's counters.
         """
         role = self._role
         counts = role.counters
@@ -143,13 +143,13 @@ class Reporter:
         }
 
     async def run(self) -> None:
-        """Draw the present state every REFRESH_S, until every node knows the run has ended."""
+        """Draw the present state every REFRESH_S, until the end of the run is announced."""
         while self._role.shutdown.reason is None:
             self.display(now=asyncio.get_running_loop().time())
             await asyncio.sleep(REFRESH_S)
 
     def display(self, *, now: float) -> None:
-        """Draw the present state."""
+        """Draw the present state, if snapshots are displayed."""
         if not self._follower.is_watching:
             return
         self._follower.show(

@@ -1,20 +1,20 @@
-"""The learner node: take a batch, train, record, publish.
+"""The learner node: its loop takes a batch, trains, records the step and publishes a version.
 
     groups --> role --> ledger (disk) --> buffer --> step --> ledger --> publish --> broadcast
                               |                                     |
                               +--> acknowledgement                  +--> evaluation, checkpoint
 
-The training loop awaits three things only: a full batch of admissible groups, its own model work,
-and (every so often) a checkpoint. It never waits for the network otherwise: versions are handed to
-the broadcast and pulled by the nodes that need them.
+The training loop awaits only three things: a full batch of admissible groups, its own model work,
+and (now and then) a checkpoint. It never waits for a version to be sent: the broadcast offers
+versions, and the nodes that need them fetch them.
 
-Order of events, which a resume relies on: what a batch of actions records is committed before its
-messages leave; groups are synced before they are acknowledged; the record of a step is committed
-before its weights are published; and everything is synced before a checkpoint becomes visible. The
-event loop writes none of it: threads do.
+A resume relies on this order: the records of a batch of actions are committed before its messages
+are sent; groups are synced to the disk before they are acknowledged; the record of a step is
+committed before its weights are published; and the ledger is synced before a checkpoint becomes
+visible. Threads write all of this, never the event loop.
 
-Node and parts report what they have done to the role, as events (`roles/learner.py` has the table).
-The node makes its parts, and drives them from `_train`; no part refers to the node:
+Node and parts report what they have done to the role, as events (table in `roles/learner.py`). The
+node makes its parts, and calls them from `_train`; no part refers to the node:
 
     commits.py                  holds messages until their records are committed
     batches/groups.py           scores, writes and acknowledges groups
@@ -23,8 +23,8 @@ The node makes its parts, and drives them from `_train`; no part refers to the n
     batches/bound.py            moves the bound on staleness
     costs/                      meters costs, and decides which workers are needed
     versions/publish.py         publishes versions
-    versions/evaluation.py      evaluates them
-    versions/weights_check.py   looks for NaN in them
+    versions/evaluation.py      evaluates published versions
+    versions/weights_check.py   looks for NaN in the weights of versions
     saving/save.py              saves the run
     shutdown.py                 sends every node the end of the run
     follower.py                 writes rows of metrics, draws snapshots
@@ -97,7 +97,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """A run that has begun, or goes on."""
+    """The parts of a run that has begun or was resumed."""
 
     ledger: LedgerQueue
     checkpoints: Checkpoints
@@ -107,15 +107,15 @@ class OpenedRun:
     trainer: AnyTrainer
     attribution: Attribution | None
     publisher: Publisher
-    """Makes versions of the weights, and codes them."""
+    """Makes versions of the weights; its coder codes them."""
     buffer: StalenessBuffer
     role: Learner
     rewards: LearnerRewards | None
-    """Scores groups where workers do not; None where they do."""
+    """Scores groups if reward.where is "learner"; None if workers score them."""
     evaluator: Evaluator | None
-    """Scores versions on held-out prompts; None where nothing is evaluated."""
+    """Scores versions on held-out prompts; None if evaluation is off."""
     export: Callable[[Path, Publication], None]
-    """Writes a version as a directory for other programs."""
+    """Writes a version of the weights as a directory for other programs."""
     prompts: PromptsAhead | None = None
     """Makes the role's prompts ahead; None if the role never waits for a prompt."""
 
@@ -137,7 +137,7 @@ class RunSections:
 
 
 class LearnerNode(Node):
-    """Wires the parts of a learner, and drives them from its training loop."""
+    """Connects the parts of a learner, and calls them from its training loop."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class LearnerNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Wire the parts of an opened run; other arguments are as for `Node`."""
+        """Connect the parts of an opened run; other arguments are as for `Node`."""
         super().__init__(run.role, transport, threads=threads, log=log)
         self.role: Learner = run.role
         self._buffer, self.ledger, self.progress = run.buffer, run.ledger, run.progress
@@ -164,23 +164,23 @@ class LearnerNode(Node):
             max_staleness=sections.sync.max_staleness,
         )
         self.is_stopping = False
-        """Whether the operator has asked for the end."""
+        """Whether the operator has asked the learner to stop."""
         self._failure: EchoError | None = None
-        """The error that ends the run; None if there is none."""
+        """The error that ends the run; None while no error has occurred."""
         self._is_work_over = asyncio.Event()
         self._wire_groups(run)
         self._wire_versions(run, follower)
         self._wire_reports(run, follower)
 
     def _act(self, actions: Iterable[Action]) -> None:
-        """Carry out what a part has decided."""
+        """Carry out actions that a part has decided on, with this node's `perform`."""
         self.perform(actions)
 
     def _clock(self) -> float:
         return self.now
 
     def _wire_groups(self, run: OpenedRun) -> None:
-        """Make the parts between a delivered group and a full batch."""
+        """Make the parts that handle delivered groups until they form a full batch."""
         sections, transport = self._sections, self.transport
         address = advertised(transport.listen_address, sections.learner.advertise)
         self._waiting = BatchWait(
@@ -235,7 +235,7 @@ class LearnerNode(Node):
             clock=self._clock,
         )
         self._is_put_off = False
-        """Whether a version is due that cannot be made at once."""
+        """Whether a version is due whose publication had to wait."""
         self._weights_check = WeightsCheck(
             sections.model, sections.run_dir, run.progress, trainer=trainer_pool, log=log
         )
@@ -259,7 +259,7 @@ class LearnerNode(Node):
             )  # fmt: skip
 
     def _wire_reports(self, run: OpenedRun, follower: Follower) -> None:
-        """Make the parts that count costs, show the run and announce its end."""
+        """Make the parts that count costs, report the run's state and announce its end."""
         sections, log = self._sections, self.log
         self.costs = CostControl(
             run.role,
@@ -280,14 +280,14 @@ class LearnerNode(Node):
         )  # fmt: skip
 
     def release(self) -> None:
-        """Release the ledger; after an unclean end it is still open."""
+        """End the coder's threads and release the ledger, which is still open after an error."""
         self._coder.close()
         self.ledger.release()
 
     # --- actions ---------------------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Carry out actions in order; a batch that has records waits until they are committed."""
+        """Carry out actions in order; if they append records, the others wait for the commit."""
         batch = list(actions)
         if self._delivered.is_open and any(isinstance(each, AppendRecord) for each in batch):
             super().perform(e for e in batch if isinstance(e, AppendRecord | StoreGroup))
@@ -296,12 +296,16 @@ class LearnerNode(Node):
             super().perform(batch)
 
     def _finish_turn(self) -> None:
-        """Finish the turn as `Node` does, and request a commit of any records still queued."""
+        """Finish the turn as `Node` does, and request a commit of the records that are queued."""
         super()._finish_turn()
         self._commits.want()
 
     def on_action(self, action: Action) -> None:
-        """Carry out what concerns the learner."""
+        """Store a delivered group, or append a record to the ledger.
+
+        These are the actions of a learner's role; both are dropped after the learner has stopped
+        accepting groups.
+        """
         match action:
             case StoreGroup() if self._delivered.is_open:
                 self._delivered.accept(action)
@@ -317,13 +321,13 @@ class LearnerNode(Node):
                 raise LocalProtocolError(f"a learner cannot {type(action).__name__}")
 
     def wake(self) -> None:
-        """Let the training loop look again whether it has a batch."""
+        """Make the training loop check again whether it has a full batch."""
         self._waiting.wake()
 
     # --- the run ---------------------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Train until the last step, then send Finish to every node and end."""
+        """Train until the last step, then save, announce the end to every node and stop."""
         self.spawn(self._delivered.run(), name="store")
         self.spawn(self._commits.run(), name="records")
         if self._prompts is not None:
@@ -350,14 +354,14 @@ class LearnerNode(Node):
             self._is_work_over.set()
 
     async def _make_prompts(self, prompts: PromptsAhead) -> None:
-        """Make prompts, and grant the groups that have waited for them."""
+        """Make prompts until cancelled, and have the groups granted that waited for them."""
         pool = self.threads.pool("prompts")
         while True:
             if await prompts.make(pool):
                 self.report(GrantsDue())
 
     async def _watch_costs(self) -> None:
-        """Measure the workers and what they cost, and decide which are needed, until the end."""
+        """Measure the workers and their costs, and decide which are active, until cancelled."""
         costs, pool = self.costs, self.threads.pool("activation")
         has_published = self._versions.has_published
         while True:
@@ -427,7 +431,11 @@ class LearnerNode(Node):
                 await self._checkpoint()
 
     async def _next_batch(self) -> list[Group] | None:
-        """Wait for a full batch of groups within the bound; None if the training has ended."""
+        """Wait for a full batch of groups within the staleness bound, and return it.
+
+        The result is None if training is to end: because it was stopped, the budget is spent,
+        nothing can be learned from the last groups, or a failure was found.
+        """
         self.progress.begin("", now=self.now)
         self._waiting.begin(now=self.now)
         waits_from = self.now
@@ -456,7 +464,7 @@ class LearnerNode(Node):
         return None
 
     async def _find_failure(self) -> EchoError | None:
-        """Return why no further batch can come; None if one can, or if the run simply ends."""
+        """Return the error due to which no further batch is possible; None if there is none."""
         if self.role.prompt_fault is not None:
             return self.role.prompt_fault
         newest = self._versions.newest
@@ -470,13 +478,13 @@ class LearnerNode(Node):
         return None
 
     def _evict(self) -> None:
-        """End the groups in the buffer that the next step cannot be trained on."""
+        """End buffered groups that are too old for the next step; grant others in their place."""
         if self._delivered.evict():
             # Grant others in their place now, without waiting for the next heartbeat.
             self.report(GrantsDue())
 
     async def _check_wait(self) -> None:
-        """Look again which worker can be given a group, and from which version."""
+        """Check again which workers can get groups; publish if the newest version is outdated."""
         self.report(ReviewDue())
         wait_reason = self._waiting.check(now=self.now)
         if wait_reason == "outdated" and not self._versions.is_current:
@@ -489,14 +497,14 @@ class LearnerNode(Node):
         self.report(GrantsDue())
 
     async def _publish(self) -> None:
-        """Hand the present weights to the broadcast, and to the evaluation when it is due."""
+        """Publish the present weights, and begin to evaluate them if an evaluation is due."""
         self._is_put_off = False
         publication = await self._versions.publish()
         if self._evaluations is not None:
             self._evaluations.published(publication)
 
     async def _checkpoint(self) -> None:
-        """Save the whole state; NaN in the weights ends the run."""
+        """Write a checkpoint if the weights are not saved yet; NaN in the weights ends the run."""
         if self._saver.has_to_save:
             self.progress.begin("saving a checkpoint", now=self.now)
             self._failure = await self._saver.save(now=self.now) or self._failure
@@ -504,7 +512,7 @@ class LearnerNode(Node):
     # --- the end ---------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Evaluate, end the remaining groups, save, export, and tell every node of the end."""
+        """Evaluate, end the remaining groups, save, export, announce the end, and stop."""
         self.report(GrantsStopped())
         if not self._versions.is_current:
             # The last weights are evaluated and exported even if no worker will use them.
@@ -532,7 +540,7 @@ class LearnerNode(Node):
         self.stop("finished")
 
     async def _save(self) -> None:
-        """Save a run that is not finished, so that --resume continues from here."""
+        """Save a run that is not finished, so that --resume continues from the present step."""
         await self._close_records()
         self.log.info(
             "stopped at step %d; --resume continues from step %d%s",
@@ -541,7 +549,7 @@ class LearnerNode(Node):
         )  # fmt: skip
 
     async def _give_up(self, failure: EchoError) -> None:
-        """Save for a later --resume, tell every node of the end, and stop with the failure."""
+        """Save for a later --resume, announce the end to every node, and stop with the failure."""
         await self._close_records()
         self._reporter.display(now=self.now)
         await self._shutdown.announce("the run cannot go on, see the learner's log")
@@ -554,13 +562,13 @@ class LearnerNode(Node):
         await self._disk_pool.run(self.ledger.close)
 
     async def _take_no_more_groups(self) -> None:
-        """Wait until everything that was written is on the disk and in the buffer."""
+        """Stop granting and accepting groups; return when the written ones are on the disk."""
         self.report(GrantsStopped())
         await self._delivered.close()
         await self._commits.commit()
 
     async def drain(self) -> None:
-        """Stop granting groups; return once the running step is finished and the state is saved."""
+        """Stop granting groups; return when the running step has finished and the run is saved."""
         self.is_stopping = True
         self.report(GrantsStopped())
         self.wake()

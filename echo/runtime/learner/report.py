@@ -1,4 +1,4 @@
-"""Running totals of the learner, for the metrics and the screen."""
+"""Running totals of the learner, for its metrics and its live display."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from echo.roles.members import MAX_NAMES_KEPT
 from echo.weights.schedule import PublishPace
 
 IDLE_WINDOW_S = 60.0
-"""Least seconds over which the display computes the share of waiting."""
+"""Least seconds over which the display averages the share of time that the learner waits."""
 IDLE_WINDOW_STEPS = 10
-"""Least steps over which the display computes it: in less than a step the share is 0 or 1."""
+"""Least steps over which the display averages this share: within one step it is 0 or 1."""
 MAX_HISTORY = 10_000
-"""Points of a curve kept for the display."""
+"""Largest number of points of a curve that are kept for the display."""
 
 
 _ADVICE = {
@@ -48,22 +48,22 @@ _ADVICE = {
     "lost_member": "this loss needs a trained token in each rollout of a group: raise "
     "sampling.max_completion_tokens or sync.max_staleness, or choose another loss.kind",
 }
-"""Remedies by the reason for which groups are left out, other than equal rewards."""
+"""Reason for which groups are left out, other than equal rewards -> remedy."""
 
 
 class RunCurves:
-    """Mean rewards by step and scores by evaluation; the steps before a resume included."""
+    """The curves of mean rewards by step and of scores by evaluation, also from before a resume."""
 
     def __init__(self, earlier: LearningCurve | None, *, step: int) -> None:
-        """Continue the curves of the run before a resume at `step`; None if there is none."""
+        """Continue the curves `earlier` of a run up to its resume at `step`; None for a new run."""
         self.rewards: deque[float] = deque(maxlen=MAX_HISTORY)
-        """Mean reward of each step."""
+        """Mean reward of each step, oldest first."""
         self.evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
-        """(step, sampled score, greedy score) of each evaluation."""
+        """(step, mean sampled reward, mean greedy reward) of each evaluation."""
         self.eval_errors: dict[int, int] = {}
-        """Step -> rewards that failed in its evaluation."""
+        """Step -> number of rewards that failed in its evaluation."""
         self.evals_are_rates = earlier is None or earlier.is_rate
-        """Whether every reward of the evaluations was 0 or 1."""
+        """Whether every reward of all evaluations was 0 or 1, so that the scores are pass rates."""
         if earlier is not None:
             first = step
             while first in earlier.rewards:
@@ -74,7 +74,7 @@ class RunCurves:
     def evaluated(
         self, step: int, sampled: float, greedy: float, *, is_rate: bool, num_errors: int
     ) -> None:
-        """Add a point to the held-out curves; see `Progress.evaluated`."""
+        """Add an evaluation to the held-out curves; arguments are as for `Progress.evaluated`."""
         self.evals_are_rates &= is_rate
         for known in [point for point in self.evals if point[0] == step]:
             self.evals.remove(known)
@@ -84,7 +84,7 @@ class RunCurves:
 
 
 class Progress:
-    """Totals since the learner started; staleness and curves include the run before a resume."""
+    """Totals since the learner started; staleness and curves also count the run before a resume."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Progress:
         self._published_s = 0.0
         self._speed: SpeedView | None = None
         self.last_step: StepView | None = None
-        """Figures of the last step; None before the first."""
+        """Figures of the last step; None before the first step."""
         self._tokens_since_step = 0
         self._bytes_reported = 0
         self._staleness_tokens = dict(staleness_tokens)
@@ -113,16 +113,19 @@ class Progress:
         self.lengths = LengthBias()
         self.workers = WorkerQuality()
         self.zero_signal = GroupStats()
-        """Groups from which nothing can be learned, since the last one that is useful."""
+        """Statistics of the groups since the last useful one: nothing could be learned from them.
+        """
         self._zero_signal_reasons: Counter[str] = Counter()
         self._num_failed = 0
         self._cause = ""
         self.newest_sampled: PolicyVersion | None = None
-        """The newest version that has sampled a stored group."""
+        """The newest version that sampled a token of a stored group; None before the first such
+        group.
+        """
         self.activity = "starting"
         """The learner's present activity; empty while it waits for groups."""
         self._waits: deque[tuple[float, float]] = deque()
-        """(start, end) of the last waits, one for each step."""
+        """(start, end) of the last waits for groups, about one per step; loop's time."""
         self._waiting_since: float | None = None
         self._all_waits_s = 0.0
 
@@ -140,12 +143,12 @@ class Progress:
                 self._waits.popleft()
 
     def idle_ratio_by_now(self, now: float) -> float:
-        """Return the share of the time since the start that was spent waiting, up to now."""
+        """Return the share of the time from the start until now that the learner spent waiting."""
         since = now if self._waiting_since is None else self._waiting_since
         return (self._all_waits_s + now - since) / max(now - self._started_at, 1e-9)
 
     def recent_idle_ratio(self, now: float) -> float:
-        """Return the share of waiting in the last minute, or in IDLE_WINDOW_STEPS if longer."""
+        """Return the share of the last minute, or IDLE_WINDOW_STEPS if longer, spent waiting."""
         waits = list(self._waits)
         if self._waiting_since is not None:
             waits.append((self._waiting_since, now))
@@ -157,7 +160,7 @@ class Progress:
         return min(1.0, waited_s / max(now - since, 1e-9))
 
     def accepted(self, group: Group, *, now: float) -> None:
-        """Count a group that was stored."""
+        """Count a group that was stored in the ledger; it ends a stretch without signal."""
         newest = group.versions[-1]
         self.newest_sampled = max(self.newest_sampled or newest, newest)
         self.zero_signal = GroupStats()
@@ -166,7 +169,7 @@ class Progress:
         self._count_tokens(group)
 
     def left_out(self, group: Group, reason: str, *, now: float) -> None:
-        """Count a group that was delivered and does not count towards a step."""
+        """Count a delivered group that is not trained on, with the reason why."""
         stats = GroupStats.of([group])
         self._reasons[reason] += 1
         self._zero_signal_reasons[reason] += 1
@@ -175,7 +178,7 @@ class Progress:
         self._count_tokens(group)
 
     def unscored(self, group: Group) -> None:
-        """Count a group that was delivered with fewer than two rewards."""
+        """Count a delivered group that has fewer than two rewards, so it is not trained on."""
         stats = GroupStats(num_groups=1, num_unscored=1)
         self._reasons["no_opinion"] += 1
         self._zero_signal_reasons["no_opinion"] += 1
@@ -190,7 +193,7 @@ class Progress:
             )
 
     def failed(self, reason: str, cause: str) -> None:
-        """Count a group that could not be finished, such as one whose reward raised."""
+        """Count a group that could not be finished, for example because its reward raised."""
         self._zero_signal_reasons[reason] += 1
         self._num_failed += 1
         self._cause = cause
@@ -208,7 +211,11 @@ class Progress:
         trained_s: float,
         staleness: Mapping[int, int],
     ) -> None:
-        """Count a step."""
+        """Count an optimizer step.
+
+        `waited_s` and `trained_s` are the seconds of its wait and of its training. `staleness` maps
+        staleness in steps to the number of the step's tokens that had it.
+        """
         self.lengths.trained(groups)
         # Groups left out since the step before belong to the same prompts' rewards.
         self._groups, self._left_out = GroupStats.of(groups) + self._left_out, GroupStats()
@@ -226,7 +233,7 @@ class Progress:
             self._staleness_tokens[lag] = self._staleness_tokens.get(lag, 0) + num_tokens
 
     def published(self, seconds: float) -> None:
-        """Add the seconds that making a version took, in which nothing was trained."""
+        """Add the seconds for which making a version kept the learner from training."""
         self._published_s += seconds
 
     def evaluated(
@@ -238,14 +245,14 @@ class Progress:
         is_rate: bool = True,
         num_errors: int = 0,
     ) -> None:
-        """Add a point to the held-out curves; it replaces an earlier point of the same step.
+        """Add an evaluation to the held-out curves, in place of an earlier one of the same step.
 
         Args:
-            step: of the version.
+            step: step of the evaluated version.
             sampled: mean reward at the run's temperature.
-            greedy: mean reward of the likeliest answers.
+            greedy: mean reward of answers sampled greedily, the likeliest token each time.
             is_rate: whether every reward was 0 or 1.
-            num_errors: rewards that failed.
+            num_errors: number of rewards that failed.
         """
         self.curves.evaluated(step, sampled, greedy, is_rate=is_rate, num_errors=num_errors)
 
@@ -258,10 +265,10 @@ class Progress:
         bytes_sent: int,
         now: float,
     ) -> dict[str, float | Mapping[str, float]]:
-        """Return one row: the trainer's metrics with times, rates and staleness of this step.
+        """Return a step's row: the trainer's metrics with the step's times, rates and staleness.
 
-        Rewards, lengths and shares of groups are those of the groups that it trained on, and of
-        those that were left out since the step before.
+        Rewards, lengths and shares of groups cover the groups that the step trained on and the
+        groups that were left out since the step before. `bytes_sent` is the learner's total so far.
         """
         metrics = {**metrics, **self._groups.metrics(), **self._dropped}
         self.curves.rewards.append(metrics.get("reward/mean", 0.0))
@@ -305,7 +312,7 @@ class Progress:
         return row
 
     def _describe_wait(self, role: Learner) -> str:
-        """Describe what the learner waits for, and whether the last groups taught nothing."""
+        """Return what the learner waits for, and whether the last groups had no signal."""
         waiting, num_zero_signal = role.describe_wait(), self.zero_signal.num_groups
         if not waiting or num_zero_signal < role.settings.leases.groups_per_step:
             return waiting
@@ -315,7 +322,7 @@ class Progress:
         )
 
     def describe_zero_signal(self, step: int) -> str:
-        """Return one line that says why nothing could be learned, and a remedy."""
+        """Return a log line for the end at `step`: why nothing could be learned, and a remedy."""
         what = (
             f"nothing could be learned from the last {self.zero_signal.num_groups} groups "
             f"({self._reasons_text}): the run ends at step {step}"
@@ -323,7 +330,7 @@ class Progress:
         return f"{what}; {self._zero_signal_advice()}"
 
     def _zero_signal_advice(self) -> str:
-        """Return the remedy for the most frequent reason of a zero-signal stretch."""
+        """Return the remedy for the most frequent reason why the last groups had no signal."""
         [(reason, _)] = self._zero_signal_reasons.most_common(1)
         if reason in _ADVICE:
             return _ADVICE[reason]
@@ -351,7 +358,10 @@ class Progress:
         )
 
     def describe_failing(self, step: int) -> str | None:
-        """Describe the failures in a zero-signal stretch; None if they are less than half."""
+        """Return a line on the failures among the last groups without signal.
+
+        The result is None if less than half of these groups failed. The run ends at `step`.
+        """
         num_groups = self.zero_signal.num_groups
         if 2 * self._num_failed < num_groups:
             return None
@@ -367,12 +377,12 @@ class Progress:
 
     @property
     def idle_ratio(self) -> float:
-        """Share of the time of the steps so far that the learner waited for groups."""
+        """Share of the time of all steps so far in which the learner waited for groups."""
         total_s = self._waited_s + self._trained_s
         return self._waited_s / total_s if total_s else 0.0
 
     def _with_quality(self, view: NodeView) -> NodeView:
-        """Return a node's view with the mismatch and the reward of its samples."""
+        """Return the view of a node with the mean mismatch and reward of its trained groups."""
         found = self.workers.of(view.node_id)
         return replace(view, mismatch_kl=found.get("mismatch_kl"), reward=found.get("reward"))
 
@@ -386,7 +396,7 @@ class Progress:
         cost: CostView | None = None,
         now: float,
     ) -> Snapshot:
-        """Return everything that the live view draws."""
+        """Return the state of the run that the live view draws."""
         held, wanted = role.fleet.broadcast_progress()
         newest = role.broadcast.newest_complete
         return Snapshot(
@@ -424,19 +434,19 @@ class Progress:
 
 
 MAX_WORKERS_SHOWN = 64
-"""Workers in a row of the metrics: those with the largest mismatch."""
+"""Most workers in a row of the metrics: the workers with the largest mismatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A trained group."""
+    """The mismatch and the mean reward of a trained group."""
 
     mismatch: Mismatch
     reward: float
 
 
 class WorkerQuality:
-    """Mismatch and reward of each worker's newest WINDOW trained groups."""
+    """Mismatch and reward of each worker, over its newest WINDOW trained groups."""
 
     def __init__(self) -> None:
         self._made: RecentMap[str, deque[_Made]] = RecentMap(max_entries=MAX_NAMES_KEPT)
@@ -444,12 +454,14 @@ class WorkerQuality:
     def trained(
         self, groups: Sequence[Group], by_group: Mapping[int, Mismatch], *, step: int
     ) -> list[Sampled]:
-        """Note the groups of a step; return a sample for each group whose tokens were scored.
+        """Record the groups of a step; return a sample for each group that has a mismatch.
+
+        A sample is a worker's id, mean staleness and mean mismatch KL.
 
         Args:
-            groups: trained in the step.
-            by_group: mismatch by group id, of the groups that went through the model.
-            step: optimizer steps done before this one.
+            groups: the groups that the step trained on.
+            by_group: group id -> mismatch, for the groups whose tokens the trainer scored.
+            step: number of optimizer steps done before this step.
         """
         samples = []
         for group in groups:
@@ -465,7 +477,7 @@ class WorkerQuality:
         return samples
 
     def of(self, worker_id: str) -> dict[str, float]:
-        """Return the statistics of a worker; empty before one of its groups was trained."""
+        """Return name -> statistic of a worker; empty if none of its groups was trained on yet."""
         made = self._made.get(worker_id)
         if not made:
             return {}
@@ -473,7 +485,10 @@ class WorkerQuality:
         return {**total.metrics(), "reward": fmean(each.reward for each in made)}
 
     def row(self, worker_ids: Iterable[str]) -> dict[str, Mapping[str, float]]:
-        """Return each statistic as a table by worker, for the given workers."""
+        """Return "workers/" and statistic -> worker -> value, for the given workers.
+
+        A worker without a trained group is left out; at most MAX_WORKERS_SHOWN are included.
+        """
         known = {name: found for name in worker_ids if (found := self.of(name))}
         worst = sorted(known, key=lambda name: -known[name]["mismatch_kl"])[:MAX_WORKERS_SHOWN]
         return {
@@ -484,7 +499,7 @@ class WorkerQuality:
 
 
 def _mean_staleness(group: Group, *, step: int) -> float:
-    """Return the mean staleness of a group's trained tokens."""
+    """Return the mean staleness of a group's trained tokens, in steps; 0 if it has none."""
     steps = np.concatenate(
         [rollout.policy_versions[rollout.completion_mask, 1] for rollout in group.rollouts]
     )
@@ -517,23 +532,26 @@ RARE = (
     "engine/installs_failed",
     "engine/version_refused",
 )
-"""Counts that a row shows from the first time that they are not 0."""
+"""Names of counts that a row includes only once they have been above 0."""
 
 MILLISECONDS = "env/milliseconds"
 AGENT_TOKENS = ("agents/tokens_sampled", "agents/tokens_trained")
-"""Tokens in rewarded sessions: of all their calls, and of the calls that are trained on."""
+"""Names of two counts over rewarded sessions: tokens of all calls, and of calls trained on."""
 TRAINED_SHARE = "agents/trained_share"
 
 
 class TaskMetrics:
-    """Turns the running totals of the task's code into counts per step."""
+    """Turns the running totals that nodes report about the task's code into counts per step."""
 
     def __init__(self) -> None:
         self._before: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
         self._seen: set[str] = set()
 
     def row(self, totals: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-        """Return the differences since the last call, without counts that were always 0."""
+        """Return the increases since the last call, without rare counts that were always 0.
+
+        `totals` maps each node to its running totals by name.
+        """
         names = (*COUNTED, MILLISECONDS, *RARE, *AGENT_TOKENS)
         sums = {
             name: sum(

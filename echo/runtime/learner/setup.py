@@ -122,12 +122,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The task, tokenizer and prompts of a run, and the model's directory."""
+    """The task, tokenizer and prompts of a run, and the directory of its model."""
 
     model_dir: Path
     task: Task
     host: TaskHost
-    """Runs the task's code."""
+    """Runs the task's code in processes of its own."""
     prompts: PromptSource
     text: tokenization.TextCodec
     digests: dict[str, str]
@@ -136,14 +136,14 @@ class Data:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the model's embedding: token ids are below it."""
+        """Number of rows of the model's embedding; all token ids are below it."""
         return vocab_size(self.model_dir)
 
     def read_assets(self) -> dict[str, bytes]:
-        """Return the files that workers may inherit.
+        """Return file name -> contents, for the tokenizer's files that workers may inherit.
 
         Raises:
-            DataError: if one does not fit into a message.
+            DataError: if a file does not fit into a message.
         """
         files = tokenization.asset_files(self.model_dir)
         assets = {name: path.read_bytes() for name, path in files.items()}
@@ -157,7 +157,7 @@ class Data:
 
 
 def load_data(config: Config) -> Data:
-    """Load task and tokenizer, and check that they go together."""
+    """Load the task and the tokenizer, and check the task's prompts and reward."""
     model_dir = resolve_model(config.model.name or "", config.model.revision)
     # Before the node listens, so that strangers cannot use up the descriptors that this needs; and
     # before the tokenizer, whose library would report a fault of config.json less clearly.
@@ -192,11 +192,11 @@ def learner_lora(config: Config, model_dir: Path) -> Lora | None:
 def load_prompts(
     config: Config, model_dir: Path, task: Task
 ) -> tuple[PromptSource, tokenization.TextCodec]:
-    """Return a task's prompts and the codec of their tokens, after checking the prompts.
+    """Return a task's prompts, which are checked, and the codec of their tokens.
 
     Raises:
-        DataError: if there is no tokenizer, a prompt that it cannot turn into tokens, or a row too
-            long for the model's window.
+        DataError: if there is no tokenizer, if the tokenizer cannot encode a prompt, or if the task
+            refuses a row that is too long for the model's window.
         ConfigError: if the first prompt leaves no space for a completion.
     """
     template: str | None = inherited_settings(config)["model.chat_template"]
@@ -252,7 +252,7 @@ def load_prompts(
 
 
 def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
-    """Log stop tokens, unused arguments and the fixed time of tokenizer and chat template."""
+    """Log oddities of the stop tokens, and unused arguments and the time of the chat template."""
     for line in tokenization.describe_stops(text.tokenizer, model_dir):
         _log.warning("%s", line)
     if unused := text.unused_arguments():
@@ -268,7 +268,11 @@ def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
 
 
 def expected_rollouts(config: Config, prompts: PromptSource) -> dict[str, int]:
-    """Return the number and prompt length of expected rollouts: workers plan their memory by it."""
+    """Return the largest number of rollouts and the longest prompt, for workers to plan memory.
+
+    "rollouts" is the number that the staleness bound allows at the same time; "prompt_tokens" is
+    the length of the longest prompt seen.
+    """
     # As many rollouts as the bound on staleness allows at once.
     num_groups = (config.sync.max_staleness + 1) * config.batch.groups_per_step
     return {
@@ -290,19 +294,19 @@ def build_trainer(
     budget: Budget | None = None,
     prompt_tokens: int = 0,
 ) -> AnyTrainer:
-    """Return the trainer at the starting point, of all weights or of an adapter.
+    """Return the trainer of all weights or of an adapter, with the state of the starting point.
 
     Args:
-        config: of the run.
-        model_dir: of the model.
-        start: where the run begins or goes on.
-        lora: the adapter that is trained, if one is.
-        crew: the processes of the learner, if there are several.
-        budget: memory budget of a single process, if it was computed already.
+        config: the run's configuration.
+        model_dir: the directory of the model.
+        start: the state from which the run begins or continues.
+        lora: the adapter that is trained; None if all weights are.
+        crew: the processes of the learner; None if there is only one.
+        budget: memory budget of a single process; None if it was not computed.
         prompt_tokens: tokens of the longest prompt; 0 if not known.
 
     Raises:
-        RankError: if one of several processes cannot build its own.
+        RankError: if one of several processes cannot build its trainer.
     """
     if crew is None:
         return make_trainer(
@@ -320,10 +324,10 @@ def build_trainer(
 
 
 def follow_leader(config: Config, crew: Crew, log: logging.Logger) -> None:
-    """Run one of a learner's processes other than the first, until the first ends the run.
+    """Run a learner's process that is not the first, until the first process ends the run.
 
     Raises:
-        RankError: if this process fails, or has lost the others.
+        RankError: if this process fails, or loses its connection to the others.
     """
 
     def build(checkpoint: Path | None) -> Trainer:
@@ -344,13 +348,13 @@ def make_trainer(
     budget: Budget | None = None,
     prompt_tokens: int = 0,
 ) -> Trainer:
-    """Return this process's trainer, which continues from `checkpoint` if given.
+    """Return this process's trainer, with the state of `checkpoint` if it is not None.
 
     Other arguments are as for `build_trainer`. With several processes only the first has read the
-    data, so the others take over its `prompt_tokens`.
+    data, so the others get their `prompt_tokens` from it.
 
     Raises:
-        ConfigError: if it is one of several, and they were started with different settings.
+        ConfigError: if the processes of the learner were started with different settings.
     """
     if crew is not None:
         crew.wait_for_all()  # on another machine the model may still be on its way from the hub
@@ -423,7 +427,7 @@ def _advantage_settings(config: Config) -> AdvantageSettings:
 
 
 def _compute(config: Config) -> Compute:
-    """Return device, data type and attention of the learner's models."""
+    """Return the device, data type and attention kernel of the learner's models."""
     return learner_compute(
         config.learner,
         config.model,
@@ -434,10 +438,12 @@ def _compute(config: Config) -> Compute:
 
 
 def check_alike(config: Config, ranks: Ranks) -> None:
-    """Raise on all ranks if one has other settings than the first, since their steps would differ.
+    """Raise an error on all ranks if one has other settings than the first rank.
+
+    Otherwise their steps would differ.
 
     Raises:
-        ConfigError: naming the rank and the keys.
+        ConfigError: if settings differ; the message names the rank and the keys.
     """
     own = {".".join(path): value for path, value in flatten(resolved(config))}
     first, *others = map(json.loads, ranks.gather(json.dumps(own).encode()))
@@ -454,8 +460,8 @@ def check_alike(config: Config, ranks: Ranks) -> None:
 def with_checkpointing(config: Config, budget: Budget | None, crew: Crew | None = None) -> Config:
     """Return the configuration with `gradient_checkpointing = "auto"` replaced by a choice.
 
-    The choice is off for a model whose dimensions are not known. If there are several processes,
-    all use the strongest setting that one of them needs.
+    Checkpointing is off for a model whose dimensions are not known. With several processes, all use
+    the strongest setting that any of them needs.
     """
     if config.learner.gradient_checkpointing != "auto":
         return config
@@ -470,11 +476,11 @@ def with_checkpointing(config: Config, budget: Budget | None, crew: Crew | None 
 def budget_here(
     config: Config, model_dir: Path, crew: Crew | None = None, *, prompt_tokens: int = 0
 ) -> Budget | None:
-    """Return the learner's memory budget; None for a model whose dimensions are not known.
+    """Return this process's memory budget; None for a model whose dimensions are not known.
 
-    The longest prompt has `prompt_tokens`; 0 where that is not known. A single process computes it
-    before it builds anything. With several processes, the first has already built its evaluation,
-    so no memory is reserved for that.
+    `prompt_tokens` is the length of the longest prompt; 0 if not known. A single process computes
+    the budget before it builds anything. With several processes, the first process has already
+    built its evaluation, so the budget reserves no memory for it.
     """
     if crew is not None:
         off = config.eval.model_copy(update={"interval_steps": 0})
@@ -496,15 +502,15 @@ def budget_here(
 
 
 def check_models(config: Config, model_dir: Path, *, has_weights: bool = True) -> None:
-    """Check, without their weights, what the trainer of a new run would be made of.
+    """Check that the trainer of a new run can be built, without reading weights.
 
     Args:
-        config: of the run.
-        model_dir: with the model's config.json.
-        has_weights: whether its weights are there as well.
+        config: the run's configuration.
+        model_dir: directory with the model's config.json.
+        has_weights: whether the directory has the model's weights as well.
 
     Raises:
-        EchoError: what `make_trainer` would raise.
+        EchoError: the error that `make_trainer` would raise.
     """
     build_loss(config)
     lora, compute = learner_lora(config, model_dir), _compute(config)
@@ -519,7 +525,7 @@ def check_models(config: Config, model_dir: Path, *, has_weights: bool = True) -
 
 
 def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
-    """Return the source of a run's initial weights; a new adapter has no tensors yet."""
+    """Return the source of a run's initial weights; a new adapter has no tensors in it."""
     given = config.learner.init_from
     adapter = initial_adapter(config.lora, given)
     return ModelSource(
@@ -552,7 +558,10 @@ def build_loss(config: Config) -> Loss:
 
 
 def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource | None:
-    """Return the source of the reference policy, also after a resume; None without KL."""
+    """Return the source of the reference policy's weights; None if the loss has no KL to it.
+
+    Unless `reference.name` is set, these are the run's initial weights, also after a resume.
+    """
     section = config.reference
     if not section.kl_coef:
         return None
@@ -568,38 +577,38 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The parts of a learner's start that its configuration does not have."""
+    """The inputs of a learner's start that are not in its configuration."""
 
     follower: Follower
     log: logging.Logger
     resume: bool = False
     earlier: LearningCurve | None = None
-    """The run's learning curve before the resume, for the display."""
+    """The run's learning curve before the resume, for the display; None for a new run."""
     threads: Threads | None = None
     crew: Crew | None = None
-    """All processes of a learner with several; this process is the first. None for one process."""
+    """All processes of the learner, of which this is the first; None if this is the only one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """Makes the parts of a run from the configuration, the data and the budget."""
+    """Makes the parts of a run from its configuration, its data and the memory budget."""
 
     config: Config
     data: Data
     options: Options
     identity: Identity
     advertise: str
-    """Address at which workers reach the learner; "" if it is not known."""
+    """Address at which workers reach the learner; "" if none is known."""
     budget: Budget | None
     """Memory budget of a single process; None with several processes, or if the model's dimensions
-    are not known. With None a GPU keeps the last version for as long as it fits.
+    are not known. If it is None, a GPU keeps the last version while its memory lasts.
     """
 
     def open(self, evaluator: Evaluator | None) -> OpenedRun:
-        """Open the ledger, build trainer and role, and enter the new lineage.
+        """Return the opened run: open its ledger, build trainer and role, write its new lineage.
 
         Raises:
-            EchoError: if something is missing or does not fit.
+            EchoError: if the run cannot begin; then nothing was written.
         """
         config, data, options = self.config, self.data, self.options
         now = asyncio.get_running_loop().time()
@@ -668,7 +677,7 @@ class RunParts:
         return trainer
 
     def _attribution(self, trainer: AnyTrainer) -> Attribution | None:
-        """Return the attribution of the mismatch with the sampler, or None if it is off."""
+        """Return the attribution of the mismatch of trainer and sampler, or None if it is off."""
         config = self.config
         if not config.metrics.attribution_steps:
             return None
@@ -683,7 +692,7 @@ class RunParts:
         )
 
     def _publisher(self, trainer: AnyTrainer, attribution: Attribution | None) -> Publisher:
-        """Return the publisher of a trainer's weights; several ranks write versions together."""
+        """Return the publisher of a trainer's weights; with several ranks, all write images."""
         images: Images
         if isinstance(trainer, LeadTrainer):
             images = trainer.images
@@ -706,7 +715,7 @@ class RunParts:
         )
 
     def _checkpoints(self, now: float) -> Checkpoints:
-        """Return the run directory's checkpoints, with the configured intervals and limits."""
+        """Return the checkpoints in the run directory, with the configured intervals and limits."""
         config, section = self.config, self.config.checkpoint
         return Checkpoints(
             config.run_dir / "checkpoints",
@@ -719,7 +728,10 @@ class RunParts:
         )
 
     def _buffer(self, start: StartingPoint, trainer: AnyTrainer) -> StalenessBuffer:
-        """Return the buffer with the stored groups; `start.ends` gets the refused ones."""
+        """Return the buffer with the groups of the starting point that the trainer accepts.
+
+        The groups that the trainer refuses are added to `start.ends`, with the reason.
+        """
         buffer = StalenessBuffer(
             max_staleness=self.config.sync.max_staleness,
             lineages=start.lineages,
@@ -735,7 +747,7 @@ class RunParts:
         return buffer
 
     def _base_settings(self, *, is_resumed: bool) -> dict[str, Any]:
-        """Return the settings of an adapter's base for workers; empty without an adapter."""
+        """Return the settings by which workers find an adapter's base model; empty without LoRA."""
         config, lora = self.config, self.data.lora
         if lora is None:
             return {}
@@ -745,7 +757,7 @@ class RunParts:
     def _role(
         self, start: StartingPoint, buffer: StalenessBuffer, prompts: PromptsAhead, now: float
     ) -> Learner:
-        """Return the learner's role with the leases of the starting point."""
+        """Return the learner's role, with the leases and the step of the starting point."""
         config, data, network = self.config, self.data, self.config.network
         leases = LeaseBook(timeout_s=network.lease_timeout_s)
         start.enter_leases(leases, now=now)
@@ -791,7 +803,7 @@ class RunParts:
 
 
 def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
-    """Return the settings of the scheduler."""
+    """Return the learner's settings for leases and groups, from the configuration."""
     batch = config.batch
     return LeaseSettings(
         max_staleness=config.sync.max_staleness,
@@ -810,16 +822,16 @@ def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
 
 
 def _max_rollout_tokens(config: Config) -> int:
-    """Return the tokens of the longest rollout: an agent's counts its whole conversation."""
+    """Return the most completion tokens of a rollout; for agents, those of a whole conversation."""
     longest, agent = config.sampling.max_completion_tokens, config.agent
     return longest if agent.listen is None else max(longest, agent.max_session_tokens)
 
 
 async def build_learner(config: Config, options: Options) -> LearnerNode:
-    """Return a learner that is ready to run, listening already.
+    """Return a learner that is ready to run and already listens.
 
     Raises:
-        EchoError: if something is missing or does not fit; the message is for the user.
+        EchoError: if the learner cannot start; the message is for the user.
     """
     data, log = load_data(config), options.log
     keys, secret = load_or_create_keys(config.run_dir) if config.security.curve else (None, b"")
@@ -851,10 +863,12 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
 def invite(
     config: Config, keys: CurveKeys, secret: bytes, transport: Transport, *, log: logging.Logger
 ) -> None:
-    """Write the run's join string to a file, and log its path only: others may read the log.
+    """Write the run's join string to a file, and log only the file's path.
+
+    The join string is secret, and others may read the log.
 
     Raises:
-        StorageError: if it cannot be written.
+        StorageError: if the file cannot be written.
     """
     address = join_address(str(transport.listen_address), config.learner.advertise)
     write_join(config.run_dir, address, keys, secret)
@@ -869,7 +883,7 @@ def invite(
 def assemble_learner(
     config: Config, data: Data, transport: Transport, options: Options
 ) -> LearnerNode:
-    """Return a learner on a transport that has been started; otherwise as `build_learner`."""
+    """Return a learner on a transport that has been started; raises as `build_learner` does."""
     log, crew = options.log, options.crew
     budget = None
     if crew is None:  # of all that is free, before anything is built that takes of it
@@ -924,7 +938,8 @@ def build_evaluator(
 ) -> Evaluator | None:
     """Return the evaluator of versions on held-out prompts, or None if evaluation is off.
 
-    `budget` bounds its memory beside the trainer; with None it may take half of the free memory.
+    `budget` bounds the evaluation's memory beside the trainer; if it is None, the evaluation may
+    take half of the free memory.
 
     Raises:
         DataError: if there is no held-out prompt that the model can take.
@@ -961,12 +976,13 @@ def evaluation_engine(
 ) -> TransformersEngine:
     """Return the engine that samples held-out prompts.
 
-    A single process has a second model for it on the device that trains: on a GPU in the published
-    type, on a CPU in the trainer's. Training needs the rest of that memory, so its rollouts take no
-    more than the budget leaves them. With several ranks, all would wait for the first rank's GPU,
-    which need not hold the model. So the first rank samples on its CPU, in the published type: its
-    model is the image of the version, in place (engine/hf). The memory of all three is counted
-    (config/memory.py).
+    A single process holds a second model for evaluation on the device that trains: on a GPU in the
+    published type, on a CPU in the trainer's type. Training needs the rest of the memory there, so
+    rollouts take at most the memory that the budget leaves for evaluation. With several ranks, all
+    would wait for an evaluation on the first rank's GPU, which may be too small for the model. So
+    the first rank samples on its CPU, in the published type; the model's weights are the version's
+    image itself, not a copy (engine/hf). The memory budget (config/memory.py) counts all three
+    cases.
     """
     learner = config.learner
     device, num_threads = pick_device(learner.device), 0
@@ -990,9 +1006,10 @@ def evaluation_engine(
 
 
 def export_directory(config: Config, data: Data, directory: Path, publication: Publication) -> None:
-    """Write a version as a directory for transformers or peft.
+    """Write a version into a directory that transformers or peft can load.
 
-    Tensors are written without a copy, except stacked experts, which the files hold separately.
+    Tensors are written without a copy, except stacked experts, which the files hold as separate
+    tensors.
     """
     assets, weights = tokenization.asset_files(data.model_dir), publication.tensors()
     if data.lora is not None:

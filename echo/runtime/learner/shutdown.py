@@ -1,10 +1,10 @@
-"""Announces the end of a run to every node, also to a node that is disconnected at that moment.
+"""Announces the end of a run to every node, also to nodes that are disconnected at that moment.
 
-A node that has lost its way to the learner dials at growing pauses: after the learner's crash, a
-relay's, or a link's. If the learner ended meanwhile, the node's dials would fail, and it would end
-with an error. So the learner stays until each node with a recent message has gone, or has had the
-time to come back. A learner that resumes a run also gives that time to the nodes of the former
-process.
+A node that lost its connection, because the learner, a relay or a link failed, dials again after
+growing pauses. If the learner ended meanwhile, the node's dials would fail, and the node would end
+with an error. So the learner stays until each node that was heard from recently has left, or has
+had the time to come back. A learner that resumes a run also gives this time to the nodes that were
+connected to the former process.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from echo.runtime.node import LINGER_S
 
 
 class WaitUntil(Protocol):
-    """Waits for a condition, for a while; returns whether it came true."""
+    """A function that waits until a condition is true, or until a time limit."""
 
     def __call__(self, is_done: Callable[[], bool], *, within_s: float) -> Awaitable[bool]:
-        """Check `is_done` until it is true or `within_s` has passed; return whether it is true."""
+        """Check `is_done` until it is true or `within_s` has passed; return its last value."""
 
 
 class RunShutdown:
-    """Tells every node that the run has ended, and waits until they have gone."""
+    """Sends every node the end of the run, and waits until all nodes have left."""
 
     def __init__(
         self,
@@ -38,24 +38,28 @@ class RunShutdown:
         wait_until: WaitUntil,
         clock: Callable[[], float],
     ) -> None:
-        """Start with no nodes of a former process to wait for."""
+        """Start without waiting for nodes of a former process; see `expect_former_nodes`."""
         self._role, self._transport = role, transport
         self._report, self._wait_until, self._clock = report, wait_until, clock
         self._missing_until = -math.inf
-        """Time until which nodes of a former process may still be dialling."""
+        """Loop's time until which nodes of a former process may still dial this process."""
 
     @property
     def return_s(self) -> float:
-        """Seconds that suffice for a node to dial twice and to be greeted each time."""
+        """Seconds in which a disconnected node dials twice and exchanges a heartbeat each time."""
         heartbeat_s = self._role.settings.leases.heartbeat_s
         return max(LINGER_S, 2 * (self._transport.options.max_redial_s + heartbeat_s))
 
     def expect_former_nodes(self) -> None:
-        """Give the nodes of a former process the time to come back, from now on."""
+        """Let nodes of a former learner process come back for `return_s` seconds from now on."""
         self._missing_until = self._clock() + self.return_s
 
     async def announce(self, reason: str) -> None:
-        """Tell every node, also those that have yet to come back; return when all have gone."""
+        """Send the end of the run to every node; return when all nodes have left.
+
+        `reason` is sent with it. Nodes that are disconnected get the end when they come back.
+        Workers leave first, then relays.
+        """
         self._report(RunEnded(reason))
         # Each heartbeat and each Hello is answered with Finish. Workers may need the relays for it.
         await self._wait_for({"worker"})
@@ -63,7 +67,7 @@ class RunShutdown:
         await self._wait_for({"worker", "relay"})
 
     async def _wait_for(self, roles: Set[str]) -> None:
-        """Wait until the nodes of these roles have gone, or could have come back."""
+        """Wait until all nodes of these roles have left, or have had `return_s` to come back."""
         return_s, nodes = self.return_s, self._role.roster.nodes
 
         def is_over() -> bool:

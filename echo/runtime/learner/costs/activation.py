@@ -1,13 +1,14 @@
-"""Activation of workers: which are needed, and the budget that they must fit.
+"""Activation of workers: which workers are needed, within the budget, and which stand by.
 
     measure (often) -> measured rates, times, idle share
     question (now and then) -> answer, in a thread -> decision -> StandbyChosen
 
-A question (`echo.fleet.activation`) is asked once in a dwell, and at once when an active worker is
-gone. A dwell is the longest of `min_dwell_s`, MIN_STEPS steps and a group on the slowest active
-worker. During a dwell the active workers stay the same, the effect of the last change is measured,
-and workers without a measured rate are tried. A worker that joins begins to generate. If the budget
-does not pay for it too, it stands by and is tried with the next question.
+A question (`echo.fleet.activation`: which workers shall be active?) is asked once in a dwell, and
+at once when an active worker is gone. A dwell is the longest of three times: `min_dwell_s`,
+MIN_STEPS steps, and a group on the slowest active worker. During a dwell the active workers stay
+the same, the effect of the last change is measured, and workers without a measured rate are tried.
+A worker that joins begins to generate. If the budget cannot pay for this worker too, the worker
+stands by and is tried with the next question.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ from echo.wire.actions import Action, Note
 from echo.wire.codec import BYTES_PER_TOKEN
 
 RESTART_S = 300.0
-"""Seconds to replace a lost machine: renting one, starting it and catching up take minutes."""
+"""Assumed seconds to replace a lost machine: to rent and start another, and to send it weights."""
 MIN_STEPS = 3
-"""Steps before T_train is known, since the first steps include start-up; also steps of a dwell."""
+"""Steps until `train_s` is known, as the first include start-up; also least steps of a dwell."""
 MAX_STEPS = 8
-"""Steps over which times are averaged."""
+"""Number of last steps over which times are averaged."""
 MIN_DWELL_S = 120.0
 """Least seconds between two questions: several times what a worker needs to fetch the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSettings:
-    """Settings of the configuration."""
+    """The settings of the configuration that activation needs."""
 
     groups_per_step: int
     group_size: int
     max_completion_tokens: int
     margin: float
     budget_per_h: float
-    """$ per hour for workers and traffic; infinite without a cap."""
+    """Largest cost of workers and traffic, $ per hour; infinite if there is no limit."""
     min_dwell_s: float = MIN_DWELL_S
     upload_bytes_per_token: float = BYTES_PER_TOKEN
 
@@ -73,7 +74,7 @@ class StepTimes:
 def activation_settings(
     section: ActivationSection, sync: SyncSection, batch: BatchSection, sampling: SamplingSection
 ) -> ActivationSettings | None:
-    """Return the settings of activation; None if it is off, or if sync.mode is "pull"."""
+    """Return the settings of activation; None if activation is off or sync.mode is "pull"."""
     if section.mode == "off" or sync.mode == "pull":
         return None
     return ActivationSettings(
@@ -86,31 +87,31 @@ def activation_settings(
 
 
 class Activation:
-    """Measures steps, asks which workers are needed, and carries out the answer."""
+    """Measures steps and workers, asks which workers are needed, and carries out the answer."""
 
     def __init__(self, settings: ActivationSettings, *, now: float) -> None:
         self.settings = settings
         self.outlook: Outlook | None = None
-        """Forecast for the active workers, by the last answer."""
+        """The last answer's forecast for the active workers; None before the first answer."""
         self.measured = Measurements()
-        """Rates of workers and times of broadcasts."""
+        """Measured rates of workers and times of broadcasts."""
         self.steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)
         self._steps_since_change = 0
         self._asked_at = now
         self._group_s = 0.0
-        """The time of a group on the slowest of the active workers, by the last answer."""
+        """Seconds that a group takes on the slowest active worker, as of the last answer."""
         self._active: frozenset[str] = frozenset()
-        """The active workers, as of the last question or decision."""
+        """Names of the active workers, as of the last question or decision."""
 
     # --- measuring -------------------------------------------------------------------------------
 
     def measure(self, role: Learner, *, now: float) -> list[Action]:
-        """Measure the workers since the last call; keep new workers to the budget."""
+        """Measure the workers since the last call; return actions that keep new ones in budget."""
         new = self.measured.update(role, now=now)
         return [action for member in new for action in self._welcome(role, member, now)]
 
     def _welcome(self, role: Learner, member: Member, now: float) -> list[Action]:
-        """Put a worker on standby that exceeds the budget; warn of a worker without a price."""
+        """Return actions: standby for a worker beyond the budget, a warning if it has no price."""
         cap = self.settings.budget_per_h
         if math.isinf(cap):
             return []
@@ -132,21 +133,23 @@ class Activation:
         return [Note("info", text), *role.handle(StandbyChosen(frozenset(standby)), now=now)]
 
     def stepped(self, times: StepTimes) -> None:
-        """Record the times of a step."""
+        """Record the measured times of an optimizer step."""
         self.steps.append(times)
         self._steps_since_change += 1
 
     @property
     def train_s(self) -> float | None:
-        """T_train: seconds of a step without waiting; None before MIN_STEPS steps."""
+        """T_train: median seconds of the last steps without waiting; None before MIN_STEPS."""
         if len(self.steps) < MIN_STEPS:
             return None
         return median(times.step_s - times.waited_s for times in self.steps)
 
     def idle_share(self, waiting_s: float = 0.0) -> float:
-        """Return the share of the time since the last change in which the learner has waited.
+        """Return the share of the time that the learner waited since the active workers changed.
 
-        Before the first step after a change the share is 1.
+        `waiting_s` is the length of the present wait, seconds.
+
+        Before the first step after a change of the active workers the share is 1.
         """
         recent = list(self.steps)[-self._steps_since_change :] if self._steps_since_change else []
         step_s = sum(times.step_s for times in recent) + waiting_s
@@ -155,7 +158,7 @@ class Activation:
 
     @property
     def dwell_s(self) -> float:
-        """Seconds between two questions."""
+        """Seconds between two questions: the longest of the three times named in the module."""
         step_s = fmean(times.step_s for times in self.steps) if self.steps else 0.0
         return max(self.settings.min_dwell_s, MIN_STEPS * step_s, self._group_s)
 
@@ -164,7 +167,10 @@ class Activation:
     def question(
         self, role: Learner, pace: PublishPace, *, waiting_s: float, now: float
     ) -> Question | None:
-        """Return the question that is due, if one is."""
+        """Return the question which workers shall be active; None if no question is due.
+
+        `waiting_s` is the length of the learner's present wait, seconds.
+        """
         # A worker that is set aside delivers nothing that counts, whatever rate and price it
         # states; a worker that was not looked at yet, as in a large fleet, takes part in the next
         # question.
@@ -208,11 +214,12 @@ class Activation:
         return state.throughput.tokens_per_s is None and state.active_s < self.dwell_s
 
     def _rates(self, members: Collection[Member]) -> dict[str, float]:
-        """Return tokens per second by worker; empty if nothing is known of any.
+        """Return worker name -> tokens per second; empty if no worker has a measured rate.
 
-        A worker with too few reports for a rate counts as the mean of the others while it is tried.
-        Then its few reports count. If it sent none, its rate is the mean, or that of MIN_REPORTS
-        groups in its loaded time if that is less.
+        While a worker without enough reports is still untried, its rate is the mean of the measured
+        rates. Later its rate is taken from its few reports. If it sent no report, its rate is the
+        lower of that mean and the rate at which it would have sampled MIN_REPORTS groups in its
+        loaded time.
         """
         times = self.measured.workers
         found = {m.node_id: times[m.node_id].throughput.tokens_per_s for m in members}
@@ -281,10 +288,11 @@ class Activation:
         *,
         now: float,
     ) -> tuple[list[Action], ActivationDecision | None]:
-        """Carry out an answer; return the actions, and the decision if anything changes.
+        """Return the actions that carry out an answer, and the decision; None if nothing changes.
 
-        Workers that joined since the question stay active or on standby. Of the question's workers,
-        the answer changes only those that are members now and that `measure` has seen.
+        Workers that joined since the question stay as they are, active or on standby. Of the
+        question's workers, the answer changes only those that are still members and that `measure`
+        has seen.
         """
         self.outlook = answer.after
         timed = answer.active - question.untried

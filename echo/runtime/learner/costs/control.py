@@ -1,9 +1,10 @@
-"""Costs and activation in the learner: measured, decided, recorded.
+"""Costs and activation in the learner: how they are measured, decided and recorded.
 
     measure (10 times a second) -> meter, rates, times of broadcasts
     question -> answer (in a thread) -> decision -> ledger, log, plans and leases
 
-Each decision goes to the ledger, and the costs with each step, so that a resume goes on counting.
+Each decision, and the costs at each step, are written to the ledger, so a resumed run continues
+from these costs.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from echo.wire.actions import Action
 from echo.wire.codec import BYTES_PER_TOKEN
 
 METER_S = 1.0
-"""Seconds between two updates of the costs, each of which may ask a question."""
+"""Seconds between two updates of the costs; each update may ask which workers are needed."""
 POLLS_PER_S = 10_000
-"""Most workers measured per second; in larger fleets each is measured less often."""
+"""Most workers measured per second; in a larger fleet each worker is measured less often."""
 
 
 class CostControl:
-    """Meters the costs of a run, and has the workers activated that it needs.
+    """Meters the costs of a run, and decides which of its workers are active.
 
-    `activation` is None if every worker generates, at any cost.
+    `activation` is None if all workers are active, whatever they cost.
     """
 
     def __init__(
@@ -93,7 +94,10 @@ class CostControl:
         return self.activation is None and not self._pace.is_awaited
 
     def measure(self, *, now: float) -> list[Action]:
-        """Measure the workers' versions; call it every POLL_S, or METER_S while `is_idle`."""
+        """Measure the workers and which versions they have installed; return the resulting actions.
+
+        Must be called every POLL_S, or every METER_S while `is_idle`.
+        """
         if self._progress.activity:
             self._waiting_since = None
         elif self._waiting_since is None:
@@ -110,7 +114,10 @@ class CostControl:
         return self.activation.measure(self._role, now=now)
 
     def review(self, *, now: float) -> Question | None:
-        """Count costs once in METER_S; return a question for a thread to answer, if one is due."""
+        """Update the costs once in METER_S; return the question to be answered in a thread, if due.
+
+        The question is which workers shall be active; None if it is not due.
+        """
         if now < self._metered_at + METER_S:
             return None
         self._metered_at = now
@@ -121,7 +128,10 @@ class CostControl:
         return self.activation.question(self._role, self._pace, waiting_s=waiting_s, now=now)
 
     def decide(self, question: Question, answer: ReviewAnswer, *, now: float) -> list[Action]:
-        """Carry out the answer to the question of `review`, unless the run has ended."""
+        """Record the answer to a question of `review`; return the actions that carry it out.
+
+        There are no actions if the run has ended.
+        """
         if self.activation is None or self._role.shutdown.reason is not None:
             return []
         actions, decision = self.activation.decide(self._role, question, answer, now=now)
@@ -151,11 +161,11 @@ class CostControl:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the budget of the run is spent."""
+        """Whether the run has cost its budget, activation.budget_per_run."""
         return self._budget_per_run is not None and self._meter.total >= self._budget_per_run
 
     def describe_spent(self, step: int) -> str:
-        """Return one line that says that the budget is spent, and how to continue."""
+        """Return a log line: the run ends at `step` as its budget is spent, and how to continue."""
         return (
             f"${self._meter.total:.2f} are spent of activation.budget_per_run = "
             f"${self._budget_per_run:.2f}: the run ends at step {step}; go on with --resume --set "
@@ -163,7 +173,10 @@ class CostControl:
         )
 
     def metrics(self, row: Mapping[str, Any], *, now: float) -> dict[str, float]:
-        """Record the row of the last step; return the metrics of its cost."""
+        """Record the last step from its row of metrics; return metrics of costs and activation.
+
+        The result is empty if nothing has a price.
+        """
         if self.activation is not None:
             times = StepTimes(
                 step_s=row["time/step"],
@@ -201,7 +214,7 @@ class CostControl:
         return metrics
 
     def view(self) -> CostView | None:
-        """Return the costs for the live view; None if nothing has a price."""
+        """Return the costs for the live view; None if nothing has a price or was spent."""
         meter, roster = self._meter, self._role.roster
         if not meter.has_prices:
             return None

@@ -1,7 +1,8 @@
-"""Measurements of workers and of the broadcast to them, from which activation forecasts.
+"""Measurements of workers and of broadcasts to them, from which activation makes forecasts.
 
-Each worker has a measured rate, the time for which it was active, and the time that it needs to
-install a version. The learner's uplink is as fast as the fastest version that it has sent.
+For each worker these are the rate at which it samples, the time for which it was active, and the
+time that it needs to install a version. The rate of the learner's uplink is taken from the version
+that was sent fastest.
 """
 
 from __future__ import annotations
@@ -18,55 +19,60 @@ from echo.roles.learner import Learner
 from echo.roles.members import Member
 
 POLL_S = 0.1
-"""Seconds between two looks at the installed versions: the resolution of broadcast times."""
+"""Seconds between two checks of the installed versions: the resolution of broadcast times."""
 MAX_VERSIONS = 8
-"""Versions whose publication times are kept."""
+"""Number of newest versions whose publication times are kept."""
 
 
 @dataclass(slots=True)
 class MeasuredWorker:
-    """Measurements of a worker."""
+    """The measurements of one worker."""
 
     incarnation: str
     throughput: Throughput
     measured_at: float
     active_s: float = 0.0
-    """Seconds in which it had weights and was not on standby."""
+    """Seconds in which the worker had weights and was not on standby."""
     loaded_s: float = 0.0
-    """`active_s`, each second weighted by the share of the worker's places that had a group."""
+    """Seconds, each weighted by the share of the worker's places for groups that were occupied."""
     installed: PolicyVersion | None = None
     free_at: float = 0.0
-    """When it received its last version, or became active without one: it can fetch from then
-    on.
+    """Time at which the worker installed its last version, or joined or became active after that:
+    it can fetch the next version from then on.
     """
     took_s: float | None = None
-    """Seconds to install the last version, from its publication or from `free_at` if later; None
-    until a version is installed after a change.
+    """Seconds to install the last version, from its publication or from `free_at` if that is later.
+    None until a version is installed after a change of the active workers.
     """
     late_s: float | None = None
-    """Seconds of `took_s` beyond the forecast for all active workers; None if never measured."""
+    """Seconds by which `took_s` exceeds the forecast for all active workers; None if never
+    measured.
+    """
     alone_s: float = 0.0
-    """The forecast for this worker alone, from its links when it was last active."""
+    """Forecast of the seconds to install if only this worker were active, made when it was last
+    active.
+    """
 
 
 class Measurements:
-    """Measures the workers and the times of broadcasts."""
+    """Measures the workers' rates and the times of broadcasts to them."""
 
     def __init__(self) -> None:
-        """Start without a worker."""
+        """Start without a measured worker or version."""
         self.workers: dict[str, MeasuredWorker] = {}
-        """Of each worker that was measured at least once and is here."""
+        """Worker name -> its measurements, for each present worker that was measured at least once.
+        """
         self.published_at: dict[PolicyVersion, float] = {}
-        """Publication times of the last MAX_VERSIONS versions."""
+        """Version -> loop's time of its publication, for the last MAX_VERSIONS versions."""
         self.shown_bytes_per_s = 0.0
-        """Highest rate at which the learner has sent a version, up to the first worker's
-        install.
+        """Highest rate, bytes per second, at which a version was sent: its bytes divided by the
+        time until the first worker had installed it.
         """
 
     def update(self, role: Learner, *, now: float) -> list[Member]:
-        """Measure the workers since the last call; return those that are new, or new processes.
+        """Measure the workers since the last call; return new members and those with a new process.
 
-        Call it at least once per heartbeat.
+        Must be called at least once per heartbeat.
         """
         members = role.roster.members("worker")
         newest = role.broadcast.newest_complete
@@ -99,7 +105,7 @@ class Measurements:
         return new
 
     def changed(self, activated: Collection[str], *, now: float) -> None:
-        """Note that other workers are active now, so that each installation is timed again."""
+        """Note that `activated` have just become active, so all installations are timed again."""
         for name in activated:
             self.workers[name].free_at = now
         for state in self.workers.values():
@@ -108,7 +114,7 @@ class Measurements:
     def note_installed(
         self, role: Learner, state: MeasuredWorker, version: PolicyVersion, now: float
     ) -> None:
-        """Record how long a worker needed to install a version."""
+        """Record the time that a worker needed to install a version, which ends now."""
         state.took_s = now - max(self.published_at.get(version, now), state.free_at)
         if state.installed is not None and version == role.broadcast.newest_complete:
             # Not for a worker's first version, which it may have kept from before.
@@ -117,10 +123,11 @@ class Measurements:
         state.installed, state.free_at = version, now
 
     def links(self, role: Learner, members: Collection[Member]) -> Links:
-        """Return the learner's links, and a forecast of the broadcast to any set of workers.
+        """Return the learner's links, with a function that forecasts the broadcast to any workers.
 
-        The plan does not know every link. So a forecast adds the longest delay beyond the plan that
-        any worker of the set has shown. A worker's measurements are kept while it stands by.
+        The plan does not know every link. So a forecast is the planned time plus the longest delay
+        beyond the plan that was measured for any worker of the set. A worker's measurements are
+        kept while the worker is on standby.
         """
         relays = role.roster.members("relay")
         ahead = [relay.node_id for relay in relays]
@@ -153,10 +160,13 @@ class Measurements:
         )
 
     def _uplink(self, role: Learner) -> float | None:
-        """Return the bytes per second that the learner can send; None if it never sent.
+        """Return the bytes per second that the learner can send; None if no rate is known.
 
-        The learner's own estimate is too low if its children are slow, and missing if versions are
-        small.
+        It is the highest of the rates measured by installs and by the broadcast; without the
+        latter, the configured rate counts.
+
+        The broadcast's estimate is too low if the learner's children are slow, and missing if
+        versions are small.
         """
         estimate = role.broadcast.uplink.bytes_per_s
         assumed = role.settings.site.uplink_bytes_per_s if estimate is None else None

@@ -1,13 +1,14 @@
-"""Cost meter: what the machines of a run and their traffic cost, in all and per hour.
+"""Cost meter: the cost of a run's machines and their traffic, in total and per hour.
 
-A machine counts from its first Hello until the learner knows that it was given back: until a
-Goodbye that says so. A worker on standby counts, because its machine bills. A worker that fell
-silent, or left without giving its machine back, counts for LOST_COUNTS_FOR_S more, since the
-learner cannot know whether it still bills; if it comes back meanwhile it simply goes on.
+A machine counts from its first Hello until a Goodbye reports that the machine was given back. A
+worker on standby counts, because its machine bills. A worker that fell silent, or left without
+giving its machine back, counts for another LOST_COUNTS_FOR_S, because the learner cannot know
+whether its machine is still billed. If the worker comes back during this time, its machine goes on
+counting.
 
-Traffic counts by the bytes that nodes report: weights in and out, and rollouts out. Their counters
-go on while the learner is away, so what a node reports first to a resumed learner is what the
-learner before it has counted.
+Traffic counts by the bytes that nodes report: weights in and out, and rollouts out. The nodes'
+counters go on while the learner is away. So the first totals that a node reports to a resumed
+learner are taken as counted by the earlier learner.
 """
 
 from __future__ import annotations
@@ -21,26 +22,28 @@ from echo.roles.members import Member, Roster
 from echo.wire.codec import BYTES_PER_TOKEN
 
 LOST_COUNTS_FOR_S = 3600.0
-"""Seconds, the usual billing step: no message says that a lost machine is no longer billed."""
+"""Seconds for which a lost machine counts: the usual billing step, as no message ends its bill."""
 _TRAFFIC_WINDOW_S = 300.0
-"""Seconds over which traffic is averaged."""
+"""Seconds over which the cost of traffic per hour is averaged."""
 
 
 @dataclass(slots=True)
 class _Machine:
-    """One machine that is paid for."""
+    """One machine of the run that is paid for."""
 
     price_per_h: float
     incarnation: str
     is_standby: bool = False
     gone_at: float | None = None
-    """When the node left or fell silent; None while it is known."""
+    """Loop's time at which the machine's node left or fell silent; None while it is a member."""
     traffic_bytes: float | None = 0.0
-    """Bytes reported by this incarnation; None before its first report to a resumed learner."""
+    """Traffic that this incarnation of the node reported; None before its first report to a resumed
+    learner.
+    """
 
 
 class CostMeter:
-    """Adds up what the machines of a run and their traffic cost."""
+    """Adds up the cost of a run's machines and their traffic, in $."""
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class CostMeter:
 
     @property
     def machines_per_h(self) -> float:
-        """$ per hour for all machines: learner, relays, workers, and those that vanished."""
+        """$ per hour for all machines: learner, relays, workers, and lost ones that still count."""
         return self._learner_per_h + sum(m.price_per_h for m in self._machines.values())
 
     @property
@@ -78,7 +81,7 @@ class CostMeter:
 
     @property
     def traffic_per_h(self) -> float:
-        """$ per hour for traffic, over the last minutes."""
+        """$ per hour for traffic, averaged over the last _TRAFFIC_WINDOW_S."""
         return 3600 * self._traffic_per_s
 
     @property
@@ -88,7 +91,10 @@ class CostMeter:
         return bool(self._learner_per_h or self.total or any(prices))
 
     def update(self, roster: Roster, *, bytes_sent: int, now: float) -> None:
-        """Count the cost since the last call, then record which machines are there now."""
+        """Add the cost since the last call, then record the present machines and their prices.
+
+        `bytes_sent` is the total that the learner has sent.
+        """
         elapsed_s = max(0.0, now - self._at)
         self._at = now
         self.total += elapsed_s / 3600 * self.machines_per_h
@@ -102,7 +108,7 @@ class CostMeter:
         self._drop_gone(roster, now)
 
     def _take(self, members: Iterable[Member]) -> float:
-        """Record every known node; return $ for their traffic since the last call."""
+        """Record each member's machine; return the $ for their traffic since the last call."""
         cost = 0.0
         for member in members:
             machine = self._machines.get(member.node_id)
@@ -136,10 +142,10 @@ class CostMeter:
 
 
 def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
-    """Return $ that a run has cost before it is resumed.
+    """Return the $ that a run has cost until it is resumed, from the records of its ledger.
 
-    Machines went on billing while the learner was away. It is not known for how long, so at most
-    LOST_COUNTS_FOR_S of that time count. `now` is unix time.
+    Machines were still billed while the learner was away, but it is not known for how long. So at
+    most LOST_COUNTS_FOR_S of that time counts. `now` is Unix time, seconds.
     """
     last = totals_of(records).cost
     if last is None:

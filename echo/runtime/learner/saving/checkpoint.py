@@ -5,8 +5,9 @@
     checkpoints/latest         the name of the newest, replaced atomically
 
 A directory is filled under a temporary name, forced onto the disk, then renamed: a full disk or a
-kill at any moment leaves the older checkpoints whole. A checkpoint is used only if the hash of each
-file is that of BLAKE3SUMS. The ledger has the rest: prompt cursor, buffer, leases.
+kill at any moment leaves the older checkpoints whole. A checkpoint is used only if each of its
+files has the hash that BLAKE3SUMS lists. The rest of the state is in the ledger: the last prompt,
+the buffer, the leases.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ SUMS_FILE = "BLAKE3SUMS"
 
 
 class DamagedCheckpointError(StorageError):
-    """A checkpoint's files differ from those that were written."""
+    """A checkpoint's files differ from the files that were written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """Metadata of a checkpoint."""
+    """Metadata of a checkpoint, the contents of checkpoint.json."""
 
     run_id: str
     lineage: int
@@ -43,16 +44,16 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCheckpoint:
-    """The newest undamaged checkpoint."""
+    """The newest undamaged checkpoint, and the faults of newer ones."""
 
     path: Path
     info: CheckpointInfo
     damage: tuple[str, ...] = ()
-    """Faults of the newer, damaged checkpoints, the newest first."""
+    """Texts of the faults of newer, damaged checkpoints, the newest first."""
 
 
 class Checkpoints:
-    """Decides when the learner saves, writes checkpoints and reads them back."""
+    """Decides when the learner saves; writes checkpoints and reads them."""
 
     def __init__(
         self,
@@ -65,14 +66,16 @@ class Checkpoints:
         min_free_bytes: int,
         now: float,
     ) -> None:
-        """Start counting from now, seconds of the loop's clock.
+        """Measure the interval in seconds from `now`, the loop's time.
 
-        A checkpoint is due after `interval_steps` steps, or after `interval_s` seconds if that is
-        not None. It must leave `min_free_bytes` of the disk; the last `keep_last`, at least one,
-        are kept.
+        A checkpoint is due at each multiple of `interval_steps`, and `interval_s` seconds after the
+        last attempt if that is not None. It must leave `min_free_bytes` of the disk free. The last
+        `keep_last` checkpoints, at least one, are kept.
         """
         self.saved_step: int | None = None
-        """Step of the newest checkpoint, or of the resumed one; None if there is no checkpoint."""
+        """Step of the newest checkpoint, or of the one resumed from; None if there is no
+        checkpoint.
+        """
         self._directory = directory
         self._run_id = run_id
         self._interval_steps = interval_steps
@@ -82,7 +85,7 @@ class Checkpoints:
         self._tried_at = now
 
     def is_due(self, step: int, *, now: float) -> bool:
-        """Return whether to save after `step`."""
+        """Return whether a checkpoint is due after `step`."""
         elapsed_s = now - self._tried_at
         is_late = self._interval_s is not None and elapsed_s >= self._interval_s
         return step % self._interval_steps == 0 or is_late
@@ -90,14 +93,15 @@ class Checkpoints:
     def save(
         self, save_state: Callable[[Path], None], *, lineage: int, step: int, now: float
     ) -> int:
-        """Write a checkpoint, drop those beyond `keep_last`; return the step of the oldest kept.
+        """Write a checkpoint, delete the oldest beyond `keep_last`; return the oldest kept step.
 
-        `save_state` fills a directory with the trainer's state. A checkpoint that fails is tried
-        again an interval later.
+        `save_state` fills a directory with the trainer's state. If a checkpoint fails, the next is
+        due an interval later.
 
         Raises:
-            StorageError: if it could not be written; older checkpoints are untouched.
-            NonfiniteWeightsError: if the trainer's weights are not worth saving; likewise.
+            StorageError: if the checkpoint could not be written; older ones are untouched.
+            NonfiniteWeightsError: if the trainer's weights hold NaN or infinity; older checkpoints
+                are untouched.
         """
         self._tried_at = now
         directory, name = self._directory, checkpoint_name(step)
@@ -134,8 +138,8 @@ class Checkpoints:
         """Check that a checkpoint as large as the newest leaves enough of the disk free.
 
         Raises:
-            StorageError: with what is free and what is needed.
-            OSError: if the disk cannot be asked.
+            StorageError: if too little is free; the message has the free and the needed bytes.
+            OSError: if the free space cannot be determined.
         """
         saved = list_checkpoints(self._directory)
         newest = saved[max(saved)] if saved else None
@@ -149,7 +153,7 @@ class Checkpoints:
             )
 
     def drop_later(self, step: int) -> None:
-        """Delete the checkpoints after `step`: the run continues from there without them.
+        """Delete the checkpoints of later steps than `step`, from which the run continues.
 
         Raises:
             StorageError: if `latest` cannot be written.
@@ -165,11 +169,11 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def find_whole(self) -> FoundCheckpoint | None:
-        """Return the newest undamaged checkpoint; None if there are no checkpoints.
+        """Return the newest undamaged checkpoint up to `latest`; None if there are no checkpoints.
 
         Raises:
-            StorageError: if there are checkpoints and all are damaged, if `latest` names none of
-                them, or if another release wrote it.
+            StorageError: if all checkpoints are damaged, if `latest` names none of them, or if the
+                checkpoint was written by a release with another format.
         """
         complete = list_checkpoints(self._directory)
         newest = self._newest_step(complete)
@@ -190,7 +194,10 @@ class Checkpoints:
         )
 
     def _newest_step(self, complete: Mapping[int, Path]) -> int:
-        """Return the step that `latest` names, or the last where it was never written."""
+        """Return the step that `latest` names, or the last step if there is no such file.
+
+        Raises StorageError if the file cannot be read or names no checkpoint.
+        """
         pointer = self._directory / "latest"
         names = ", ".join(path.name for path in complete.values()) or "none"
         remedy = f"write the name of a checkpoint into it; there are: {names}"
@@ -207,22 +214,22 @@ class Checkpoints:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of the directory of a step's checkpoint."""
+    """Return the name of the directory of the checkpoint of a step."""
     return f"step_{step:06d}"
 
 
 def newest_name(directory: Path) -> str:
-    """Return the checkpoint's name in the file `latest`; empty if it was never written.
+    """Return the checkpoint's name in the file `latest`; empty if there is no such file.
 
     Raises:
-        OSError, ValueError: if it cannot be read.
+        OSError, ValueError: if the file cannot be read.
     """
     pointer = directory / "latest"
     return pointer.read_text("utf-8").strip() if pointer.exists() else ""
 
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:
-    """Return the complete checkpoints by step, ascending."""
+    """Return step -> directory of each complete checkpoint, in ascending order."""
     found = {
         int(match[1]): path
         for path in directory.glob("step_*")
@@ -232,7 +239,7 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def _seal(directory: Path, info: CheckpointInfo) -> None:
-    """Add a checkpoint's metadata and hashes, and force all its files onto the disk."""
+    """Write a checkpoint's metadata and hashes, and force all its files onto the disk."""
     (directory / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
     sums = "".join(f"{hash_file(directory / name)}  {name}\n" for name in _files(directory))
     (directory / SUMS_FILE).write_text(sums, encoding="utf-8")
@@ -241,7 +248,7 @@ def _seal(directory: Path, info: CheckpointInfo) -> None:
 
 
 def _files(directory: Path) -> list[str]:
-    """Return the files of a checkpoint by their paths in it: each of several adapters has a folder.
+    """Return the paths of a checkpoint's files, relative to it; adapters may have folders.
 
     Raises:
         OSError: if a folder cannot be read.
@@ -252,11 +259,11 @@ def _files(directory: Path) -> list[str]:
 
 
 def _read_whole(path: Path) -> CheckpointInfo:
-    """Verify all files of the checkpoint in `path`, and return its metadata.
+    """Verify all files of the checkpoint in the directory `path`, and return its metadata.
 
     Raises:
-        DamagedCheckpointError: if a file is not what was written, or missing.
-        StorageError: if another release wrote it.
+        DamagedCheckpointError: if a file is missing or differs from what was written.
+        StorageError: if the checkpoint was written by a release with another format.
     """
     sums = path / SUMS_FILE
     try:
@@ -276,11 +283,11 @@ def _read_whole(path: Path) -> CheckpointInfo:
 
 
 def _verify(path: Path, sums: str) -> None:
-    """Compare every file that `sums` lists, in the form of b3sum, with its hash.
+    """Compare the hash of every file that `sums`, in the form of b3sum, lists.
 
     Raises:
-        DamagedCheckpointError: if one differs.
-        OSError: if one cannot be read.
+        DamagedCheckpointError: if a hash differs, or if a file is not listed.
+        OSError: if a file cannot be read.
     """
     lines = [line.partition("  ") for line in sums.split("\n") if line]
     expected = {name: digest for digest, _, name in lines}

@@ -1,15 +1,14 @@
-"""Start or resume of a run: the newest checkpoint and the ledger.
+"""Start or resume of a run, from the newest checkpoint and the ledger.
 
-After a crash the run continues from the newest checkpoint in a new lineage. The ledger says which
-groups were accepted and not trained on the surviving line; those that may still be trained return
-to the buffer, the others end with their reason. Groups that were granted and not delivered are
-entered as leases of an unknown worker: the worker that has them claims them with its next
-heartbeat, otherwise they expire and are granted again. Checkpoints after the one that the run
-continues from are deleted: their steps are no longer on any history.
+After a crash the run continues from the newest checkpoint in a new lineage. The ledger tells which
+groups were accepted and not trained on up to that checkpoint. Those of them that may still be
+trained on return to the buffer, the others end with a reason. Groups that were granted and not
+delivered become leases again: a worker that still has such a group claims it with its next
+heartbeat, otherwise the lease expires and the group is granted again. Checkpoints after the one
+that the run continues from are deleted, because their steps do not belong to the new lineage.
 
-Damaged files are not used. The checkpoint before a damaged one is used in its place, and the steps
-between them are void, as if the user had gone back; a damaged group ends as "lost", and another one
-is granted.
+Damaged files are not used. If a checkpoint is damaged, the one before it is used, and the steps
+between them are made again. A damaged group ends as "lost", and another group is granted.
 """
 
 from __future__ import annotations
@@ -46,39 +45,39 @@ class StartingPoint:
     lineages: tuple[Lineage, ...]
     step: int = 0
     checkpoint: Path | None = None
-    """Trainer state to load; None for the initial weights."""
+    """Directory with the trainer state to load; None for the initial weights."""
     next_group_id: int = 0
     finished: set[int] = field(default_factory=set)
     open_attempts: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Granted groups without a result: id -> attempt -> worker."""
+    """Granted groups without a result: group id -> attempt -> worker id."""
     buffered: list[Group] = field(default_factory=list)
     staleness_tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
-    """Accepted groups that can no longer be trained: id -> reason."""
+    """Accepted groups that can no longer be trained on: group id -> reason."""
     losses: list[str] = field(default_factory=list)
-    """Groups that could not be read back, one line per group; they end as "lost"."""
+    """Log lines, one for each group that could not be read from the ledger and ends as "lost"."""
     damage: tuple[str, ...] = ()
-    """Faults of newer checkpoints than `checkpoint`, the newest first."""
+    """Texts of the faults of checkpoints newer than `checkpoint`, the newest first."""
     uplinks: dict[str, float] = field(default_factory=dict)
-    """Node id -> bytes per second that it could send."""
+    """Node id -> bytes per second that the node could send, as measured before."""
 
     @property
     def lineage(self) -> int:
-        """The present lineage."""
+        """The number of the present lineage."""
         return self.lineages[-1].lineage
 
     def enter_leases(self, leases: LeaseBook, *, now: float) -> None:
-        """Enter the former leases, until their workers claim them or they expire."""
+        """Add the former leases to `leases`; their workers claim them, or they expire."""
         for group_id, holders in sorted(self.open_attempts.items()):
             leases.restore(group_id, holders, now=now)
 
 
 def check_unused(run_dir: Path) -> None:
-    """Check that no run lives in a directory.
+    """Check that a directory contains no run.
 
     Raises:
-        ConfigError: if one does.
-        StorageError: if its ledger cannot be read.
+        ConfigError: if the directory contains a run.
+        StorageError: if the ledger in it cannot be read.
     """
     if has_begun(run_dir):
         raise _holds_a_run(run_dir)
@@ -92,18 +91,18 @@ def _holds_a_run(run_dir: Path) -> ConfigError:
 
 
 class SavedRun:
-    """A run's ledger and checkpoints on the disk, new or to be resumed."""
+    """The ledger and the checkpoints of a run that is new or to be resumed."""
 
     def __init__(self, ledger: LedgerQueue, checkpoints: Checkpoints) -> None:
-        """Hold a run's checkpoints and its ledger, which must be open."""
+        """Store a run's checkpoints and its open ledger."""
         self.ledger = ledger
         self.checkpoints = checkpoints
 
     def begin(self) -> StartingPoint:
-        """Return the starting point of a new run in an empty ledger; `enter` writes it.
+        """Return the starting point of a new run; only `enter` writes it to the ledger.
 
         Raises:
-            ConfigError: if a run lives there already.
+            ConfigError: if the ledger has records of a run already.
         """
         if self.ledger.num_records:
             raise _holds_a_run(self.ledger.run_dir)
@@ -112,13 +111,14 @@ class SavedRun:
     def recover(
         self, *, run_id: str, max_staleness: int, trims_stale: bool = False
     ) -> StartingPoint:
-        """Return the newest whole checkpoint as the starting point; `enter` writes it.
+        """Return the starting point at the newest undamaged checkpoint; only `enter` writes it.
 
-        With `trims_stale` a group keeps its other tokens when some have grown too old.
+        With `trims_stale` only the tokens of a group that have grown too old are masked, and the
+        group is kept for its other tokens.
 
         Raises:
-            ConfigError: if there is no run to continue.
-            StorageError: if the ledger is damaged, or every checkpoint.
+            ConfigError: if there is no run to continue, or the checkpoint belongs to another run.
+            StorageError: if the ledger is damaged, or if all checkpoints are.
         """
         run_dir = self.ledger.run_dir
         if not self.ledger.num_records:
@@ -165,10 +165,12 @@ class SavedRun:
         return start
 
     def enter(self, start: StartingPoint) -> None:
-        """Open the lineage in the ledger, once everything else is ready for it.
+        """Write the lineage of a starting point to the ledger, once all else is ready to run.
+
+        Groups in `start.ends` end, and checkpoints after the starting point are deleted.
 
         Raises:
-            StorageError: if it cannot be written.
+            StorageError: if the ledger cannot be written.
         """
         self.ledger.append(Began(lineage=start.lineage, fork_step=start.step))
         for group_id, reason in start.ends.items():
@@ -189,7 +191,10 @@ class SavedRun:
         resume: bool,
         log: logging.Logger,
     ) -> StartingPoint:
-        """Return the starting point of a new run, or of an existing one to be resumed."""
+        """Return the starting point, by `recover` if `resume` is true, else by `begin`.
+
+        Damaged checkpoints and lost groups are logged.
+        """
         if not resume:
             return self.begin()
         start = self.recover(
@@ -215,13 +220,13 @@ class SavedRun:
 
 
 def finished_step(run_dir: Path) -> int | None:
-    """Return the last step of a finished run; None if the run is not finished.
+    """Return the last step of the run in `run_dir`; None if the run is not finished.
 
-    A run also counts as unfinished if the user has gone back to an earlier checkpoint or deleted
-    the export.
+    A run also counts as unfinished if the user has made `latest` name an earlier checkpoint, or has
+    deleted the directory `final` with the exported weights.
 
     Raises:
-        EchoError: if its ledger cannot be read.
+        EchoError: if the run's ledger cannot be read.
     """
     if not (run_dir / "final").is_dir():
         return None
@@ -240,7 +245,10 @@ _uplinks_decoder = msgspec.json.Decoder(dict[NodeId, Rate])
 
 
 def save_uplinks(run_dir: Path, uplinks: Mapping[str, float], *, log: logging.Logger) -> None:
-    """Write bytes per second by node; if that fails a resumed run measures them again."""
+    """Write node id -> bytes per second to a file; if that fails, only log a warning.
+
+    Without the file a resumed run measures the rates again.
+    """
     try:
         write_file(run_dir / UPLINKS_FILE, msgspec.json.encode(uplinks))
     except OSError as error:
@@ -248,7 +256,10 @@ def save_uplinks(run_dir: Path, uplinks: Mapping[str, float], *, log: logging.Lo
 
 
 def read_uplinks(run_dir: Path, *, log: logging.Logger) -> dict[str, float]:
-    """Return the rates that `save_uplinks` wrote last; empty, with a warning, if unreadable."""
+    """Return the rates that `save_uplinks` wrote last; empty if there are none.
+
+    If the file cannot be read, a warning is logged and the result is empty.
+    """
     path = run_dir / UPLINKS_FILE
     try:
         return _uplinks_decoder.decode(path.read_bytes())

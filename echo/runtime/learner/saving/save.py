@@ -1,7 +1,7 @@
-"""The saving of a whole run: its trainer, its ledger, and what nodes could send.
+"""Saves a whole run: its trainer's state, its ledger, and the measured rates of uplinks.
 
-Everything is synced before a checkpoint becomes visible (`checkpoint.py`), and the ledger learns of
-the checkpoint afterwards. `resume.py` reads what is written here.
+The ledger is synced before a checkpoint becomes visible (`checkpoint.py`), and records the
+checkpoint afterwards. `resume.py` reads all these files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StateSaver:
-    """Saves a run so that --resume goes on from there."""
+    """Saves the state of a run so that --resume can continue from it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class StateSaver:
         disk: Pool,
         log: logging.Logger,
     ) -> None:
-        """Take what is saved, and the threads that save it."""
+        """Save these parts of a learner; `trainer_pool` and `disk` are the threads that write."""
         self._checkpoints = checkpoints
         self._trainer, self._ledger, self._role, self._check = trainer, ledger, role, check
         self._run_dir = run_dir
@@ -50,22 +50,22 @@ class StateSaver:
 
     @property
     def saved_step(self) -> int:
-        """Step of the newest checkpoint, 0 without one."""
+        """Step of the newest checkpoint; 0 if there is no checkpoint."""
         return self._checkpoints.saved_step or 0
 
     @property
     def has_to_save(self) -> bool:
-        """Whether the present weights are not saved yet, and hold no known NaN."""
+        """Whether the present weights are not saved yet and are not known to hold NaN."""
         return self._checkpoints.saved_step != self._role.step and not self._check.has_failed
 
     def is_due(self, *, now: float) -> bool:
-        """Return whether to save after the present step."""
+        """Return whether a checkpoint is due after the present step."""
         return self._checkpoints.is_due(self._role.step, now=now)
 
     async def save(self, *, now: float) -> EngineError | None:
-        """Save the whole state; return the error that ends the run if the weights hold NaN.
+        """Write a checkpoint; return the error that ends the run if weights hold NaN, else None.
 
-        If the disk is full, that is logged, and the previous checkpoint stays the newest.
+        If the checkpoint cannot be written, this is logged, and the previous one stays the newest.
         """
         role, checkpoints, ledger = self._role, self._checkpoints, self._ledger
         lineage, step = role.lineages[-1].lineage, role.step

@@ -1,7 +1,7 @@
-"""Mean rewards of held-out prompts under one published version, sampled and greedy.
+"""Evaluation: mean rewards on held-out prompts of a published version, sampled and greedy.
 
-The evaluation has its own engine and thread, so training goes on; it is pinned to the version whose
-weights it was given.
+The evaluation has its own engine and thread, so training goes on meanwhile. All answers of an
+evaluation are sampled from the version that it was given.
 """
 
 from __future__ import annotations
@@ -49,32 +49,34 @@ FIRST_SEED = 1_000_003
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """Mean rewards over the held-out prompts."""
+    """Mean rewards of one version over the held-out prompts."""
 
     version: PolicyVersion
     sampled: float
-    """At the run's sampling temperature."""
+    """Mean reward of answers sampled with the run's temperature; NaN if no answer was scored.
+    `greedy` is the same for greedy answers.
+    """
     greedy: float
     is_rate: bool
     """Whether every reward was 0 or 1, so that the means are pass rates."""
     num_rewards: int
-    """Completions to be scored."""
+    """Number of answers, each with a reward, a failed reward or None."""
     num_reward_errors: int
-    """Answers whose reward failed; each counts as 0."""
+    """Number of answers whose reward failed; each counts as 0 in the means."""
     num_unscored: int = 0
-    """Answers for which the reward was None; no mean includes them."""
+    """Number of answers for which the reward was None; the means leave them out."""
     error: str = ""
-    """The last error of a reward function; empty if none failed."""
+    """The text of the last error of a reward; empty if no reward failed."""
 
     @property
     def has_figure(self) -> bool:
-        """Whether any completion was scored."""
+        """Whether there are means: some reward did not fail, and both means have scored answers."""
         return self.num_reward_errors < self.num_rewards and not math.isnan(
             self.sampled + self.greedy
         )
 
     def metrics(self, task_name: str) -> dict[str, float]:
-        """Return the row for metrics.jsonl; without means if no completion was scored."""
+        """Return the row for metrics.jsonl; it has no means if `has_figure` is false."""
         row: dict[str, float] = {
             "eval/version": self.version.step,
             "eval/reward_errors": self.num_reward_errors,
@@ -103,7 +105,7 @@ class EvalResult:
 
 
 class Evaluator:
-    """Scores versions on a fixed set of held-out prompts."""
+    """Computes the mean rewards of versions on a fixed set of held-out prompts."""
 
     def __init__(
         self,
@@ -115,7 +117,10 @@ class Evaluator:
         sampling: Sampling,
         runner: EpisodeRunner | None = None,
     ) -> None:
-        """Take held-out prompts with their token ids; episodes of several turns need a runner."""
+        """Use these held-out prompts, each an example with the token ids of its prompt.
+
+        Episodes of several turns need a `runner`; None if an answer is a single turn.
+        """
         self._engine = engine
         self._host = host
         self._openings = [
@@ -137,7 +142,7 @@ class Evaluator:
         tensors: Weights,
         watcher: Watcher = UNWATCHED,
     ) -> EvalResult | None:
-        """Return the mean rewards of a version, or None if told to stop."""
+        """Return the mean rewards of a version, or None if the watcher stopped the call; blocks."""
         try:
             return self._evaluate(version, tensors, watcher)
         finally:
@@ -178,9 +183,9 @@ class Evaluator:
     def _rewards(
         self, sampling: Sampling, watcher: Watcher
     ) -> list[float | RewardError | None] | None:
-        """Return one reward or error per prompt; None in place of the list if told to stop.
+        """Return one reward or error per prompt; None if the watcher stopped the call.
 
-        None in the list means that the reward function had no opinion on that answer.
+        An element is None if the reward function returned None for that answer.
         """
         if self._runner is not None:
             results = self._runner.play(self._openings, sampling, watcher)
@@ -216,11 +221,11 @@ class Evaluator:
 
 
 class EvaluationSchedule:
-    """Decides which versions are evaluated.
+    """Decides for each published version whether it is evaluated.
 
-    Not every step is published, so a version is due if its step or an unpublished one before it is
-    a multiple of the interval. It is skipped while another evaluation runs. The last version is
-    never due here, because the end of the run always evaluates it.
+    Not every step is published. So a version is due if its step, or an unpublished step since the
+    version before, is a multiple of the interval. A version is skipped while another evaluation
+    runs. The version of the last step is never due, because the end of the run always evaluates it.
     """
 
     def __init__(self, *, interval_steps: int, max_steps: int) -> None:
@@ -230,7 +235,7 @@ class EvaluationSchedule:
         self._seen_step: int | None = None
 
     def is_due(self, step: int, *, is_running: bool) -> bool:
-        """Return whether to evaluate a step's version now; call it once per version, in order."""
+        """Return whether to evaluate the version of `step`; call it once per version, in order."""
         seen_step = step - 1 if self._seen_step is None else self._seen_step
         self._seen_step = step
         is_reached = step // self._interval_steps > seen_step // self._interval_steps
@@ -238,7 +243,7 @@ class EvaluationSchedule:
 
 
 class _StopWhen(Watcher):
-    """Stops an evaluation when a condition holds."""
+    """Stops an evaluation when a function returns true."""
 
     def __init__(self, should_stop: Callable[[], bool]) -> None:
         self._should_stop = should_stop
@@ -248,7 +253,7 @@ class _StopWhen(Watcher):
 
 
 class Evaluations:
-    """Evaluates published versions beside the training, one at a time, and reports the results."""
+    """Evaluates published versions in a thread during training, and reports the results."""
 
     def __init__(
         self,
@@ -266,14 +271,14 @@ class Evaluations:
         """Start with no evaluation running.
 
         Args:
-            evaluator: scores a version.
+            evaluator: computes the mean rewards of a version.
             schedule: selects the versions to evaluate.
             progress: gets the points of the held-out curves.
             follower: gets a row of metrics for each evaluation.
             task_kind: the value of task.kind; its last part names the metrics.
             pool: the thread of the evaluator.
-            spawn: runs a coroutine beside the loop.
-            should_stop: whether an evaluation is to be given up; called in its thread.
+            spawn: starts a coroutine as a task of the node.
+            should_stop: returns whether to give up the running evaluation; called in its thread.
             log: gets a line for each evaluation.
         """
         self._evaluator, self._schedule = evaluator, schedule
@@ -283,11 +288,11 @@ class Evaluations:
         self._watcher = _StopWhen(should_stop)
         self._log = log
         self._evaluated_step: int | None = None
-        """Step of the last version that was due."""
+        """Step of the last version whose evaluation was begun; None before the first."""
         self._task: asyncio.Task[None] | None = None
 
     def published(self, publication: Publication) -> None:
-        """Begin to evaluate a version that has just been published, if it is due."""
+        """Begin to evaluate the version that has just been published, if its evaluation is due."""
         step = publication.manifest.version.step
         is_running = self._task is not None and not self._task.done()
         if self._schedule.is_due(step, is_running=is_running):
@@ -295,7 +300,7 @@ class Evaluations:
             self._task = self._spawn(self._evaluate(publication), name="evaluation")
 
     async def finish(self, last: Publication) -> None:
-        """Wait for the evaluation that runs, and evaluate the last version unless it has been."""
+        """Wait for the running evaluation; then evaluate the last version, unless that was done."""
         if self._task is not None:
             await self._task
         if self._evaluated_step != last.manifest.version.step:

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """One version: its manifest and its image."""
+    """One version of the weights: its manifest and its image."""
 
     signed: SignedManifest | None
     """The signed manifest; None until the version is sealed."""
@@ -86,7 +86,9 @@ class Publication:
     memory: bytearray | memoryview
     """The image, valid once `ready` is done; not overwritten while a reference to it exists."""
     ready: Future[CodedDelta | None] | None = None
-    """See `VersionImage`; None if the image is complete at once."""
+    """Done when the image is complete, with the delta if one was coded (see `VersionImage`); None
+    if the image was complete from the start.
+    """
 
     @property
     def image(self) -> bytearray | memoryview:
@@ -96,18 +98,21 @@ class Publication:
 
     @property
     def coded(self) -> CodedDelta | None:
-        """The delta against the previous version if `VersionImages` coded it, else None; blocks."""
+        """The delta to the previous version if making the image coded one, else None; blocks."""
         return None if self.ready is None else self.ready.result()
 
     def sealed(
         self, hashes: Sequence[ChunkHashes], key: Ed25519PrivateKey, chunk_key: bytes = b""
     ) -> Publication:
-        """Return the signed publication with all chunk hashes (and the key of encrypted chunks)."""
+        """Return the publication with a manifest that has all chunk hashes and is signed by `key`.
+
+        `chunk_key` decrypts the chunks; b"" if the chunks are not encrypted.
+        """
         manifest = with_hashes(self.manifest, hashes, chunk_key)
         return replace(self, signed=sign(manifest, key, chunk_key), manifest=manifest)
 
     def tensors(self) -> Weights:
-        """Return the weights, as views of the image."""
+        """Return the weights, as tensors that are views of the image; blocks like `image`."""
         from echo.engine.weights import tensors_from_image
 
         return tensors_from_image(self.manifest.tensors, memoryview(self.image).toreadonly())
@@ -121,10 +126,10 @@ def make_images(
     fits_on_gpu: bool = True,
     copy_stream: CopyStream | None = None,
 ) -> VersionImages:
-    """Return the maker of a run's images; it finds changed words on the GPU if that is possible.
+    """Return the maker of a run's images, which finds changed words on the GPU if possible.
 
-    It keeps the last image on the GPU for that, unless `fits_on_gpu` is false or the run has no
-    deltas. Tensors are published in `dtype`, except those named in `unrounded`, which keep their
+    To find them, it keeps the last image on the GPU, unless `fits_on_gpu` is false or the run has
+    no deltas. Tensors are published in `dtype`, except those named in `unrounded`, which keep their
     own dtype.
     """
     # Imported here, and in other functions below, because a simulated learner has no torch.
@@ -148,7 +153,7 @@ def make_publication(
     images: Images,
     chunk_bytes: int,
 ) -> Publication:
-    """Round weights to the published dtype and lay them out in an image, not hashed yet."""
+    """Return a publication of weights, rounded to the published dtype in an image, unhashed."""
     made = images.make(tensors, version)
     manifest = Manifest(
         run_id=run_id,
@@ -163,7 +168,7 @@ def make_publication(
 
 
 class ImageHelper(Protocol):
-    """A process that shares the memory of images; its methods block."""
+    """Another process that shares the memory of images; its methods block."""
 
     def code(
         self,
@@ -172,26 +177,26 @@ class ImageHelper(Protocol):
         blocks: Sequence[tuple[int, int, WordBytes]],
         /,
     ) -> list[CodedBlock]:
-        """Return coded blocks, as `code_block` does."""
+        """Return these blocks of an image, each coded as `code_block` does."""
 
     def hash(
         self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes, /
     ) -> ChunkHashes:
-        """Return hashes of chunks, as `hash_chunks` does."""
+        """Return the hashes of these chunks of an image, as `hash_chunks` does."""
 
 
 class Images(Protocol):
-    """Maker of images, in one process or in several together; makes one image at a time."""
+    """Makes images of versions, one at a time, in one process or in several together."""
 
     @property
     def helpers(self) -> Sequence[ImageHelper]:
-        """Other processes that code and hash parts of the images."""
+        """The other processes, which code and hash parts of the images."""
 
     def prepare(self) -> bool:
-        """Return whether `make` would wait for nothing; if memory is lacking, begin to make it."""
+        """Return whether `make` would not wait; if memory for it is missing, begin to allocate."""
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version."""
+        """Return the image of a version, made of its weights."""
 
 
 class Publisher:
@@ -207,7 +212,10 @@ class Publisher:
         images: Images,
         attribution: Attribution | None = None,
     ) -> None:
-        """Store the run's identity and the image maker; `attribution` keeps each image if given."""
+        """Make versions of the run `identity` with the image maker `images`.
+
+        `attribution`, if not None, keeps each image.
+        """
         self.coder = Coder(identity.key, encrypts=encrypts, helpers=images.helpers)
         self._identity = identity
         self._images = images
@@ -216,11 +224,11 @@ class Publisher:
         self._attribution = attribution
 
     def prepare(self) -> bool:
-        """Return whether `make` would wait for nothing; if memory is lacking, begin to make it."""
+        """Return whether `make` would not wait; if memory for it is missing, begin to allocate."""
         return self._images.prepare()
 
     def make(self, weights: Weights, version: PolicyVersion) -> Publication:
-        """Return the weights as a publication; called in the trainer's thread."""
+        """Return a publication of these weights, unhashed; called in the trainer's thread."""
         publication = make_publication(
             weights,
             version,
@@ -239,7 +247,7 @@ _log = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 """Image bytes of one segment; one core codes them in about twenty milliseconds."""
 DELTA_CHUNK_BYTES = 256 << 10
-"""Bytes of a delta's payload chunk: small chunks pass sooner through a chain of nodes."""
+"""Bytes of a chunk of a delta's payload: small chunks pass faster through a chain of nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +260,11 @@ class CodedSegment:
 
 
 _UnderWay: TypeAlias = tuple[list[Future[CodedBlock]], list[Future[list[CodedBlock]]]]
-"""Blocks of a segment: those that this process codes, and those that each helper codes."""
+"""The blocks of a segment: the blocks that this process codes, and the blocks of each helper."""
 
 
 def _gathered(under_way: _UnderWay) -> tuple[CodedBlock, ...]:
-    """Wait until all blocks of a segment are coded, and return them in order."""
+    """Wait until all blocks of a segment are coded, and return the blocks in order."""
     own, others = under_way
     hands = [[future.result() for future in own], *(future.result() for future in others)]
     return tuple(block for blocks in zip_longest(*hands) for block in blocks if block is not None)
@@ -273,7 +281,7 @@ class Coder:
         helpers: Sequence[ImageHelper] = (),
         num_threads: int | None = None,
     ) -> None:
-        """Sign with the learner's key; if `encrypts`, encrypt each form with a key of its own.
+        """Sign with the learner's key; if `encrypts`, encrypt each sent form with its own key.
 
         Each helper codes and hashes the same share as this process. This process uses `num_threads`
         threads, by default one per core and at most 16.
@@ -310,10 +318,13 @@ class Coder:
         return secrets.token_bytes(KEY_BYTES) if self._encrypts else b""
 
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
-        """Yield a version's segments, coded against `base` or alone; codes one segment ahead.
+        """Yield a version's segments, coded as a delta against `base` or, if None, as a keyframe.
 
-        If the version is not sealed yet, a segment is bound to the hashes of its base's words. If
-        it is sealed, the segment has the hashes of the resulting image chunks.
+        The next segment is coded while the caller handles one.
+
+        If the version is not sealed yet, a segment contains the hashes of the base's words that it
+        changes. If the version is sealed, the segment contains the hashes of the resulting image
+        chunks.
         """
         block_bytes = block_bytes_of(publication.manifest.chunk_bytes)
         per_segment = max(1, SEGMENT_BYTES // block_bytes)
@@ -349,7 +360,7 @@ class Coder:
         ]
 
         def submit(first: int) -> _UnderWay:
-            """Divide the blocks of a segment among this process and its helpers."""
+            """Start to code the segment from block `first` on, in this process and the helpers."""
             segment, every = blocks[first : first + per_segment], 1 + len(self._helpers)
             own = [self._pool.submit(code_block, old, image, block) for block in segment[::every]]
             return own, [
@@ -417,7 +428,10 @@ def _has_changed_little(base: Transfer, publication: Publication) -> bool:
 
 
 class VersionEncoder:
-    """Publishes versions in the forms that the schedule selects."""
+    """Codes and publishes versions in the forms that the schedule selects.
+
+    A form is the full image, a keyframe, or a delta.
+    """
 
     def __init__(
         self,
@@ -431,7 +445,7 @@ class VersionEncoder:
         clock: Callable[[], float],
         ledger: LedgerQueue | None = None,
     ) -> None:
-        """Create the encoder; nothing is published yet.
+        """Start with no version published.
 
         Args:
             broadcast: sends versions to the nodes.
@@ -451,7 +465,7 @@ class VersionEncoder:
         self._schedule = FormSchedule(codec)
         self._last: asyncio.Task[None] | None = None
         self.coded_bytes: dict[PolicyVersion, int] = {}
-        """Bytes of the delta of each of the last 16 versions that were sent as a delta."""
+        """Version -> bytes of its delta, for the last 16 versions that were sent as a delta."""
 
     @property
     def is_idle(self) -> bool:
@@ -459,12 +473,12 @@ class VersionEncoder:
         return self._last is None or self._last.done()
 
     async def wait(self) -> None:
-        """Wait for the version that is being coded."""
+        """Wait until the version that is being coded, if any, is coded and sealed."""
         if self._last is not None:
             await asyncio.wait([self._last])
 
     async def publish(self, publication: Publication) -> asyncio.Task[None]:
-        """Begin to publish a version; return the task that codes and seals it.
+        """Begin to publish a version; return the task that codes and seals this version.
 
         Waits until the previous version is coded, so the learner is never more than one version
         ahead of its coder.
@@ -474,7 +488,7 @@ class VersionEncoder:
         return self._last
 
     def _base(self, manifest: Manifest) -> Transfer | None:
-        """Return the newest complete version if a delta against it is possible, else None."""
+        """Return the newest complete version if a delta to it is possible, else None."""
         newest = self._broadcast.newest_complete
         if newest is None:
             return None
@@ -483,7 +497,10 @@ class VersionEncoder:
         return held if is_alike and held.manifest.num_bytes == manifest.num_bytes else None
 
     async def _seal(self, publication: Publication) -> Publication:
-        """Hash and sign a version, record it in the ledger, and offer it in full."""
+        """Seal a version, record the seal in the ledger, and offer the whole image to nodes.
+
+        Returns the sealed publication. To seal is to hash the image and to sign the hashes.
+        """
         publication = await self._pool.run(self._coder.seal, publication)
         manifest, signed = publication.manifest, publication.signed
         if manifest.version in self._broadcast.store:
@@ -527,7 +544,11 @@ class VersionEncoder:
         return offers | {item_id: item.num_bytes for item_id, item in encoded}
 
     async def _send(self, publication: Publication, base: Transfer | None) -> int:
-        """Code one form and publish its segments; return its bytes, 0 if it was abandoned."""
+        """Code one form and publish its segments; return the form's bytes, 0 if it was abandoned.
+
+        The form is a delta against `base`, or a keyframe if `base` is None. It is abandoned if its
+        first segment shows that it would save nothing.
+        """
         manifest = publication.manifest
         item = (manifest.version, form_of(None if base is None else base.manifest.version))
         segments = self._coder.segments(publication, base)
@@ -559,7 +580,7 @@ class VersionEncoder:
 
 
 class PublishedVersions:
-    """Publishes the trainer's weights after a step, and keeps the newest published version."""
+    """Publishes the trainer's weights, and keeps a reference to the newest published version."""
 
     def __init__(
         self,
@@ -577,7 +598,7 @@ class PublishedVersions:
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """Start before the first version.
+        """Start with no version published.
 
         Args:
             role: plans the broadcast; has the current lineage and step.
@@ -589,14 +610,14 @@ class PublishedVersions:
             ledger: records each published version.
             progress: counts the time that publishing takes.
             trainer_pool: the trainer's thread.
-            report: passes an event to the role, and carries out its actions.
+            report: passes an event to the role, and carries out the actions that the role returns.
             wake: called when a version is coded and sealed, as the next one may be due.
             clock: returns the loop's time, seconds.
         """
         self.newest: Publication | None = None
-        """The newest published version; None before the first."""
+        """The newest published version; None before the first publication."""
         self.has_published = asyncio.Event()
-        """Set with each version; the waiting task clears it."""
+        """Set when a version is published; the task that waits for it clears it."""
         self._role, self._trainer, self._publisher = role, trainer, publisher
         self._encoder, self._commits = encoder, commits
         self._pace, self._ledger, self._progress = pace, ledger, progress
@@ -604,7 +625,7 @@ class PublishedVersions:
         self._wake = wake
 
     def prepare(self) -> bool:
-        """Return whether `publish` would wait for no other version to be coded or read."""
+        """Return whether `publish` would begin at once: no other version is being coded or read."""
         return self._encoder.is_idle and self._publisher.prepare()
 
     @property
@@ -636,7 +657,7 @@ class PublishedVersions:
         await self._encoder.wait()
 
     async def make_unpublished(self) -> Publication:
-        """Return the trainer's current weights as a publication, without publishing it."""
+        """Return the trainer's current weights as a publication that is not published."""
         # Wait until the previous version is coded: then only the previous version's image is in
         # memory, and the memory of older images can be reused.
         await self.wait()

@@ -1,9 +1,9 @@
-"""The search for NaN in the weights, where nothing can be sampled from them.
+"""The search for NaN in the weights, if a worker can sample nothing from them.
 
-A worker whose model gives no probabilities reports that, ends the group and goes on. The learner
-then checks the published version for NaN, once, and the weights of every checkpoint before they are
-saved. If they hold NaN no worker can ever sample again, so the run ends there, and they are not
-saved.
+A worker whose model returns NaN for probabilities reports this, ends the group and goes on. The
+learner then checks the published version for NaN, once per version. The weights of every checkpoint
+are checked before they are saved, too. If weights hold NaN, no worker can sample from them or from
+later ones, so they are not saved and the run ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echo.wire.messages import BAD_LOGPROBS
 
 
 class WeightsCheck:
-    """Looks for NaN in versions of the weights, and describes what it has found."""
+    """Looks for NaN in versions of the weights, and describes the NaN that it has found."""
 
     def __init__(
         self,
@@ -34,11 +34,13 @@ class WeightsCheck:
         trainer: Pool,
         log: logging.Logger,
     ) -> None:
-        """Start with nothing suspect; the weights are read in the trainer's thread."""
+        """Start without suspicion; weights are read in the thread of `trainer`."""
         self.is_due = False
-        """Whether the published weights may be why a worker cannot sample."""
+        """Whether to examine the published weights: they may be the reason why a worker cannot
+        sample.
+        """
         self.has_failed = False
-        """Whether NaN was found: nothing is saved from then on."""
+        """Whether NaN was found; then no checkpoint is saved any more."""
         self._model, self._latest = model, run_dir / "checkpoints" / "latest"
         self._progress = progress
         self._trainer = trainer
@@ -46,13 +48,16 @@ class WeightsCheck:
         self._examined: PolicyVersion | None = None
 
     def suspect(self, record: AnyRecord) -> bool:
-        """Return whether a record of a group's end makes the weights suspect."""
+        """Return whether a record ends a group due to NaN probabilities; if so, set `is_due`."""
         is_suspect = isinstance(record, Discarded) and record.reason == BAD_LOGPROBS
         self.is_due |= is_suspect
         return is_suspect
 
     async def examine(self, published: Publication) -> str:
-        """Check the published version, once; return what is wrong with it, "" if nothing is."""
+        """Look for NaN in the published version; return the error text, "" if it is finite.
+
+        A version that was examined before is not examined again, and "" is returned.
+        """
         self.is_due, version = False, published.manifest.version
         if version == self._examined:
             return ""
@@ -64,7 +69,7 @@ class WeightsCheck:
         return found
 
     async def find(self, publication: Publication) -> str:
-        """Return what is wrong with weights that hold NaN; "" if they hold none."""
+        """Look for NaN or infinity in a version; return the error text, "" if it is finite."""
         # Only here: a simulated learner has no torch.
         from echo.engine.weights import find_nonfinite
 
@@ -75,12 +80,12 @@ class WeightsCheck:
         return self.describe(names, len(manifest.tensors), manifest.version)
 
     def describe(self, names: Sequence[str], num_tensors: int, version: PolicyVersion) -> str:
-        """Say which weights hold NaN, since when, and what to do; nothing is saved from now on.
+        """Return the error text: which weights hold NaN and a remedy; set `has_failed`.
 
         Args:
-            names: tensors that hold NaN or infinity, at least one.
-            num_tensors: tensors of the model.
-            version: of these weights.
+            names: the names of the tensors that hold NaN or infinity, at least one.
+            num_tensors: number of tensors in the model.
+            version: the version of these weights.
         """
         self.has_failed = True
         model, sampled = self._model, self._progress.newest_sampled
