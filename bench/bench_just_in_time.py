@@ -224,23 +224,18 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--steps", type=int, default=100)
     options = parse(parser, seeds=(0, 2), rates=(2.0,), steps=40)
-    rows: list[dict[str, Any]] = []
+    cases: list[tuple[str, tuple[Scenario, dict[str, Any]]]] = []
     if options.only != "fleets":
         cells = [(cell, rate) for rate in options.rates for cell in GRID]
-        rows += _all(("grid", *draw_grid(cell, rate, options.steps)) for cell, rate in cells)
+        cases += [("grid", draw_grid(cell, rate, options.steps)) for cell, rate in cells]
     if options.only != "grid":
         seeds = range(*options.seeds)
-        rows += _all((f"fleet {seed}", *draw_fleet(seed, options.steps)) for seed in seeds)
-    save(f"just_in_time_{options.name}", {"steps": options.steps, "cases": rows})
-
-
-def _all(cases: Any) -> list[dict[str, Any]]:
-    rows = []
-    for name, scenario, case in cases:
-        row = {"name": name} | measure(scenario, case)
-        print(show(row), flush=True)
-        rows.append(row)
-    return rows
+        cases += [(f"fleet {seed}", draw_fleet(seed, options.steps)) for seed in seeds]
+    rows: list[dict[str, Any]] = []
+    for name, (scenario, case) in cases:
+        rows.append({"name": name} | measure(scenario, case))
+        print(show(rows[-1]), flush=True)
+        save(f"just_in_time_{options.name}", {"steps": options.steps, "cases": rows})
 
 
 if __name__ == "__main__":
