@@ -500,3 +500,19 @@ def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Pa
     request = Request("eval.0", np.array([1, 4], np.int32), seed=0)
     [found] = engine.generate([request], dataclasses.replace(sampling, max_completion_tokens=2))
     assert len(found.token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_eager"),
+    [
+        ({}, False),
+        ({"sync": {"eager": True}}, True),
+        # A batch that stops early is to have more groups than it waits for.
+        ({"rollout": {"over_submission": 2.0}}, True),
+    ],
+)
+def test_groups_are_granted_just_in_time_unless_more_are_wanted(
+    sections: dict[str, Any], is_eager: bool
+) -> None:
+    settings = setup.lease_settings(parse_config(sections), vocab_size=10)
+    assert settings.is_eager is is_eager

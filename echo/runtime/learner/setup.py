@@ -816,7 +816,8 @@ def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
         prompts_are_free=config.agent.listen is not None,
         trims_stale=config.trims_stale,
         hedge_factor=config.leases.hedge_factor or None,
-        is_eager=config.sync.eager,
+        # A batch that stops early is to have more groups than it waits for.
+        is_eager=config.sync.eager or config.rollout.over_submission > 1,
         exact_version=config.rollout.exact_version,
     )
 
