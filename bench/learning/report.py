@@ -35,7 +35,10 @@ REFERENCES = {
     "corrections_countdown": "{lag} gspo .02/.03",
 }
 """The case that each is compared with, seed by seed."""
-COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#333333")
+COLORS = (
+    "#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#333333",
+    "#17becf", "#bcbd22", "#7f7f7f",
+)  # fmt: skip
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 
