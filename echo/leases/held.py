@@ -291,7 +291,7 @@ class HeldLeases:
             max_groups: the most groups to move.
             group_size: rollouts per group.
             max_rollouts: the most unfinished rollouts to move; None for any number.
-            now: the present instant.
+            now: the present time, seconds.
             installed: the newest version that can sample them.
         """
         taken: list[PartialGroup] = []

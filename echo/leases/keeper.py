@@ -59,7 +59,7 @@ class PartialKeeper:
         Args:
             interval_s: seconds between two shipments of one group; 0 where this worker is about to
                 pause or to leave.
-            now: the present.
+            now: the present time, seconds.
         """
         shipments = []
         for partial in self._held.take_due(interval_s=interval_s, now=now):

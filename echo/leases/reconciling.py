@@ -71,7 +71,7 @@ class Reconciling:
             worker: the worker; `num_unknown` and `is_stuck` are set.
             message: its heartbeat.
             has_progress: whether the worker has sampled anything since its previous heartbeat.
-            now: the present instant.
+            now: the present time, seconds.
         """
         leases = self._groups.leases
         self._groups.shipped.count(worker, message)

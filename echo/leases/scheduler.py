@@ -246,7 +246,7 @@ class Scheduler:
             worker: the worker; its state is brought up to date.
             message: its heartbeat.
             has_progress: whether the worker has sampled anything since its previous heartbeat.
-            now: the present instant.
+            now: the present time, seconds.
         """
         found = self._reconciling.reconcile(worker, message, has_progress=has_progress, now=now)
         actions = self._send(worker.node_id, found.lost) + self._reclaim(found.unanswered)

@@ -29,7 +29,7 @@ class Throughput:
         Args:
             tokens_sampled: the worker's counter of sampled tokens, which keeps counting while the
                 link or the learner is down; None until the worker has reported it.
-            now: the present instant.
+            now: the present time, seconds.
         """
         self._counter = tokens_sampled
         self._at = now

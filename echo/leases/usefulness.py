@@ -133,7 +133,7 @@ class Usefulness:
 
         Args:
             workers: name -> whether it can sample now.
-            now: the present instant.
+            now: the present time, seconds.
         """
         others = [name for name in workers if not self.is_set_aside(name)]
         if any(workers[name] for name in others):

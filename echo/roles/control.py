@@ -1,15 +1,15 @@
-"""The control link of a node that dials: its address, its failures, and when the node gives up.
+"""The control link of a dialling node: which address it dials, and when the node gives up.
 
 The link carries the messages between a node and the learner. Its rules:
 
 * If the link is lost, or no message of the learner has arrived for `dead_after_s`, the node dials
   the next address: the configured addresses in turn, and the learner's own address if a plan has
   named it. So the workers of a dead relay find the learner by themselves.
-* After `reconnect_for_s` without the learner the node stops with an error that says what to do. It
-  also stops once every address has been useless MAX_REFUSALS times in a row, because waiting cannot
-  help: the address refuses the node's keys, speaks another protocol version, or sends a Welcome
-  that the learner has not signed (`roles/joining.py`). A single such address does not stop the
-  node, because it may be a dishonest relay.
+* After `reconnect_for_s` without the learner the node stops with an error that names remedies. It
+  also stops once every address has refused it MAX_REFUSALS times in a row, because waiting cannot
+  help. An address refuses a node if it rejects the node's keys, speaks another protocol version, or
+  sends a Welcome that the learner has not signed (`roles/joining.py`). A single such address does
+  not stop the node, because a dishonest relay may answer at it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echo.weights.parents import CONNECT_TIMEOUT_S, Parents
 from echo.wire.actions import Action, Dial, HangUp, Note
 
 MAX_REFUSALS = 3
-"""Number of refusals in a row, at each address, after which a node gives up."""
+"""Number of refusals in a row, at each of its addresses, after which a node gives up."""
 WARN_AFTER_S = 5.0
 """Seconds without the learner before a node warns its operator."""
 LOST_LINK = "lost link"
@@ -32,53 +32,57 @@ LOST_LINK = "lost link"
 
 
 class ControlLink:
-    """Dials the addresses of the learner in turn, and ends the node where that is useless."""
+    """Dials the learner's addresses in turn, and ends the node if none of them can be of use."""
 
     def __init__(
         self, settings: NodeSettings, joining: Joining, parents: Parents, *, now: float
     ) -> None:
-        """Start without a connection.
+        """Start without a connection; `begin` dials the first address.
 
         Args:
-            settings: of the node.
-            joining: is notified of a lost and of a new link.
-            parents: knows the learner's addresses; a parent may share this connection.
-            now: the present.
+            settings: the settings of the node.
+            joining: the node's admission, which gets events of lost and new links.
+            parents: has the learner's addresses; the weights link may share this connection.
+            now: the present time, seconds.
         """
         self._settings, self.joining, self._parents = settings, joining, parents
         self._connection: Connection | None = None
         self._address_index = 0
         self.lost_at = self.received_at = now
-        """When the learner was last known to be reachable, and when it was last heard."""
+        """Times at which the learner was last known to be reachable, and at which its last message
+        or the answer of its link arrived.
+        """
         self._faults: dict[str, str] = {}
-        """Address -> why the last attempt to dial it failed."""
+        """Address -> text of the fault for which the last attempt to dial it failed."""
         self._num_refusals: Counter[str] = Counter()
         self._warned_at: dict[str, float] = {}
-        """State of the admission -> when the operator was last warned of the missing learner."""
+        """State of the admission -> time at which the operator was last warned of the missing
+        learner.
+        """
 
     # --- the connection --------------------------------------------------------------------------
 
     @property
     def address(self) -> str:
-        """The address that was dialled last, "" before the first."""
+        """The address that was dialled last; "" before the first dial."""
         return "" if self._connection is None else self._connection.address
 
     @property
     def peer(self) -> str:
-        """The peer id of the connection, "" while there is none."""
+        """The peer id of the connection; "" while there is no connection."""
         return "" if self._connection is None else self._connection.peer
 
     @property
     def node_id(self) -> str:
-        """The node that has answered, "" until it has."""
+        """The id of the node at the other end; "" until this node has answered."""
         return "" if self._connection is None else self._connection.node_id
 
     def has(self, peer: str) -> bool:
-        """Return whether a peer id is that of this link."""
+        """Return whether `peer` is the peer id of this link."""
         return self._connection is not None and self._connection.peer == peer
 
     def dial(self, now: float) -> list[Action]:
-        """Dial the present address."""
+        """Dial the address whose turn it is."""
         addresses = self._parents.learner_addresses
         address = addresses[self._address_index % len(addresses)]
         self._connection = self._parents.control = Connection(address, dialled_at=now)
@@ -97,12 +101,12 @@ class ControlLink:
             self._connection.peer = self._connection.peer or peer
 
     def connected(self, *, now: float) -> None:
-        """Record that the connection is open, for the first time or again."""
+        """Record that the connection is open, for the first time or after an interruption."""
         assert self._connection is not None
         self._connection.greeted_at = now
 
     def greeted(self, node_id: str, *, now: float) -> list[Action]:
-        """Handle the answer of the node at the other end; send Hello over a new connection."""
+        """Handle the Greeted of the node at the other end; send Hello over a new connection."""
         if self._connection is None or self._connection.node_id:
             return []
         self._connection.node_id = node_id
@@ -112,14 +116,14 @@ class ControlLink:
         return self.joining.linked(now=now)
 
     def disconnected(self, reason: str, *, now: float) -> list[Action]:
-        """Handle that the connection is lost."""
+        """Handle the loss of the connection: warn, and dial the next address."""
         text = f"lost the link to {self.address}: {reason}"
         return [Note("warning", text, LOST_LINK), *self.dial_next(now)]
 
     # --- useless addresses -----------------------------------------------------------------------
 
     def dial_failed(self, reason: str, *, is_refused: bool, now: float) -> list[Action]:
-        """Handle that an attempt to dial failed; stop if all addresses refuse this node."""
+        """Handle a failed attempt to dial; stop the node if all addresses refuse it."""
         self._faults[self.address] = reason
         if is_refused:
             return self._refused("refused", reason, now)
@@ -127,7 +131,10 @@ class ControlLink:
         return []
 
     def leave_address(self, reason: str, text: str, now: float) -> list[Action]:
-        """Dial another address: the process that answers at this address may not be honest."""
+        """Count a refusal by the present address, and dial the next one or stop the node.
+
+        The process that answers at the present address may be dishonest.
+        """
         if self._connection is None or self.joining.state is NodeState.STOPPED:
             return []
         self._faults[self.address] = text
@@ -135,7 +142,7 @@ class ControlLink:
         return stop or [Note("warning", text, reason), *self.dial_next(now)]
 
     def _refused(self, reason: str, text: str, now: float) -> list[Action]:
-        """Count that the present address is useless to this node; stop if every address is."""
+        """Count a refusal by the present address; stop the node if all addresses refuse it."""
         self._num_refusals[self.address] += 1
         addresses = self._parents.learner_addresses
         if any(self._num_refusals[each] < MAX_REFUSALS for each in addresses):
@@ -144,29 +151,29 @@ class ControlLink:
         return self.joining.give_up(reason, error, now=now)
 
     def welcomed(self) -> None:
-        """Forget the refusals: the learner has answered."""
+        """Forget all refusals, because the learner has answered with a Welcome."""
         self._num_refusals.clear()
 
     # --- time without the learner ----------------------------------------------------------------
 
     def begin(self, *, now: float) -> list[Action]:
-        """Dial the first address; the time without the learner begins."""
+        """Dial the first address; the time without the learner is measured from now."""
         self.lost_at = self.received_at = now
         return self.dial(now)
 
     def received(self, *, now: float) -> None:
-        """Record that a message of the learner has arrived."""
+        """Record that a message of the learner arrived now."""
         self.received_at = self.lost_at = now
 
     @property
     def silent_at(self) -> float:
-        """When the learner counts as silent, if no message of it arrives before."""
+        """Time at which the learner counts as silent, unless it sends a message before."""
         return self.received_at + self.joining.dead_after_s
 
     def deadline(self, *, is_leaving: bool) -> float:
-        """Return when `expire` must be called next, while the node is not admitted.
+        """Return the time at which `expire` must be called next, while the node is not admitted.
 
-        A node that is leaving gives nothing up.
+        A node that is leaving does not give up, so only the next repeat counts.
         """
         return min(self.joining.retry_at, math.inf if is_leaving else self._give_up_at)
 
@@ -175,7 +182,7 @@ class ControlLink:
         return self.lost_at + self._settings.reconnect_for_s
 
     def expire(self, *, is_leaving: bool, now: float) -> list[Action]:
-        """Repeat what joining waits for, dial the next address, or stop the node."""
+        """Repeat the message that joining waits on, dial the next address, or stop the node."""
         joining = self.joining
         remaining_s = self._give_up_at - now
         if remaining_s <= 0 and not is_leaving:
@@ -190,12 +197,12 @@ class ControlLink:
         return actions + joining.repeat(now)
 
     def leave_silent(self, *, now: float) -> list[Action]:
-        """Dial the next address, because no message of the learner has arrived for too long."""
+        """Warn and dial the next address: no message of the learner came for `dead_after_s`."""
         text = f"no message from the learner for {self.joining.dead_after_s:.0f} s"
         return [Note("warning", text, "silent learner"), *self.dial_next(now)]
 
     def _describe_failure(self) -> str:
-        """Return the error text for an operator whose learner could not be reached."""
+        """Return the error text for the operator: the learner cannot be reached, with remedies."""
         role, run_id = self._settings.role, self.joining.run_id
         since = f"run {run_id} last answered" if run_id else f"this {role} started"
         text = (
@@ -207,7 +214,7 @@ class ControlLink:
         return "\n  last attempt: ".join([text, *self._faults.values()])
 
     def _warn(self, remaining_s: float, now: float) -> list[Action]:
-        """Warn after WARN_AFTER_S without the learner, then once a minute in each state."""
+        """Return a warning after WARN_AFTER_S without the learner, then one a minute per state."""
         state = self.joining.state
         if state is NodeState.DIALLING and self._connection is not None:
             self._faults.setdefault(

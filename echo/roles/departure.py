@@ -1,14 +1,14 @@
-"""The departure of a worker: when it leaves, and when it has handed everything over.
+"""The departure of a worker: when it leaves, and when it has handed over all its groups.
 
     staying --begin--> stopping --is_stopped--> delivering --finish--> drained
 
 A worker that leaves takes no more leases. While it is *stopping* it waits for the recalled calls of
-its engine. Then it ships and saves its unfinished groups once, and while it is *delivering* it
-waits for the last rewards, for acknowledgements, and for its file. Each of the two waits ends after
-DRAIN_S at the latest.
+its engine. Then it sends its unfinished groups to the learner and saves them, once. While it is
+*delivering* it waits for the last rewards, for acknowledgements, and for its file to be written.
+Each of the two waits ends after DRAIN_S at the latest.
 
-A worker leaves because its operator stops it, or because the terms of its machine say so
-(`ReleaseTerms`). In the second case the machine is given back once the worker is drained.
+A worker leaves because its operator stops it, or because a limit of `ReleaseTerms` has passed. In
+the second case the machine is given back once the worker is drained.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from echo.core.units import format_duration
 from echo.wire.actions import Action, Note
 
 DRAIN_S = 30.0
-"""Seconds that a leaving worker waits for its engine, and again for its last rewards and acks."""
+"""Seconds that a leaving worker waits for its engine, and then for its last rewards and acks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drained(Action):
-    """Report that a leaving worker has handed over all that it could."""
+    """Report that a leaving worker has handed over all its groups, or has waited long enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release(Action):
-    """Give this machine back, for this reason; MachineReleased follows."""
+    """Give the worker's machine back for this reason; the event MachineReleased follows."""
 
     reason: str
 
@@ -46,12 +46,15 @@ class MachineReleased:
     """Event: the machine was given back."""
 
     is_confirmed: bool
-    """Whether the operator's command has succeeded; otherwise the machine may still cost money."""
+    """Whether the command that gives the machine back succeeded; if not, it may still be billed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseTerms:
-    """For how long a machine is kept on standby, and without the learner; None is forever."""
+    """Seconds for which a worker's machine is kept on standby, and without the learner.
+
+    None means without limit.
+    """
 
     standby_s: float | None = None
     learner_gone_s: float | None = None
@@ -64,32 +67,32 @@ class DepartureState(StrEnum):
     STOPPING = "stopping"
     """The engine is stopping its calls."""
     DELIVERING = "delivering"
-    """Unfinished groups are handed over; results are being scored and acknowledged."""
+    """Unfinished groups are handed over; the last results are being scored and acknowledged."""
     DRAINED = "drained"
     """The process may end without losing anything."""
 
 
 class Departure:
-    """Decides when a worker leaves, and when it has handed everything over."""
+    """Decides when a worker leaves, and when it has handed over all its groups."""
 
     def __init__(self, terms: ReleaseTerms) -> None:
         """Start in the state `staying`; `terms` limit how long the machine is kept."""
         self.terms = terms
         self.state = DepartureState.STAYING
         self.standby_since: float | None = None
-        """Since when the learner has had no work for this worker; None while it is active."""
+        """Time at which the learner put this worker on standby; None while the worker is active."""
         self.reason = ""
-        """Why this worker gives its machine back; empty if it does not."""
+        """The reason why this worker gives its machine back; empty if it keeps the machine."""
         self._until = math.inf
-        """When the present wait ends at the latest."""
+        """Time at which the present wait ends at the latest."""
 
     @property
     def is_releasing(self) -> bool:
-        """Whether the machine is being given back."""
+        """Whether the worker is drained and its machine is being given back."""
         return bool(self.reason) and self.state is DepartureState.DRAINED
 
     def stand_by(self, *, is_standby: bool, now: float) -> list[Action]:
-        """Record whether the newest plan puts this worker on standby; report a change."""
+        """Record whether the newest plan puts this worker on standby; return a note on a change."""
         if is_standby == (self.standby_since is not None):
             return []
         self.standby_since = now if is_standby else None
@@ -97,11 +100,11 @@ class Departure:
         return [Note("info", text)]
 
     def is_due(self, *, lost_at: float, now: float) -> bool:
-        """Return whether the terms say that this worker leaves now, and note the reason.
+        """Return whether a limit of the terms has passed, so that the worker leaves; set `reason`.
 
         Args:
-            lost_at: when the last message of the learner arrived.
-            now: the present.
+            lost_at: the time at which the learner was last known to be reachable.
+            now: the present time, seconds.
         """
         standby_at, gone_at = self._release_times(lost_at)
         if self.state is not DepartureState.STAYING or now < min(standby_at, gone_at):
@@ -114,15 +117,15 @@ class Departure:
         return True
 
     def begin(self, *, now: float) -> None:
-        """Begin to leave: wait for the calls of the engine."""
+        """Begin to leave: enter the state `stopping`, which waits for the calls of the engine."""
         self.state, self._until = DepartureState.STOPPING, now + DRAIN_S
 
     def is_stopped(self, *, is_sampling: bool, now: float) -> bool:
-        """Return whether the unfinished groups are to be handed over now; True only once.
+        """Return whether to hand over the unfinished groups now; true only once.
 
         Args:
-            is_sampling: whether a recalled call has not ended.
-            now: the present.
+            is_sampling: whether a call of the engine that was recalled is still running.
+            now: the present time, seconds.
         """
         if self.state is not DepartureState.STOPPING or (is_sampling and now < self._until):
             return False
@@ -130,14 +133,14 @@ class Departure:
         return True
 
     def finish(self, *, is_busy: bool, now: float) -> list[Action]:
-        """Report, once, that nothing is left to wait for or that the wait has timed out."""
+        """Return Drained, and Release if due, once the worker is not busy or has waited DRAIN_S."""
         if self.state is not DepartureState.DELIVERING or (is_busy and now < self._until):
             return []
         self.state = DepartureState.DRAINED
         return [Drained(), Release(self.reason)] if self.reason else [Drained()]
 
     def deadline(self, *, lost_at: float) -> float:
-        """Return when a limit of the terms or the present wait runs out."""
+        """Return the time at which a limit of the terms or the present wait ends next."""
         match self.state:
             case DepartureState.STAYING:
                 return min(self._release_times(lost_at))
@@ -146,7 +149,7 @@ class Departure:
         return self._until
 
     def _release_times(self, lost_at: float) -> tuple[float, float]:
-        """Return when the limits on standby and on absence of the learner run out."""
+        """Return the times at which the limits on standby and on the learner's absence pass."""
         since, terms = self.standby_since, self.terms
         return (
             math.inf if since is None or terms.standby_s is None else since + terms.standby_s,

@@ -1,4 +1,4 @@
-"""Facts of a worker's engine and task that the decisions of its role need."""
+"""Facts about a worker's engine and task that the decisions of its role need."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Sampler = Literal["engine", "episodes", "agents"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """A worker's engine and task, as the decisions of its role see them."""
+    """The facts about a worker's engine and task that the decisions of its role need."""
 
     group_size: int
     groups_per_batch: int
-    """Groups that the engine's memory holds at once."""
+    """Number of groups that fit into the engine's memory at the same time."""
     is_continuous: bool = False
     """Whether the engine takes a new group while it samples others."""
     num_versions: int = 1
-    """Versions that the engine samples from side by side; 1 if a new version replaces the old
-    one.
+    """Number of versions that the engine holds at the same time and can sample from; 1 if a new
+    version replaces the old one.
     """
     sampler: Sampler = "engine"
     """The source of rollouts. "engine": the engine alone, which can be stopped and continued.
@@ -31,27 +31,31 @@ class EngineFacts:
     request a number of leases.
     """
     max_prompt_tokens: int = 1 << 30
-    """Tokens of the longest prompt that leaves space for a completion."""
+    """Tokens of the longest prompt that leaves space for a completion of the largest length."""
     prompt_bound: str = "the model's window"
     """The cause of `max_prompt_tokens`, for messages."""
     max_completion_tokens: int = 1 << 30
     rules: PartialRules = field(default_factory=PartialRules)
-    """The settings for unfinished rollouts."""
+    """The rules for unfinished rollouts."""
     takes_patches: bool = False
-    """Whether the engine applies a delta in place, to the words that change."""
+    """Whether the engine can apply a delta in place: write only the words that change."""
     name: str = ""
-    """Kind and data type of the engine."""
+    """Kind and data type of the engine, to compare workers by."""
     queue_share: float = 1.0
-    """Queued groups per group in the engine, so that the engine never waits for the network."""
+    """Queued groups per group in the engine; with a queue the engine never waits for the network.
+    """
 
     @property
     def num_places(self) -> int:
-        """Groups that are in the engine at once, if none of their rollouts is finished."""
+        """Number of groups that the engine is given at the same time."""
         return self._num_over if self.is_continuous else self.groups_per_batch
 
     @property
     def max_groups(self) -> int:
-        """Groups that this worker holds at once; 0 with agents, which request a number later."""
+        """Number of groups that the worker holds at the same time, in the engine or queued.
+
+        It is 0 with agents, which request a number later.
+        """
         if self.sampler == "agents":
             return 0
         return max(1, round(self._num_over + self.queue_share * self.groups_per_batch))

@@ -1,4 +1,4 @@
-"""The fleet as an operator sees it: rows of the live view, and one-line descriptions."""
+"""The fleet for its operator: rows of the live view, and one-line descriptions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
 
 MAX_NAMES_LISTED = 3
-"""Silent nodes that a line names; it gives the number of the others."""
+"""Most silent nodes that a line names; of further ones it gives only the number."""
 MAX_WORKERS_LISTED = 8
-"""Workers whose state is in the line that describes a wait of the learner."""
+"""Most workers whose state is in the line that describes a wait of the learner."""
 
 
 class FleetView:
-    """Describes the nodes and their leases; changes nothing."""
+    """Describes the nodes and their leases, and changes nothing."""
 
     def __init__(self, roster: Roster, leases: LeaseBook, broadcast: Broadcast) -> None:
-        """Describe these nodes, leases and broadcast."""
+        """Describe the state of these nodes, leases and broadcast."""
         self._roster, self._leases, self._broadcast = roster, leases, broadcast
 
     def nodes(self, *, step: int, now: float) -> tuple[NodeView, ...]:
@@ -30,7 +30,7 @@ class FleetView:
         )
 
     def broadcast_progress(self) -> tuple[int, int]:
-        """Return (chunks held, chunks wanted) of the newest version, summed over the nodes."""
+        """Return (chunks held, chunks wanted) of the newest version, over all active nodes."""
         newest = self._broadcast.newest_complete
         if newest is None:
             return 0, 0
@@ -45,11 +45,13 @@ class FleetView:
         return held, num_chunks * len(members)
 
     def describe_wait(self, *, num_buffered: int, num_groups: int) -> str:
-        """Describe the missing groups and the workers that have them; "" if none is missing.
+        """Return a text on the groups missing for a step and the workers that have leases.
+
+        The text is empty if no group is missing.
 
         Args:
-            num_buffered: groups that were accepted.
-            num_groups: groups of a step.
+            num_buffered: number of accepted groups in the buffer.
+            num_groups: number of groups in a step.
         """
         missing = num_groups - num_buffered
         workers = self._roster.active("worker")
@@ -67,7 +69,7 @@ class FleetView:
         return f"{missing} of {num_groups} groups; {'; '.join(fleet)}"
 
     def describe_silent(self, silent: Sequence[Member], *, now: float) -> str:
-        """Return one line about the nodes (one or more) that are dropped as silent."""
+        """Return one line about nodes, at least one, that are dropped because they are silent."""
         names = [member.node_id for member in silent]
         if len(names) > MAX_NAMES_LISTED:
             names[MAX_NAMES_LISTED:] = [f"{len(names) - MAX_NAMES_LISTED} others"]

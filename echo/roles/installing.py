@@ -1,4 +1,4 @@
-"""The versions in a worker's engine: which is installed next, and which samples a group.
+"""The versions in a worker's engine: which one is installed next, and which samples a group.
 
 The newest complete version is installed in flight: no rollout has to end for it, and each token
 records the version that sampled it. If the engine refuses a version, the one before it stays in
@@ -28,13 +28,13 @@ from echo.roles.engine_facts import EngineFacts
 from echo.wire.actions import Action
 
 INSTALL_AGAIN_S = 30.0
-"""Seconds after which a version that could not be installed is tried again, if none is newer.
+"""Seconds after which a version that could not be installed is tried again, if it is still newest.
 
 If every worker refuses the newest version and their installed versions are too old to train on, the
 learner never publishes a newer one.
 """
 MAX_REFUSAL_LENGTH = 500
-"""Number of characters of an engine's error that are sent to the learner."""
+"""Most characters of an engine's error that are sent to the learner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class VersionInstalled:
 
 @dataclass(frozen=True, slots=True)
 class InstallFailed:
-    """Event: the engine has refused a version and keeps the one before."""
+    """Event: the engine has refused a version and keeps the version before."""
 
     version: PolicyVersion
     error: EngineError
@@ -74,12 +74,12 @@ InstallEvent = VersionInstalled | InstallFailed | InstallMissed | EngineDamaged
 
 @dataclass(frozen=True, slots=True)
 class LearnerProgress:
-    """The learner's progress, as far as this worker has received it."""
+    """The learner's progress, as the worker knows it from the learner's messages."""
 
     step: int
-    """Optimizer steps."""
+    """Number of optimizer steps done."""
     lineages: tuple[Lineage, ...]
-    """Its histories, oldest first."""
+    """The learner's lineages, oldest first."""
 
 
 class EngineVersions:
@@ -88,18 +88,18 @@ class EngineVersions:
     def __init__(self, engine: EngineFacts) -> None:
         """Start with an engine that holds no version."""
         self.installed: PolicyVersion | None = None
-        """The version that samples new groups."""
+        """The version that samples new groups; None if there is none."""
         self.installing: PolicyVersion | None = None
-        """The version that is being installed."""
+        """The version that is being installed; None if no installation is running."""
         self.refusal: tuple[PolicyVersion, str] | None = None
-        """The version that the engine refused last, and why; None once it has installed one."""
+        """The version that the engine refused last, and its error; None after a later success."""
         self.again_at = math.inf
-        """When a refused version may be tried again."""
+        """Time from which the refused version may be tried again; infinite if none has to wait."""
         self.is_held = False
-        """Whether the engine begins no group until newer weights are in it."""
+        """Whether the engine is to begin no group until newer weights are installed."""
         self.has_several = engine.num_versions > 1
         self.waits_for_whole = not self.has_several and engine.rules.one_version
-        """Whether newer weights wait until the groups in the engine are whole."""
+        """Whether newer weights are installed only once the groups in the engine are finished."""
         is_dropping = engine.rules.stale_tokens == "drop" and engine.sampler == "engine"
         self._is_emptied = self.waits_for_whole or (is_dropping and not self.has_several)
         self._max_age = engine.rules.max_age
@@ -108,11 +108,13 @@ class EngineVersions:
         """The versions that the engine holds, in the order in which they were installed."""
 
     def choose(self, newest: PolicyVersion | None, *, is_sampling: bool) -> PolicyVersion | None:
-        """Return the version to install now; None if there is none, or until the engine is empty.
+        """Return the version to install now, and note that it is being installed.
+
+        The result is None if there is no newer version, or if the engine must become empty first.
 
         Args:
             newest: the newest version that has arrived completely.
-            is_sampling: whether a call of the engine is under way.
+            is_sampling: whether a call of the engine is running.
         """
         if self.installing is not None:
             return None
@@ -128,7 +130,7 @@ class EngineVersions:
         return newest
 
     def handle(self, event: InstallEvent, *, now: float) -> None:
-        """Note how an installation has ended, or that the installed version is damaged."""
+        """Record how an installation has ended, or that the installed version is damaged."""
         match event:
             case VersionInstalled(version):
                 self.installing = self.refusal = None
@@ -144,16 +146,19 @@ class EngineVersions:
                 self.installed = None  # until a version has been received and installed again
 
     def on_lost(self, version: PolicyVersion | None) -> None:
-        """Note that the engine no longer holds a version."""
+        """Record that the engine no longer holds a version."""
         self._kept = tuple(kept for kept in self._kept if kept != version)
 
     def expire(self, *, now: float) -> None:
-        """Allow another try of a refused version once `again_at` has passed."""
+        """Allow another attempt to install a refused version once `again_at` has passed."""
         if now >= self.again_at:
             self.again_at = math.inf
 
     def usable(self, learner: LearnerProgress) -> tuple[PolicyVersion, ...]:
-        """Return the versions that may sample: the newest, and older ones fit for training."""
+        """Return the versions in the engine that may sample groups.
+
+        These are the newest, and the older ones whose tokens may still be trained on.
+        """
         newest = self.installed
         if newest is None:
             return ()

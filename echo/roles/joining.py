@@ -1,4 +1,4 @@
-"""Admission of nodes: one table of states for each end.
+"""Admission of nodes to the run: a table of states for the node, and one for the learner.
 
 The node's end (`Joining.TABLE`):
 
@@ -7,8 +7,8 @@ The node's end (`Joining.TABLE`):
                             +------------------ Rehello ----------------+----------------------+
 
 From any of these states `Lost` leads back to dialling; Refuse, Finish and `GaveUp` end the node. A
-node that has built its engine before passes from Welcome to readying at once. A later Welcome with
-other keys means that the learner was restarted: the node sends another Hello. A Welcome with other
+node that has already built its engine goes to readying at the Welcome. A second Welcome with other
+keys means that the learner was restarted: then the node sends another Hello. A Welcome with other
 settings ends the node.
 
 The learner's end (`Admission.TABLE`), for each node:
@@ -16,21 +16,22 @@ The learner's end (`Admission.TABLE`), for each node:
     unknown --Hello--> known --Ready--> admitted
 
 Goodbye, silence, wrong hashes and an internal error lead back to unknown. A Hello of a new process
-under a name that has fallen silent leads back to known. A node that sends work before it is
-admitted gets a Rehello.
+under the name of a silent process leads back to known. A node that sends messages about work before
+it is admitted gets a Rehello.
 
-An event is a message, or a fact that an end finds out by itself. Each end looks the event up in the
-row of its present state, moves, and calls the method of that entry; no state changes elsewhere.
+An event is a message, or a fact that an end observes by itself. Each end looks up the event in the
+row of its present state, changes to the entry's state, and calls the entry's method; no other code
+changes the state.
 
 Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. A node that
 has none of them inherits the files from the learner (configuration and tokenizer, never code and
 never weights), so its hashes always match.
 
-Inherited files and settings are signed by the learner and verified before use: a relay that
-forwards them may be any process with the run's secret. The join string holds the fingerprint of the
-key, so a node knows it before it receives anything. Where no fingerprint is known (links that are
-not encrypted, `security.curve = false`) a node can only check that one key has signed everything it
-sees. Names of files come from a fixed table.
+Inherited files and settings are signed by the learner and verified before use, because any process
+with the run's secret may act as a relay and forward them. The join string contains the fingerprint
+of the learner's key, so a node has it before it receives anything. If no fingerprint is known
+(links without encryption, `security.curve = false`), a node can only check that the same key has
+signed all that it receives. Names of files come from a fixed table.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ from echo.wire.messages import (
 from echo.wire.seals import Channel, SealKeys, Seals, channel_of
 
 WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Reclaim, Ack)
-"""Messages of the learner that are not about joining; the role itself handles them."""
+"""Messages of the learner that are not about joining; the node's role handles them."""
 WORK_OF_NODE = (Heartbeat, Deliver, Partial, Failed)
 """Messages of nodes to the learner that are not about joining."""
 
@@ -92,14 +93,14 @@ State = TypeVar("State", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[State]):
-    """The effect of an event in one state: a move to `then` (None: stay), then `handle`."""
+    """The effect of an event in one state: change to the state `then`, if any; call `handle`."""
 
     handle: Callable[..., list[Action]]
     then: State | None = None
 
 
 Table = dict[State, dict[type, Step[State]]]
-"""state -> type of the event -> step."""
+"""State -> type of the event -> step."""
 
 
 def _ignore(*_: object, **__: object) -> list[Action]:
@@ -128,19 +129,20 @@ Answer = TypeVar("Answer", Welcome, Refuse, Finish)
 
 
 def fingerprint(public_key: bytes) -> bytes:
-    """Return the fingerprint of a signing key, FINGERPRINT_BYTES long."""
+    """Return the fingerprint of a public signing key, FINGERPRINT_BYTES long."""
     return blake3(public_key, derive_key_context=_FINGERPRINT).digest(length=FINGERPRINT_BYTES)
 
 
 def show_fingerprint(value: bytes) -> str:
-    """Return a fingerprint as text, as a join string has it."""
+    """Return a fingerprint as text, in the form that a join string has."""
     return base64.urlsafe_b64encode(value).decode().rstrip("=")
 
 
 def sign_answer(answer: Answer, key: Ed25519PrivateKey) -> Answer:
     """Return an answer with a signature of all its other fields.
 
-    The answer names its Hello, so it is invalid for another process and for a later Hello.
+    The answer contains the hash of its Hello, so it is invalid for another process and for a later
+    Hello.
     """
     arriving: Answer = _arriving(answer)
     return msgspec.structs.replace(arriving, signature=key.sign(_hash(arriving)))
@@ -160,11 +162,12 @@ def _arriving(message: Any) -> Any:
 def answer_fault(
     answer: Welcome | Refuse | Finish, *, known: bytes | None
 ) -> tuple[str, str] | None:
-    """Return (reason, detail) if the learner has not signed an answer, or None if it has.
+    """Return (reason, detail) of the fault of an answer's signature; None if it is valid.
 
     Args:
-        answer: as it arrived.
-        known: the fingerprint of the learner's key; None if it is unknown.
+        answer: the answer as it arrived.
+        known: the fingerprint of the learner's key; None if it is not known, so that any key is
+            accepted.
     """
     found = fingerprint(answer.public_key)
     if known is not None and found != known:
@@ -198,10 +201,11 @@ def _hash(answer: Welcome | Refuse | Finish) -> bytes:
 CODE = "task.code"
 """Key, in the inherited settings, of the hash and path of each module of the learner's task."""
 LIKELY_IDS = "likely_ids"
-"""Key of the number of most likely ids that workers send with each token; the loss determines it.
+"""Key, in the inherited settings, of the number of most likely token ids that workers send with
+each token; the loss determines the number.
 """
 EXPECTED = "expected"
-"""Key, in the inherited settings, of the number of concurrent rollouts and the prompt lengths."""
+"""Key, in the inherited settings, of the expected number of rollouts and length of prompts."""
 INHERITED_FILES = frozenset({
     "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -215,7 +219,8 @@ INHERITED_FILES = frozenset({
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a resume may not change.
 
-    A resumed learner may run on a machine with other paths, and may expect other prompts.
+    All others are left out: a resumed learner may run on a machine with other paths, and may expect
+    other prompts.
     """
     settings = {name: value for name, value in settings.items() if name != EXPECTED}
     if CODE not in settings:
@@ -225,16 +230,16 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Configure(Action):
-    """Build task and engine from the learner's settings, then call the role's `configured`."""
+    """Build task and engine from the learner's settings and files, then report their hashes."""
 
     settings: dict[str, Any]
     assets: dict[str, bytes]
 
 
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """Return a description of the difference between a node's hashes and the learner's, or None.
+    """Return a text on the hashes that differ between a node and the learner; None if none do.
 
-    Only what both sides have is compared; an empty hash means "does not have it".
+    Only files that both have are compared; an empty hash means that a side lacks the file.
     """
     faults = [
         f"{name}: this node has {value[:16]}, the learner {theirs[name][:16]}"
@@ -255,7 +260,7 @@ def describe_assets(files: dict[str, bytes]) -> dict[str, tuple[str, int]]:
 
 
 class Assets:
-    """Files that are being inherited from the learner."""
+    """The files that a node is inheriting from the learner, and the inherited settings."""
 
     def __init__(
         self,
@@ -263,27 +268,27 @@ class Assets:
         *,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """Expect these files: name -> (blake3 hex, bytes)."""
+        """Expect these files: name -> (BLAKE3 hash in hex, size in bytes)."""
         self.expected = expected or {}
         self.settings = settings or {}
         self.files: dict[str, bytes] = {}
 
     @property
     def missing(self) -> list[str]:
-        """Names still to be fetched."""
+        """Names of the expected files that have not arrived yet."""
         return [name for name in self.expected if name not in self.files]
 
     def keep(self, former: Assets) -> None:
-        """Keep the expected files that arrived over a former link."""
+        """Take over from `former` the expected files that arrived before."""
         for name, data in former.files.items():
             if self.expected.get(name) == former.expected[name]:
                 self.files[name] = data
 
     def add(self, name: str, data: bytes) -> None:
-        """Accept a file that has arrived.
+        """Store a file that has arrived, after checking its size and hash.
 
         Raises:
-            RemoteProtocolError: if it is not the file that was announced.
+            RemoteProtocolError: if the file is not the one that was announced.
         """
         digest, num_bytes = self.expected[name]
         if len(data) != num_bytes or blake3(data).hexdigest() != digest:
@@ -293,7 +298,7 @@ class Assets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """The settings of a node's own configuration."""
+    """The settings for joining from a node's own configuration."""
 
     node_id: str
     role: str
@@ -306,11 +311,11 @@ class NodeSettings:
     reconnect_for_s: float
     max_image_bytes: int
     digests: dict[str, str]
-    """Hashes of the files that the node has of its own; empty if it inherits all."""
+    """Name -> hash of the files that the node has itself; empty if it inherits all files."""
     seal_keys: SealKeys = field(repr=False)
     retry_s: float = 1.0
     heartbeat_s: float = 5.0
-    """Seconds between heartbeats, until a Welcome states the run's value."""
+    """Seconds between heartbeats, until a Welcome brings the run's value."""
     dead_after_s: float = 45.0
     fingerprint: bytes | None = None
     """Fingerprint of the learner's signing key, from the join string; None if it is not known."""
@@ -320,7 +325,7 @@ class NodeSettings:
 
 
 class NodeState(StrEnum):
-    """State of a node between its first dial and its end."""
+    """The state of a node between its first dial and its end."""
 
     DIALLING = "dialling"
     """No link is established, or its other end has not sent its name."""
@@ -336,34 +341,34 @@ class NodeState(StrEnum):
 
 
 class Linked:
-    """The control link's other end has sent its name."""
+    """Event: the other end of the control link has sent its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The control link is lost or given up, and the next address is dialled until `retry_at`."""
+    """Event: the control link is lost or given up; the next address is dialled until `retry_at`."""
 
     retry_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Task and engine are built, with these hashes."""
+    """Event: task and engine are built, with these hashes."""
 
     digests: dict[str, str]
 
 
 class AnswerToAnother:
-    """A Welcome for another Hello, or an Admitted for another process of this name."""
+    """Event: a Welcome for another Hello, or an Admitted for another process of this name."""
 
 
 class AnotherChannel:
-    """A second Welcome for the same Hello with other keys: the learner was restarted."""
+    """Event: a second Welcome for the same Hello has other keys: the learner was restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnfitWelcome:
-    """A Welcome to a run that this node cannot join."""
+    """Event: a Welcome to a run that this node cannot join."""
 
     reason: str
     error: EchoError
@@ -371,37 +376,37 @@ class UnfitWelcome:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """This node cannot reach the learner, and trying again would not help."""
+    """Event: this node cannot reach the learner, and trying again would not help."""
 
     reason: str
     error: EchoError
 
 
 class JoiningRole(Protocol):
-    """The role of a node that joins."""
+    """The role of a joining node, as `Joining` uses it."""
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
-        """Return the Send of a message to the learner."""
+        """Return the action that sends a message to the learner; empty if there is no link."""
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
         """Handle a Welcome; `version_bytes` is the size of a version on the wire."""
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Handle an admission, the first or a later one."""
+        """Handle the admission of this node, the first or a later one."""
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
         """Handle a message of the learner that is not about joining."""
 
 
 class Joining:
-    """A node's end of the admission."""
+    """A node's end of the admission: its state, and what it sends and expects."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, role: JoiningRole) -> None:
         self.settings = settings
         self.broadcast = broadcast
         self.state = NodeState.DIALLING
         self.via = ""
-        """The node through which the learner is reached, for the operator."""
+        """Address and id of the node through which the learner is reached, for messages."""
         self.retry_at = 0.0
         self.run_id = ""
         self.lineages: tuple[Lineage, ...] = ()
@@ -419,18 +424,18 @@ class Joining:
     # --- events ----------------------------------------------------------------------------------
 
     def receive(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message of the learner.
+        """Handle a message of the learner in the present state.
 
         Raises:
-            RemoteProtocolError: if learners send no such message, or if a file has an unsafe name
-                or is not the file that was announced.
+            RemoteProtocolError: if a learner sends no message of this kind, or if a file is not the
+                file that was announced.
         """
         if type(message) not in self.TABLE[self.state]:
             raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
         return self._take(self._classify(message), payload, now)
 
     def forgery(self, message: Message) -> tuple[str, str] | None:
-        """Return (reason, detail) if the learner has not signed a Welcome, or None if it has.
+        """Return (reason, detail) if a message is a Welcome not signed by the learner, else None.
 
         No field of a Welcome may be used before this check.
         """
@@ -475,7 +480,7 @@ class Joining:
         return self._take(Linked(), [], now)
 
     def lost(self, *, retry_at: float, now: float) -> list[Action]:
-        """Record that the link is lost, and that the next address is dialled until `retry_at`."""
+        """Record that the control link is lost and the next address is dialled until `retry_at`."""
         return self._take(Lost(retry_at), [], now)
 
     def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
@@ -483,7 +488,7 @@ class Joining:
         return self._take(Built(digests), [], now)
 
     def give_up(self, reason: str, error: EchoError, *, now: float) -> list[Action]:
-        """End the node."""
+        """End the node with this reason and error."""
         return self._take(GaveUp(reason, error), [], now)
 
     def _classify(self, message: Message) -> object:
@@ -509,7 +514,7 @@ class Joining:
         return message
 
     def _take(self, event: object, payload: list[Frame], now: float) -> list[Action]:
-        """Carry out an event's entry in the table; no other code changes the state."""
+        """Carry out the table's entry for an event; no other code changes the state."""
         step = self.TABLE[self.state][type(event)]
         if step.then is not None:
             self.state = step.then
@@ -518,7 +523,7 @@ class Joining:
     # --- what is sent, and repeated --------------------------------------------------------------
 
     def repeat(self, now: float) -> list[Action]:
-        """Send again the message whose answer the present state waits for."""
+        """Send the message again whose answer the present state waits for."""
         self.retry_at = now + self.settings.retry_s
         match self.state:
             case NodeState.JOINING:
@@ -569,7 +574,7 @@ class Joining:
         )
 
     def _agree(self, message: Welcome) -> None:
-        """Seal later messages with the keys of a signed Welcome."""
+        """Seal later messages with the keys of this Welcome, which the learner has signed."""
         theirs, channel = message.seal_key, self._channel_of(message)
         made = Channel(self.settings.seal_keys, theirs, channel, is_learner=False)
         if made.is_possible:
@@ -646,7 +651,7 @@ class Joining:
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _configure(self, now: float) -> list[Action]:
-        """Build task and engine, once."""
+        """Return the action that builds task and engine, at the first call only."""
         self.retry_at = now + self.heartbeat_s
         if self._is_building:
             return []
@@ -740,7 +745,7 @@ class Joining:
             **_each((Asset, Admitted, Rehello), IGNORED),
         },
     }
-    """The effect of each event on a node, by state."""
+    """The effect of each event on a node, by the state of the node."""
 
 
 # --- The learner's end ---
@@ -752,10 +757,10 @@ class AdmissionSettings:
 
     run_id: str
     key: Ed25519PrivateKey = field(repr=False)
-    """Signs the files and settings that nodes inherit."""
+    """The learner's key, which signs the files and settings that nodes inherit."""
     seal_keys: SealKeys = field(repr=False)
     settings: dict[str, Any]
-    """The settings that workers inherit."""
+    """Name -> value of the settings that workers inherit."""
     assets: dict[str, bytes]
     digests: dict[str, str]
     heartbeat_s: float
@@ -764,23 +769,23 @@ class AdmissionSettings:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """A Hello of a new process under the name of a process that has fallen silent."""
+    """Event: a Hello of a new process under the name of a process that has fallen silent."""
 
     hello: Hello
     old: Member
 
 
 class NameHeld:
-    """A Hello under the name of another process, which has sent a message recently."""
+    """Event: a Hello under the name of another process that has sent a message recently."""
 
 
 class RosterFull:
-    """A Hello under a new name while MAX_NODES nodes are known."""
+    """Event: a Hello under a new name while MAX_NODES nodes are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class HelloRefused:
-    """A Hello that is refused for good."""
+    """Event: a Hello that is refused, so that its process ends."""
 
     reason: str
     detail: str
@@ -789,7 +794,7 @@ class HelloRefused:
 
 @dataclass(frozen=True, slots=True)
 class ReadyRefused:
-    """A Ready with other hashes than the learner's."""
+    """Event: a Ready with other hashes than the learner's."""
 
     reason: str
     detail: str
@@ -797,19 +802,19 @@ class ReadyRefused:
 
 
 class ReadyOfAnother:
-    """A Ready of another process than the one that was welcomed."""
+    """Event: a Ready of another process than the one that got the Welcome."""
 
 
 class Silent:
-    """A node has sent no message for `dead_after_s`."""
+    """Event: a node has sent no message for `dead_after_s`."""
 
 
 class Expelled:
-    """An internal error while a node's message was handled."""
+    """Event: an internal error occurred while a node's message was handled."""
 
 
 class AdmittingRole(Protocol):
-    """The role of the learner, which admits."""
+    """The learner's role, as `Admission` uses it."""
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
         """Take back the leases of a node that left or was replaced by a new process."""
@@ -817,11 +822,11 @@ class AdmittingRole(Protocol):
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle a message of a node that is not about joining, or is a Goodbye."""
+        """Handle a Goodbye of a node, or another message that is not about joining."""
 
 
 class Admission:
-    """The learner's end of the admission, for all nodes."""
+    """The learner's end of the admission: decides for each node whether it is admitted."""
 
     def __init__(
         self,
@@ -850,10 +855,10 @@ class Admission:
     def receive(
         self, source: str, message: Message, payload: list[Frame], *, now: float
     ) -> list[Action]:
-        """Handle a routed message.
+        """Handle a routed message of the node `source`, in the presence that this node has.
 
         Raises:
-            RemoteProtocolError: if the message is of a kind that nodes never send, or is not valid.
+            RemoteProtocolError: if the message is of a kind that nodes never send, or is invalid.
         """
         if type(message) not in self.TABLE[self._presence_of(source)]:
             raise RemoteProtocolError(
@@ -862,15 +867,21 @@ class Admission:
         return self._take(source, self._classify(source, message, now), payload, now)
 
     def is_missing_hello(self, source: str, message: Message) -> bool:
-        """Return whether a known node sends work, which over a new link needs a Hello first."""
+        """Return whether a known node sends a message that needs a Hello first over a new link.
+
+        These are all messages except those about joining.
+        """
         is_joining = isinstance(message, Hello | Ready | AssetRequest)
         return source in self.roster.nodes and not is_joining
 
     def proves_name(self, source: str, message: Message) -> bool:
-        """Return whether a message comes from the process that holds its name, if one does.
+        """Return whether a message comes from the process that holds its name.
 
-        A Ready of that process proves it by its seal. A Hello names the incarnation, which is
-        enough until a sealed message of that process has arrived.
+        If no process holds the name, the result is true. A Ready must have the incarnation of the
+        process, and its seal has been checked.
+
+        A Hello with the incarnation of the process is enough only until a sealed message of this
+        process has arrived.
         """
         member = self.roster.nodes.get(source)
         match message:
@@ -882,10 +893,10 @@ class Admission:
         return member is None
 
     def is_genuine(self, envelope: Envelope, message: Message, payload: Sequence[Frame]) -> bool:
-        """Return whether a message comes from the process that holds its name, and is not late.
+        """Return whether a message comes from the process that holds its name and is not outdated.
 
-        A message of another channel is usually late. If the node has not used its present channel
-        yet, the caller answers with Rehello.
+        A message sealed in another channel is usually outdated. If the node has not used its
+        present channel yet, the caller answers such a message with Rehello.
 
         Raises:
             ForgedError: if the message was forged, changed or replayed on the way.
@@ -896,19 +907,19 @@ class Admission:
         return open_seal(member.seals, envelope, payload)
 
     def has_joined(self, source: str) -> bool:
-        """Return whether a message that is sealed in a node's present channel has been opened."""
+        """Return whether the node has sent a message sealed in its present channel."""
         member = self.roster.nodes.get(source)
         return member is not None and member.seals.confirmed is not None
 
     def take_silent(self, *, now: float) -> list[Member]:
-        """Remove the nodes that have been silent for too long, and return them."""
+        """Remove the nodes that have been silent for `dead_after_s`, and return them."""
         silent = self.roster.take_silent(now=now)
         for member in silent:
             self._take(member.node_id, Silent(), [], now)
         return silent
 
     def expel(self, source: str, *, now: float) -> bool:
-        """Forget a node; return whether it was known."""
+        """Remove a node after an internal error; return whether it was known."""
         is_known = source in self.roster.nodes
         self._take(source, Expelled(), [], now)
         return is_known
@@ -964,7 +975,7 @@ class Admission:
         return ReadyRefused("digest_mismatch", fault, member.hello_hash)
 
     def _take(self, source: str, event: object, payload: list[Frame], now: float) -> list[Action]:
-        """Carry out an event's entry in the table; no other code changes a presence."""
+        """Carry out the table's entry for an event; no other code changes a node's presence."""
         step = self.TABLE[self._presence_of(source)][type(event)]
         member = self.roster.nodes.get(source)
         if step.then is not None:
@@ -994,7 +1005,7 @@ class Admission:
         ]
 
     def _welcome(self, member: Member, message: Hello) -> Welcome:
-        """Return the Welcome for a Hello; a new Hello gets a channel of its own."""
+        """Return the signed Welcome for a Hello; a new Hello gets a new channel."""
         settings, answers = self.settings, hash_hello(message)
         seal_key = settings.seal_keys.seal_key()
         if answers != member.hello_hash:
@@ -1049,7 +1060,7 @@ class Admission:
     def _on_full(
         self, source: str, member: None, event: RosterFull, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Ignore the Hello, and tell the operator once a minute, however many nodes there are."""
+        """Ignore the Hello, and warn the operator once a minute, however many nodes send one."""
         self.counters.add("refused/too_many_nodes")
         text = (
             f"{source} cannot join: {len(self.roster.nodes)} nodes are known, the most that a "
@@ -1060,7 +1071,7 @@ class Admission:
         return self._peer_faults.note(LEARNER_ID, "too_many_nodes", text, now=now)
 
     def finish(self, message: Hello, reason: str) -> list[Action]:
-        """Answer a Hello with a Finish."""
+        """Answer a Hello with a signed Finish, because the run has ended for this reason."""
         finish = Finish(
             reason=reason,
             answers=hash_hello(message),
@@ -1152,4 +1163,4 @@ class Admission:
             **_each((Silent, Expelled), Step(_ignore, Presence.UNKNOWN)),
         },
     }
-    """The effect of each event at the learner, by the presence of the node that sent it."""
+    """The effect of each event at the learner, by the presence of the node that it concerns."""

@@ -1,13 +1,13 @@
-"""The learner's role: admission, leases out, groups in, weights out.
+"""The learner's role: admits nodes, grants leases, receives groups, distributes weights.
 
 Theory of operation. The learner binds; all other nodes dial. Each routed message of a node is
 answered over the link on which it came, so a node may change its route (another relay, or none) at
 any time.
 
-Nothing here waits: what cannot be done now is done when the next heartbeat, result or step makes it
+No method waits: what is not possible now is done once a later heartbeat, result or step makes it
 possible. A message only marks a round of grants as due, and `expire` makes the round. So an error
 in the round loses no decision about the message. The role reads the size of `buffer`; its caller
-puts groups in and takes them out.
+puts groups into it and takes them out.
 
 Its parts:
 
@@ -97,17 +97,17 @@ from echo.wire.messages import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """The learner's settings, by plane."""
+    """The settings of the learner's role."""
 
     admission: AdmissionSettings
     leases: LeaseSettings
     site: Site
-    """Its address may be empty: each node then uses the address at which it reached the learner.
-    Its uplink is used until transfers have measured it.
+    """The learner's place in the network. If its address is empty, each node uses the address at
+    which it reached the learner. Its uplink's rate is used until transfers have measured it.
     """
     chunk_bytes: int = 1 << 20
     uplinks: dict[str, float] = field(default_factory=dict)
-    """Node id -> bytes per second that the node, or the learner, could send before the run was
+    """Node id, also the learner's -> bytes per second that this node could send before the run was
     resumed.
     """
 
@@ -117,12 +117,12 @@ class LearnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class GrantsDue:
-    """Event: more groups may be grantable: prompts were made, or groups have left the buffer."""
+    """Event: more groups may be grantable, because prompts were made or groups left the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrantsStopped:
-    """Event: no further group may be granted, because its record could not be written."""
+    """Event: no further group may be granted, because the learner is ending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class BatchTaken:
     """Event: a batch has left the buffer for the next step."""
 
     waited_s: float
-    """Seconds that the learner has waited for the batch."""
+    """Seconds for which the learner waited for the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class StepTaken:
 
 @dataclass(frozen=True, slots=True)
 class StandbyChosen:
-    """Event: exactly these workers are to be on standby."""
+    """Event: exactly the workers of these names are to be on standby."""
 
     names: frozenset[str]
 
@@ -203,12 +203,12 @@ class Learner(Role):
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return self.scheduler.groups.step
 
     @property
     def buffer(self) -> AcceptedGroups:
-        """Groups accepted and not yet used."""
+        """The groups that are accepted and not yet trained on."""
         return self.scheduler.buffer
 
     @property
@@ -219,13 +219,13 @@ class Learner(Role):
     # --- links and messages ----------------------------------------------------------------------
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Forget a link; the nodes behind it are dropped only after `dead_after_s` of silence."""
+        """Forget a lost link; nodes behind it are dropped only after `dead_after_s` of silence."""
         self.routes.forget(peer)
         self._peer_names.discard(peer)
         return self.broadcast.remove_child(peer, now=now)
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle one message; a peer's mistake is counted and noted, never raised."""
+        """Handle one message; a peer's mistake is counted and noted, and raises no exception."""
         try:
             return self._receive(peer, decode_envelope(frames), frames[1:], now)
         except RemoteProtocolError as error:
@@ -235,7 +235,7 @@ class Learner(Role):
             return self._peer_faults.note(source, "protocol", text, now=now)
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Drop the node that sent a message, or the link if the message concerned the link alone.
+        """Drop the node that sent a message; if the message concerned only the link, drop the link.
 
         A relay's link stays open for the other nodes behind it; the dropped node must send Hello
         again. Plans and grants follow when the next deadline is due.
@@ -288,8 +288,8 @@ class Learner(Role):
         """Handle a message that names a node as its source.
 
         A node's messages are accepted and answered over the link on which its process has joined. A
-        message under its name over another link is answered over that link, and changes nothing
-        unless that process has sealed it.
+        message under the node's name over another link is answered over this other link. It changes
+        nothing unless the node's process has sealed it.
         """
         source = envelope.source
         try:
@@ -352,7 +352,7 @@ class Learner(Role):
         raise LocalProtocolError(f"{type(message).__name__} is no work of a node")
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
-        """Take back the leases of a node that is no longer in the roster or was replaced."""
+        """Take back the leases of a node that has left or was replaced by a new process."""
         self.leases.drop_worker(member.node_id)
         self._grants.want(now=now)
         return self.plans.replan(now)
@@ -380,7 +380,7 @@ class Learner(Role):
         return [*actions, *answers]
 
     def _grant(self, now: float) -> list[Action]:
-        """Grant the groups that admission and capacities allow, now or at the next deadline."""
+        """Grant the groups that staleness and the workers' capacities allow, now or when due."""
         is_over = self.shutdown.reason is not None or not self.is_granting
         is_resting = self.scheduler.just_in_time.is_resting(now=now)
         if is_over or is_resting or self.scheduler.quota.is_closed(self.broadcast.newest_complete):
@@ -394,7 +394,7 @@ class Learner(Role):
 
     @property
     def prompt_fault(self) -> DataError | None:
-        """Why there are no more prompts, so that no group can be granted; None while there are."""
+        """The error for which no prompt can be made, so no group is granted; None without error."""
         return self.scheduler.prompt_fault
 
     def validate(self) -> None:
@@ -408,7 +408,7 @@ class Learner(Role):
         assert self.leases.worker_ids <= known, "a node that is gone holds a lease"
 
     def wait_reason(self) -> WaitReason:
-        """Return the reason why the groups of the next batch cannot be granted."""
+        """Return why the groups of the next batch cannot be granted; "" if nothing is wrong."""
         return self.scheduler.wait_reason(self._workers, self.broadcast.newest_complete)
 
     @property
@@ -437,7 +437,7 @@ class Learner(Role):
         return self._grant(now)
 
     def _on_stored(self, event: GroupStored, now: float) -> list[Action]:
-        """Acknowledge a group that the ledger and the buffer now hold."""
+        """Acknowledge a group that is now in the ledger and in the buffer, and grant others."""
         return self._acknowledge(event.group_id, is_useful=True, now=now)
 
     def _on_discarded(self, event: GroupDiscarded, now: float) -> list[Action]:
@@ -460,14 +460,15 @@ class Learner(Role):
     def _on_standby(self, event: StandbyChosen, now: float) -> list[Action]:
         """Put exactly these workers on standby; return no action if nothing changes.
 
-        A worker on standby keeps its control link and its heartbeats, so that it can be activated
-        within one message. It is granted nothing; what it has in hand it finishes and delivers. It
-        gets no weights either (`weights/topology/plan.py`): they would cost traffic, and the
-        broadcast would take as long as for all workers. Activated again it fetches, like a late
-        joiner, the cheapest of image, keyframe and deltas, and is granted leases once it has them.
+        A worker on standby keeps its control link and its heartbeats, so one message can activate
+        it. It gets no new leases, and finishes and delivers the groups that it has. It gets no
+        weights either (`weights/topology/plan.py`): they would cost traffic, and the broadcast
+        would take as long as for all workers. A worker that is activated again fetches, like a late
+        joiner, the cheapest of image, keyframe and deltas, and gets leases once it has installed
+        the version.
 
-        A worker knows that it stands by from its plan, which then names no parents; the plan is
-        repeated with each heartbeat until it is followed, so a lost plan does no harm.
+        A worker's plan tells it that it is on standby, and then names no parents. The plan is
+        repeated at each heartbeat until the worker follows it, so a lost plan does no harm.
         """
         changed = False
         for member in self.roster.members("worker"):
@@ -488,19 +489,22 @@ class Learner(Role):
     # --- for the shell ---------------------------------------------------------------------------
 
     def describe_wait(self) -> str:
-        """Describe the missing groups and the workers that have them; "" if none is missing."""
+        """Return a text on the groups missing for a step and the workers that have leases.
+
+        The text is empty if no group is missing.
+        """
         num_groups = self.settings.leases.groups_per_step
         return self.fleet.describe_wait(num_buffered=len(self.buffer), num_groups=num_groups)
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Refuse the result of work in a thread: a learner's role starts none."""
+        """Raise LocalProtocolError: a learner's role starts no work in threads."""
         raise LocalProtocolError(f"the learner has done {work}")
 
     # --- time ------------------------------------------------------------------------------------
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` must be called next."""
+        """The time at which `expire` must be called next; None if nothing is scheduled."""
         paced = earliest(self.plans.deadline, self._grants.deadline)
         paced = earliest(paced, self.scheduler.just_in_time.deadline)
         return earliest(self.roster.deadline, self.leases.deadline, paced, self.broadcast.deadline)
@@ -508,8 +512,8 @@ class Learner(Role):
     def expire(self, *, now: float) -> list[Action]:
         """Drop nodes that are silent and leases without progress.
 
-        However many are silent, one plan and one round of grants follow: a plan costs in proportion
-        to the fleet, and where a region is cut off hundreds fall silent at once.
+        One plan and one round of grants follow, however many nodes are silent: the cost of a plan
+        grows with the fleet, and hundreds of nodes fall silent together if a region is cut off.
         """
         children = self.broadcast.tend(now=now)
         actions: list[Action] = []
@@ -551,11 +555,11 @@ class Learner(Role):
         RunEnded: _on_ended,
         LastCall: _on_last_call,
     }
-    """The handler of each event."""
+    """Type of the event -> the method that handles it."""
 
 
 def _note_refusal(member: Member, message: Heartbeat) -> list[Action]:
-    """Report the version that an engine refuses, and why, at the first heartbeat with it."""
+    """Return a warning of the version that a worker's engine refuses, once per refusal."""
     stats, known = message.stats, member.stats
     version = stats.refused_version
     if version is None or (version, stats.refusal) == (known.refused_version, known.refusal):

@@ -1,10 +1,10 @@
-"""Members: the nodes that the learner knows, and when they count as gone.
+"""Members: the nodes that the learner knows, and the time at which each counts as gone.
 
-A node is **known** after Hello, a **member** after Ready with the right hashes, and gone when it
-says Goodbye or is silent for `dead_after_s`. Its name belongs to one incarnation (one start of one
-process) at a time: after a quick restart the new incarnation waits until the old one has been
-silent for two heartbeats. If both keep sending, two processes share a name, and the newcomer is
-refused.
+A node is **known** after its Hello, a **member** after a Ready with the right hashes, and **gone**
+after its Goodbye or `dead_after_s` of silence. Its name belongs to one incarnation (one start of
+one process) at a time. After a quick restart the new incarnation waits until the old one has been
+silent for two heartbeats. If both keep sending messages, two processes have the same name, and the
+newer one is refused.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NODE_RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
 MAX_NAMES_KEPT = 10_000
 MAX_NODES = 1 << 16
-"""Most nodes known at a time: each Hello of a new name takes 2 kB until the node is silent."""
+"""Most nodes known at the same time; each takes 2 kB until it has been silent for long."""
 IDLE = "waiting for leases"
-"""State of a worker without leases."""
+"""The reported state of a worker without leases."""
 
 Claim = Literal["new", "again", "restarted", "wait", "name_taken", "full"]
-"""The result of a Hello's claim to a name."""
+"""The result of a Hello's claim to its node's name."""
 
 
 class Presence(StrEnum):
@@ -43,23 +43,23 @@ class Presence(StrEnum):
 
     UNKNOWN = "unknown"
     KNOWN = "known"
-    """Its Hello was accepted."""
+    """The node's Hello was accepted."""
     ADMITTED = "admitted"
-    """Its Ready had the right hashes."""
+    """The node's Ready had the right hashes."""
 
 
 @dataclass(slots=True)
 class Member:
-    """One node: its identity, its last message, and its state in each plane."""
+    """One node: its identity, the time of its last message, and its state for plans and leases."""
 
     node_id: str
     role: str
     incarnation: str
     last_seen_at: float
     node: PlannedNode
-    """Its state in the plan of the weights."""
+    """The node's state in the plan of the broadcast."""
     worker: LeasedWorker
-    """Its state in the scheduler of leases."""
+    """The node's state in the scheduler of leases."""
     price: Price = field(default_factory=Price)
     presence: Presence = Presence.UNKNOWN
     seals: Seals = field(default_factory=Seals)
@@ -68,17 +68,17 @@ class Member:
     nonce: bytes = b""
     """The learner's nonce in the last Welcome."""
     tokens_sampled: int | None = None
-    """Tokens sampled by this process, at its last heartbeat; an increase renews waiting leases.
-    None before the first heartbeat.
+    """Tokens that this process has sampled, by its last heartbeat; an increase renews its waiting
+    leases. None before the first heartbeat.
     """
     contested: tuple[float, float] | None = None
-    """(first, last) instant at which other processes claimed its name."""
+    """(first, last) time at which another process claimed the node's name; None if none did."""
     history: deque[tuple[float, int, int]] = field(default_factory=deque)
-    """(instant, tokens sampled, weight bytes received) of the recent heartbeats."""
+    """(time, tokens sampled, weight bytes received) of each of the last heartbeats."""
 
     @classmethod
     def of(cls, message: Hello, *, now: float) -> Member:
-        """Return the node that a Hello describes."""
+        """Return a new member with the identity that a Hello states."""
         node = PlannedNode(
             message.node_id,
             message.role,
@@ -98,7 +98,7 @@ class Member:
         )
 
     def beat(self, message: Heartbeat, *, now: float) -> bool:
-        """Record a heartbeat; return whether the node has sampled tokens since the previous one."""
+        """Record a heartbeat; return whether the node sampled tokens since its last heartbeat."""
         stats = message.stats
         has_progress = stats.tokens_sampled != self.tokens_sampled
         self.last_seen_at, self.tokens_sampled = now, stats.tokens_sampled
@@ -112,22 +112,22 @@ class Member:
 
     @property
     def is_admitted(self) -> bool:
-        """Whether it is a member of the run."""
+        """Whether the node is admitted to the run."""
         return self.presence is Presence.ADMITTED
 
     @property
     def stats(self) -> NodeStats:
-        """The statistics of its last heartbeat."""
+        """The statistics of the node's last heartbeat."""
         return self.node.stats
 
     @property
     def installed(self) -> PolicyVersion | None:
-        """The version that a worker samples from, or that a relay holds."""
+        """The version that a worker samples from, or that a relay holds; None for none."""
         return self.node.installed
 
     @property
     def is_standby(self) -> bool:
-        """Whether it is a worker on standby, without leases and weights."""
+        """Whether the node is a worker on standby, which gets neither leases nor weights."""
         return self.node.is_standby
 
     def rates(self) -> tuple[float, float]:
@@ -142,12 +142,12 @@ class Member:
         return (tokens_now - tokens) / elapsed_s, (bytes_now - num_bytes) / elapsed_s
 
     def _state(self, num_leases: int) -> str:
-        """Return the last reported state, but not "waiting for leases" if the node has some."""
+        """Return the last reported state; if it is IDLE, but the node has leases, another text."""
         state = self.stats.state
         return "leases under way" if num_leases and state == IDLE else state
 
     def describe(self, num_leases: int) -> str:
-        """Describe a worker's leases, and the version that it fetches, in a few words."""
+        """Return a few words on a worker's leases, its state, and the version that it fetches."""
         stats = self.stats
         if stats.fetching is None:
             return f"{self.node_id} has {num_leases} ({self._state(num_leases)})"
@@ -157,7 +157,7 @@ class Member:
         return f"{self.node_id} has {num_leases} and fetches {stats.fetching} ({progress})"
 
     def view(self, *, step: int, num_leases: int, now: float) -> NodeView:
-        """Return the row of this node in the live view."""
+        """Return the row of this node for the live view; `step` is the learner's step."""
         tokens_per_s, bytes_per_s = self.rates()
         stats, state = self.stats, self._state(num_leases)
         if not self.is_admitted:
@@ -185,41 +185,41 @@ class Member:
 
 
 class Roster:
-    """All nodes by name, in the order in which they joined."""
+    """All known nodes by name, in the order in which they joined."""
 
     def __init__(self, *, heartbeat_s: float, dead_after_s: float) -> None:
         self.heartbeat_s = heartbeat_s
         self.dead_after_s = dead_after_s
         self.nodes: dict[str, Member] = {}
         self.released: RecentMap[str, str] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Node id -> incarnation, of the machines that were given back recently."""
+        """Node id -> incarnation, for nodes whose machines were given back recently."""
         self.uplinks: RecentMap[str, float] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Node id -> bytes per second that it could send, by its last heartbeat."""
+        """Node id -> bytes per second that the node can send, by its last heartbeat."""
         self._left: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Node id -> the last counters of a worker that has left."""
+        """Node id -> the last reported counters of a worker that has left."""
         self._deadlines: Deadlines[Member] = Deadlines(self)
 
     @property
     def deadline(self) -> float | None:
-        """When the next node would count as gone."""
+        """Time at which the next node counts as gone if it stays silent; None without nodes."""
         return self._deadlines.first
 
     def deadline_of(self, member: Member) -> float | None:
-        """Return when a node counts as gone; None if it is gone already."""
+        """Return the time at which a node counts as gone; None if it is gone already."""
         is_here = self.nodes.get(member.node_id) is member
         return member.last_seen_at + self.dead_after_s if is_here else None
 
     def channel_of(self, node_id: str) -> Channel | None:
-        """Return the channel in which a node's messages are sealed."""
+        """Return the channel in which messages to a node are sealed; None if none is agreed on."""
         member = self.nodes.get(node_id)
         return None if member is None else member.seals.proven
 
     def members(self, role: str | None = None) -> list[Member]:
-        """Return the admitted nodes, all or those of one role."""
+        """Return the admitted nodes, either all or only those of `role`."""
         return [m for m in self.nodes.values() if m.is_admitted and role in (None, m.role)]
 
     def active(self, role: str | None = None) -> list[Member]:
-        """Return the admitted nodes that take part, without workers on standby."""
+        """Return the admitted nodes except workers on standby, either all or those of `role`."""
         return [member for member in self.members(role) if not member.is_standby]
 
     def move(self, member: Member, to: Presence) -> None:
@@ -234,16 +234,19 @@ class Roster:
         member.presence = to
 
     def take_counts_left(self) -> dict[str, Mapping[str, int]]:
-        """Return node id -> its last counters, for workers that have left since the last call."""
+        """Return node id -> last reported counters, for workers that left since the last call."""
         left, self._left = self._left.as_dict(), RecentMap(max_entries=MAX_NAMES_KEPT)
         return left
 
     def release(self, member: Member) -> None:
-        """Record that the machine of a node was given back."""
+        """Record that the machine of a node was given back, so that it no longer costs money."""
         self.released[member.node_id] = member.incarnation
 
     def claim(self, message: Hello, *, now: float) -> Claim:
-        """Judge a Hello's claim to its name, and record a claim to a name that is in use."""
+        """Return the result of a Hello's claim to its node's name.
+
+        A claim to a name that another process holds is recorded.
+        """
         known = self.nodes.get(message.node_id)
         if known is None:
             return "new" if len(self.nodes) < MAX_NODES else "full"
@@ -258,7 +261,7 @@ class Roster:
         return "name_taken" if now - first_at > self.dead_after_s else "wait"
 
     def take_silent(self, *, now: float) -> list[Member]:
-        """Return the nodes that have been silent for too long, each once."""
+        """Return the nodes that have been silent for `dead_after_s`, each once."""
         return self._deadlines.take_due(now=now)
 
 
@@ -277,26 +280,26 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class LastCall:
-    """Event: the workers have had their time to leave, so the relays may leave, too."""
+    """Event: the workers have had time to leave, so the relays may leave now."""
 
 
 class Shutdown:
-    """Sends Finish to the nodes."""
+    """Sends Finish, the end of the run, to the nodes in the right order."""
 
     def __init__(self, roster: Roster, routes: Routes) -> None:
         self.reason: str | None = None
-        """Why the run has ended; None while it has not."""
+        """The reason why the run has ended; None while it goes on."""
         self.is_last_call = False
         self._roster = roster
         self._routes = routes
 
     def finish(self, reason: str) -> list[Action]:
-        """Send Finish to all nodes; to relays only once all other nodes have gone."""
+        """Send Finish with `reason` to all nodes; to relays only once all other nodes have gone."""
         self.reason = reason
         return self.send_finish()
 
     def dismiss_all(self) -> list[Action]:
-        """Send Finish to all remaining nodes, also to relays and to nodes that send later."""
+        """Send Finish to all remaining nodes; from now on relays may leave, too."""
         self.is_last_call = True
         return self.send_finish()
 
@@ -314,7 +317,7 @@ class Shutdown:
         ]
 
     def may_leave(self, member: Member) -> bool:
-        """Return whether no other node may need this one to receive its Finish."""
+        """Return whether a node may leave: no other node needs it as a relay for its Finish."""
         return (
             self.is_last_call
             or member.role != "relay"

@@ -1,4 +1,4 @@
-"""The dialling role: control link, weights link, heartbeats and timeouts.
+"""The role of a dialling node: its control link, weights link, heartbeats and timeouts.
 
 Relays and workers share this role. A node has two outbound links. The **control link**, dialled to
 one of the configured addresses (the learner's or a relay's), carries routed messages to and from
@@ -10,13 +10,13 @@ The states of a node and the events that change them are a table (`roles/joining
 the links:
 
 * The message of a state is repeated every `retry_s` until the node enters the next state. While
-  task and engine are being built (which can take minutes) Hello is repeated with the heartbeat's
-  period, so that each side knows that the other is alive.
+  task and engine are being built (which can take minutes) Hello is repeated once per heartbeat
+  interval, so that node and learner each know that the other is alive.
 * The control link goes from address to address until it finds the learner (`roles/control.py`).
 * A Welcome of another run, with other settings, or with other hashes ends the node, because
   retrying cannot help.
-* Any other message that the learner has not sealed (`wire/seals.py`) is refused and counted, under
-  the name of the node that has passed it on.
+* Any other message that the learner has not sealed (`wire/seals.py`) is refused and counted under
+  the name of the node that forwarded it.
 * The weights link follows the newest plan (`weights/parents.py`).
 """
 
@@ -66,33 +66,33 @@ from echo.wire.messages import (
 )
 
 MAX_REASON_LENGTH = 500
-"""Characters of the reason in a Goodbye."""
+"""Most characters of the reason in a Goodbye."""
 MAX_PEER_NAMES = 10_000
-"""Inbound peers whose names are kept, for messages to the operator."""
+"""Most inbound peers whose names are kept, for messages to the operator."""
 
 
 Handler: TypeAlias = Callable[[Any, Any, float], list[Action]]
-"""(role, event, now) -> actions."""
+"""(role, event, present time) -> actions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Event: the process runs, and the learner can be dialled."""
+    """Event: the process has started, so the learner can be dialled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Event: the process ends once the actions returned for this event are carried out."""
+    """Event: the process will end as soon as it has carried out the actions for this event."""
 
     reason: str
     has_failed: bool = False
 
 
 class DialingRole:
-    """Decides what a relay or worker sends, and which addresses it dials; without IO or a clock."""
+    """Decides what a relay or worker sends and which addresses it dials, without IO or a clock."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
-        """Start disconnected; `Started` returns the first actions."""
+        """Start without links; the event Started makes the role dial."""
         self.settings = settings
         self.broadcast = broadcast
         self.counters = Counters()
@@ -114,15 +114,15 @@ class DialingRole:
     # --- what subclasses override ----------------------------------------------------------------
 
     def version_in_use(self) -> PolicyVersion | None:
-        """Return the newest version in use; for a relay the newest complete version."""
+        """Return the version in use: for a relay the newest complete version; None for none."""
         return self.broadcast.newest_complete
 
     def capacity(self) -> int:
-        """Return how many groups this node can hold at once."""
+        """Return the number of groups that this node can hold; 0 unless it is a worker."""
         return 0
 
     def lease_states(self) -> tuple[LeaseState, ...]:
-        """Return the leases of this node."""
+        """Return the state of each lease of this node; empty unless it is a worker."""
         return ()
 
     def stats(self) -> NodeStats:
@@ -144,11 +144,11 @@ class DialingRole:
         )
 
     def on_version(self, *, now: float) -> list[Action]:
-        """Handle that a version of the weights has arrived completely."""
+        """Handle the arrival of the last part of a version of the weights."""
         return []
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
-        """Handle a routed message for another node."""
+        """Refuse a routed message for another node; a relay overrides this and forwards it."""
         raise RemoteProtocolError(
             f"a message for {envelope.target}; a {self.settings.role} does not relay"
         )
@@ -157,7 +157,7 @@ class DialingRole:
 
     @property
     def state(self) -> NodeState:
-        """The state of this node's admission."""
+        """The state of this node's admission to the run."""
         return self.joining.state
 
     @property
@@ -167,7 +167,7 @@ class DialingRole:
 
     @property
     def is_admitted(self) -> bool:
-        """Whether the learner has admitted this node and the control link is connected."""
+        """Whether the learner has admitted this node, and the control link was not lost since."""
         return self.state is NodeState.ADMITTED
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
@@ -175,7 +175,7 @@ class DialingRole:
         return self.HANDLERS[type(event)](self, event, now)
 
     def _on_started(self, event: Started, now: float) -> list[Action]:
-        """Dial the first address."""
+        """Dial the first address of the learner."""
         return self.control.begin(now=now)
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
@@ -186,21 +186,21 @@ class DialingRole:
             self._weights.dialled(address, peer)
 
     def connected(self, peer: str, *, now: float) -> list[Action]:
-        """Handle that a dialled link is connected (for the first time or again)."""
+        """Send Greet over a dialled link that was connected, for the first time or again."""
         if self.control.has(peer):
             self.control.connected(now=now)
             return [self._greet(peer, "control")]
         return [self._greet(peer, "weights")] if self._weights.connected(peer, now=now) else []
 
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool, now: float) -> list[Action]:
-        """Handle that an attempt to dial failed; stop if all addresses refuse this node.
+        """Handle a failed attempt to dial; stop if all addresses of the learner refuse this node.
 
         Args:
-            peer: the dialled peer; a parent is ignored here, because its silence is noticed
-                elsewhere.
-            reason: for the operator.
-            is_refused: whether further attempts are useless.
-            now: the present.
+            peer: the dialled peer; a parent in the broadcast is ignored here, because its silence
+                is noticed elsewhere.
+            reason: text of the cause, for the operator.
+            is_refused: whether the address refuses this node, so that further attempts are useless.
+            now: the present time, seconds.
         """
         if not self.control.has(peer):
             return []
@@ -237,7 +237,10 @@ class DialingRole:
             return actions
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Close the link that a message came over; if it was for another node, only drop it."""
+        """Close the link over which a message came; if it is for another node, drop only it.
+
+        The message has caused an internal error.
+        """
         self.counters.add("internal_errors")
         _, target, _ = describe(frames)
         if target not in ("", self.settings.node_id):
@@ -274,7 +277,7 @@ class DialingRole:
         return self._on_learner_message(message, frames[1:], now)
 
     def _on_other_protocol(self, peer: str, source: str, fault: str, now: float) -> list[Action]:
-        """Leave a dialled address; answer an inbound peer with a Refuse."""
+        """Handle a peer with another protocol: leave a dialled address, refuse an inbound peer."""
         if self.control.has(peer):
             return self.control.leave_address("protocol_version", one_line(fault), now)
         self.counters.add("refused/protocol_version")
@@ -302,7 +305,7 @@ class DialingRole:
         return self._perform(self.broadcast.receive(peer, message, payload, now=now), now)
 
     def _perform(self, actions: Iterable[Action | ParentFailed], now: float) -> list[Action]:
-        """Handle failed parents and new versions among the actions; pass on the rest."""
+        """Handle failed parents and new versions among the actions; return all other actions."""
         rest: list[Action] = []
         for action in actions:
             if isinstance(action, ParentFailed):
@@ -315,7 +318,7 @@ class DialingRole:
         return rest
 
     def _probe(self, num_bytes: int, now: float) -> list[Action]:
-        """Measure this node's uplink for the learner's plan, if other nodes may dial this node."""
+        """Begin to measure this node's uplink for the plan, if other nodes can dial this node."""
         control = self.control
         if not control.node_id or self.settings.advertise is None:
             return []
@@ -347,7 +350,7 @@ class DialingRole:
     # --- joining ---------------------------------------------------------------------------------
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
-        """Return the Send of a routed message, or nothing while there is no link."""
+        """Return the action that sends the learner a message; empty while there is no link."""
         if not self.control.node_id:
             return []
         frames = encode(
@@ -363,13 +366,13 @@ class DialingRole:
         return self.joining.configured(event.digests, now=now)
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Measure the uplink while the engine is built; the plan after admission needs it."""
+        """Measure the uplink, which the plan after admission needs, while the engine is built."""
         self.control.welcomed()
         is_known = self.broadcast.uplink.bytes_per_s is not None
         return [] if is_known else self._probe(version_bytes, now)
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Handle that the learner has (again) admitted this node."""
+        """Handle this node's admission, the first or a later one: a heartbeat is due at once."""
         self._heartbeat_at = now
         self._weights.new_learner()
         where = f"{self.control.address} ({self.control.node_id})"
@@ -384,7 +387,7 @@ class DialingRole:
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` must be called next."""
+        """The time at which `expire` must be called next; None if nothing is scheduled."""
         own: tuple[float, ...] = ()
         if self.is_admitted:
             own = (self._heartbeat_at, self.control.silent_at)
@@ -393,7 +396,7 @@ class DialingRole:
         return earliest(*own, self.broadcast.deadline, self._weights.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Do what has become due."""
+        """Carry out what is due at `now`: repeats, heartbeats and timeouts."""
         actions = self._perform(self.broadcast.expire(now=now), now)
         actions += self._weights.expire(now=now)
         if self.is_admitted:
@@ -408,7 +411,7 @@ class DialingRole:
         return self.heartbeat(now=now) if now >= self._heartbeat_at else []
 
     def heartbeat(self, *, now: float) -> list[Action]:
-        """Report this node's state to the learner, now."""
+        """Send the learner a heartbeat with this node's state at once."""
         self._beat_at, self._heartbeat_at = now, now + self.heartbeat_s
         beat = Heartbeat(
             installed=self.version_in_use(),
@@ -419,7 +422,7 @@ class DialingRole:
         return self.to_learner(beat)
 
     def _on_leaving(self, event: Leaving, now: float) -> list[Action]:
-        """Send Goodbye to the learner if it knows this process."""
+        """Send Goodbye to the learner if the learner knows this process."""
         if self.state not in (NodeState.CONFIGURING, NodeState.READYING, NodeState.ADMITTED):
             return []  # another process may have the name
         reason = one_line(event.reason)[:MAX_REASON_LENGTH]
@@ -430,27 +433,27 @@ class DialingRole:
         Built: _on_built,
         Leaving: _on_leaving,
     }
-    """The handler of each event."""
+    """Type of the event -> the method that handles it."""
 
 
 # --- The contract between a role and its shell: a process (`runtime/node.py`) or a simulation ---
 
 
 class Role(Protocol):
-    """The decisions of a node: events in, actions out, without IO or a clock."""
+    """The interface of a role: events in, actions out, without IO or a clock."""
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` must be called next."""
+        """The time at which `expire` must be called next; None if nothing is scheduled."""
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
-        """Handle an event that the shell reports; each role has a table of its events."""
+        """Handle an event that the shell reports; each role has a table of these events."""
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message."""
+        """Handle a message that came from the peer, as its frames."""
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Drop the sender of a message whose handling has raised an unexpected exception.
+        """Drop the node or link that sent a message whose handling raised an unexpected exception.
 
         This method does not decode the message, which may have caused the exception.
         """
@@ -468,12 +471,12 @@ class Role(Protocol):
         return
 
     def connected(self, peer: str, *, now: float) -> list[Action]:
-        """Handle that a dialled link is connected."""
+        """Handle the connection of a dialled link."""
         return []
 
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool, now: float) -> list[Action]:
-        """Handle that an attempt to dial failed; the transport dials again."""
+        """Handle a failed attempt to dial; the transport dials again by itself."""
         return []
 
     def expire(self, *, now: float) -> list[Action]:
-        """Do what has become due."""
+        """Carry out what is due at `now`."""

@@ -72,7 +72,7 @@ class WorkerReview:
 
         Args:
             samples: the groups of a step.
-            now: the present instant.
+            now: the present time, seconds.
         """
         for each in samples:
             member = self._roster.nodes.get(each.worker_id)

@@ -270,7 +270,7 @@ class EngineCalls:
             newest: the newest version that has arrived completely.
             learner: its progress.
             is_leaving: whether this worker leaves; then nothing is installed or begun.
-            now: the present.
+            now: the present time, seconds.
         """
         decisions: list[Decision] = []
         if not is_leaving:

@@ -188,7 +188,7 @@ class Worker(DialingRole):
             outbox: for results.
             terms: for how long its machine is kept; None is forever.
             version_wait_s: for how long a lease may wait for its version.
-            now: the present.
+            now: the present time, seconds.
         """
         super().__init__(settings, broadcast, now=now)
         self.outbox = outbox

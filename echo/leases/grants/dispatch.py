@@ -270,7 +270,7 @@ def hedges(
         helpers: idle workers; modified by the copies.
         holders: group -> the workers that have a lease of it.
         factor: how many times sooner the copy must be expected; None if only age counts.
-        now: the present instant.
+        now: the present time, seconds.
     """
     fastest_first = sorted(helpers, key=lambda helper: (-(helper.speed or 0.0), helper.node_id))
     chosen: list[tuple[LeaseRecord, str]] = []

@@ -174,7 +174,7 @@ class FinishTimes:
             num_tokens: length of its longest completion.
             seconds: from its start at the worker to its delivery; 0 if unknown.
             load: leases that the worker held in that time, this one included.
-            now: the present instant.
+            now: the present time, seconds.
         """
         self.lengths.add(num_tokens)
         speed = self.of(worker_id)
@@ -279,7 +279,7 @@ class FinishTimes:
             record: the lease.
             is_running: whether to assume that the worker has begun the group if no heartbeat shows
                 it.
-            now: the present instant.
+            now: the present time, seconds.
 
         Returns:
             Final tokens of its longest completion; seconds from now, or from its start if it has

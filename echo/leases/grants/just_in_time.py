@@ -217,7 +217,7 @@ class JustInTime:
             running: when each running group is expected.
             num_accepted: groups that are accepted and in no step that was made.
             num_promised: groups consumed, accepted or running, as admission counts them.
-            now: the present instant.
+            now: the present time, seconds.
         """
         size, first = self._groups_per_step, self._step + self._is_training
         if self._complete_at is None and num_accepted >= (first - self._step + 1) * size:

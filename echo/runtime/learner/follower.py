@@ -77,7 +77,7 @@ class Reporter:
         Args:
             metrics: the trainer's metrics for the step.
             staleness: staleness in steps -> number of the step's tokens that had it.
-            now: the loop's time, seconds.
+            now: the present time, seconds.
         """
         role = self._role
         row = self._progress.step_metrics(
