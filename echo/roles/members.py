@@ -131,7 +131,7 @@ class Member:
         return self.node.is_standby
 
     def rates(self) -> tuple[float, float]:
-        """Return (tokens per second, weight bytes per second) over the last heartbeats."""
+        """Return (tokens sampled, weight bytes received), per second, over the last heartbeats."""
         if len(self.history) < 2:
             return 0.0, 0.0
         (start, tokens, num_bytes), (stop, tokens_now, bytes_now) = (

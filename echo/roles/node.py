@@ -179,7 +179,7 @@ class DialingRole:
         return self.control.begin(now=now)
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
-        """Record the peer id of the link that a Dial has opened."""
+        """Record the peer id of the link that the action Dial has opened."""
         if purpose == "control":
             self.control.dialled(address, peer)
         else:
@@ -207,7 +207,7 @@ class DialingRole:
         return self.control.dial_failed(reason, is_refused=is_refused, now=now)
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Handle that a link is lost, inbound or outbound."""
+        """Handle the loss of a link: dial again, replace a parent, or remove a child."""
         if self.control.has(peer):
             return self.control.disconnected(reason, now=now)
         if self._weights.has(peer):
@@ -380,7 +380,7 @@ class DialingRole:
         return [Note("info", text, ends=LOST_LINK)]
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Handle the end of work in a thread; `fault` is empty if the work succeeded."""
+        """Handle the end of the broadcast's work in a thread; `fault` is "" if it succeeded."""
         return self._perform(self.broadcast.worked(work, fault, now=now), now)
 
     # --- time ------------------------------------------------------------------------------------
@@ -459,15 +459,15 @@ class Role(Protocol):
         """
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Handle that a link is lost, inbound or outbound."""
+        """Handle the loss of a link, inbound or outbound."""
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Handle the end of work in a thread; `fault` is empty if the work succeeded."""
+        """Handle the end of work in a thread; `fault` is "" if the work succeeded."""
 
     # Methods that a shell calls only for roles that dial:
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
-        """Record the peer id of the link that a Dial has opened."""
+        """Record the peer id of the link that the action Dial has opened."""
         return
 
     def connected(self, peer: str, *, now: float) -> list[Action]:

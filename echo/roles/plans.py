@@ -1,8 +1,9 @@
-"""The learner's part in the plan of the broadcast: when to plan, and which nodes get new parents.
+"""The learner's part in planning the broadcast: when to plan, and which nodes get new parents.
 
-`weights/topology/plan.py` computes the plan. This module has it computed from the measured uplinks,
-and sends it to the nodes whose parents have changed. In a large fleet at least PLAN_S times the
-number of nodes pass between two plans.
+`weights/topology/plan.py` computes the plan. This module requests a plan from the measured uplinks,
+and sends each node its part of the plan if the node's parents have changed. At least PLAN_S seconds
+per node pass between two plans, so that planning takes a bounded share of the time in a large
+fleet.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from echo.wire.messages import LEARNER_ID, Heartbeat
 
 @dataclass(frozen=True, slots=True)
 class Publishing:
-    """Event: a version is about to be published."""
+    """Event: a version of the weights is about to be published."""
 
 
 class Plans:
@@ -41,14 +42,14 @@ class Plans:
         broadcast: Broadcast,
         routes: Routes,
     ) -> None:
-        """Start without a plan.
+        """Start without a plan; the first one is made when a node joins.
 
         Args:
-            site: of the learner.
-            chunk_bytes: size of a chunk, until the first version is known.
-            uplinks: bytes per second that each node could send before the run was resumed.
-            roster: the nodes.
-            broadcast: sends the versions.
+            site: the learner's place in the network.
+            chunk_bytes: assumed size of a chunk until the first version is known.
+            uplinks: node id -> bytes per second that it could send before the run was resumed.
+            roster: the known nodes.
+            broadcast: sends the versions, and measures the learner's uplink.
             routes: send messages to the nodes.
         """
         self.planner = Planner(learner=site, chunk_bytes=chunk_bytes)
@@ -62,12 +63,12 @@ class Plans:
 
     @property
     def version_bytes(self) -> int:
-        """Bytes of the newest version on the wire; 0 before the first."""
+        """Bytes of the newest version as sent; 0 before the first version."""
         payload = self._broadcast.payload
         return 0 if payload is None else payload.num_bytes
 
     def uplinks(self) -> dict[str, float]:
-        """Return node id -> bytes per second that it could send, by its last heartbeat."""
+        """Return node id -> bytes per second that this node, or the learner, can send."""
         own = clamped_rate(self._broadcast.uplink.bytes_per_s)
         return self._roster.uplinks.as_dict() | ({LEARNER_ID: own} if own else {})
 
@@ -75,7 +76,7 @@ class Plans:
 
     @property
     def deadline(self) -> float | None:
-        """When a delayed plan is due; None if no plan is delayed."""
+        """Time at which a delayed plan is due; None if no plan is delayed."""
         return self._paced.deadline
 
     def want(self, *, now: float) -> None:
@@ -87,7 +88,7 @@ class Plans:
         return self._paced.is_due(now=now)
 
     def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
-        """Send new plans to the members whose parents have changed, now or at the next deadline."""
+        """Plan now, or at the next deadline; return the plans for members whose parents changed."""
         if not self._paced.may(len(self._roster.nodes), now=now):
             return []
         self.planner.expect(self._broadcast.payload)
@@ -107,7 +108,10 @@ class Plans:
     # --- what heartbeats and probes show ---------------------------------------------------------
 
     def before_heartbeat(self, member: Member, message: Heartbeat, *, now: float) -> list[Action]:
-        """Record a heartbeat's measurements of links; call it before `Member.beat`."""
+        """Record a heartbeat's measurements of links; must be called before `Member.beat`.
+
+        Returns the actions of a probe, if one is begun.
+        """
         self.planner.learn(message.stats, former=member.stats)
         if message.stats.uplink_bytes_per_s:
             self._roster.uplinks[member.node_id] = message.stats.uplink_bytes_per_s
@@ -125,9 +129,9 @@ class Plans:
         return self._routes.to(member.node_id, plan)
 
     def _probe(self, member: Member, now: float) -> list[Action]:
-        """Measure the learner's uplink to a node whose last heartbeat reports its own uplink.
+        """Begin to measure the learner's uplink to a node that has reported its own uplink.
 
-        Send no probe while weights are sent: it would measure only the bandwidth left free.
+        No probe is sent while weights are sent: it would measure only the bandwidth that is left.
         """
         peer = self._routes.peer_of(member.node_id)
         is_shown = member.stats.uplink_bytes_per_s is not None
@@ -136,7 +140,7 @@ class Plans:
         return self._probing.begin(peer, payload_bytes=self.version_bytes, now=now)
 
     def on_probe_ack(self, peer: str, *, now: float) -> list[Action]:
-        """Handle the acknowledgement of a probe."""
+        """Handle the acknowledgement of a probe, which measures the learner's uplink."""
         was_known = self._broadcast.uplink.bytes_per_s is not None
         actions = self._probing.acknowledged(peer, now=now)
         if not was_known and self._broadcast.uplink.bytes_per_s is not None:

@@ -1,7 +1,8 @@
-"""The relay's role: forward routed messages without looking inside.
+"""The relay's role: forwards routed messages without decoding them.
 
-A routed message for the learner goes up the control link. A routed message for a node goes down the
-link over which that node's last message came. A message that cannot be forwarded is dropped and
+A routed message for the learner is sent over the relay's control link. A routed message for a node
+is sent over the link on which this node's last message came. A message that cannot be forwarded is
+dropped and
 counted: its sender repeats every message that matters (`wire/messages.py`). So a relay keeps no
 copies, and its death costs only time.
 """
@@ -22,7 +23,7 @@ MAX_RELAYED_ROUTES = 100_000
 
 
 class Relay(DialingRole):
-    """A dialling role that forwards routed messages."""
+    """A dialling role that forwards routed messages of other nodes and to them."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
         super().__init__(settings, broadcast, now=now)
@@ -51,6 +52,6 @@ class Relay(DialingRole):
         return [Send(next_peer, onward)]
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Drop the routes over a lost link."""
+        """Handle the loss of a link: drop the routes over this link."""
         self._routes.discard_value(peer)
         return super().disconnected(peer, reason, now=now)

@@ -1,4 +1,4 @@
-"""Review of workers: which are set aside for useless groups or wrong log-probabilities."""
+"""Review of workers: which workers are set aside for useless groups or wrong log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from echo.wire.actions import Action, Note
 
 @dataclass(frozen=True, slots=True)
 class ReviewDue:
-    """Event: the learner waits for a batch, and workers may have to be set aside or admitted."""
+    """Event: the learner waits for a batch, so check which workers to set aside or admit again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplesTrained:
-    """Event: a step was trained on these groups, with the learner's own log-probabilities."""
+    """Event: a step was trained; its samples compare log-probabilities with the learner's."""
 
     samples: Sequence[Sampled]
 
@@ -37,9 +37,9 @@ class WorkerReview:
         """Start with no worker set aside.
 
         Args:
-            roster: the workers.
+            roster: the known nodes, among them the workers.
             usefulness: counts each worker's useful groups.
-            counters: count the workers that were excluded for their log-probabilities.
+            counters: gets the number of workers that were excluded for their log-probabilities.
         """
         self._roster, self._counters = roster, counters
         self._usefulness, self._mismatches = usefulness, Mismatches()
@@ -47,11 +47,11 @@ class WorkerReview:
 
     @property
     def num_discounted(self) -> int:
-        """Groups since the last useful one that do not count towards a zero-signal run."""
+        """Number of groups since the last useful one that do not count as groups without signal."""
         return self._usefulness.num_discounted
 
     def update(self, *, now: float) -> list[Action]:
-        """Set workers aside or admit them again; to be called regularly."""
+        """Set workers aside or admit them again; return warnings. Must be called regularly."""
         usefulness = self._usefulness
         if usefulness.is_idle and not self._has_set_aside:
             return []
@@ -68,10 +68,10 @@ class WorkerReview:
         return [Note("warning", text) for text in texts]
 
     def compare(self, samples: Sequence[Sampled], *, now: float) -> list[Action]:
-        """Compare the log-probabilities that workers report with the learner's own.
+        """Set aside the workers whose log-probabilities differ too much from the learner's.
 
         Args:
-            samples: the groups of a step.
+            samples: one sample for each group of a step.
             now: the present time, seconds.
         """
         for each in samples:

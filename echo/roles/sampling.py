@@ -1,19 +1,19 @@
-"""The calls of a worker's engine: which groups are sampled together, and when a call is stopped.
+"""The calls of a worker's engine: which groups a call samples together, and when it is stopped.
 
 An engine that takes requests at any time gets one call per group, as soon as it has a free place.
 Any other engine gets one batch of groups after another. A batch lasts as long as its longest
-rollout, while fewer and fewer of its rows are busy. So with `over_submission` = f > 1 (active
-partial rollouts, APRIL) a batch of N groups is recalled once N / f of them are whole and other
-groups wait. Unfinished groups keep their tokens, log-probabilities and versions. They go on in the
-next batch under the newest weights, before new groups, oldest first. A continued group takes only
-the rows of its unfinished rollouts; new groups take the remaining rows. A whole group is scored and
-delivered at once, without waiting for its batch. An engine that takes requests at any time has no
-batch: it is given f times the groups that its memory holds, so that its queue never runs dry while
-stragglers keep their places.
+rollout, while ever fewer of its rows are busy. So with `over_submission` = f > 1 (active partial
+rollouts, APRIL) a batch of N groups is recalled once N / f of its groups are whole, if other groups
+wait. (A group is whole when all its rollouts have ended.) Unfinished groups keep their tokens,
+log-probabilities and versions. They are continued in the next batch with the newest weights, before
+new groups, oldest first. A continued group takes only the rows of its unfinished rollouts; new
+groups take the remaining rows. A whole group is scored and delivered at once, without waiting for
+its batch. An engine that takes requests at any time has no batch: it is given f times the groups
+that its memory holds, so that its queue never becomes empty while long rollouts keep their places.
 
-A call lasts `ship_s` at most. Then its tokens are saved in this worker's own file and shipped to
-the learner, and its groups are continued in a new call. So a killed worker loses `ship_s` of
-sampling at most.
+A call lasts at most `ship_s` seconds. Then its tokens are saved in this worker's own file and sent
+to the learner, and its groups are continued in a new call. So a worker that is killed loses at most
+`ship_s` seconds of sampling.
 
 If a call of several groups raises an error, its groups are sampled again in calls of half the size,
 until the group that causes the error is alone and fails.
@@ -51,40 +51,40 @@ from echo.wire.messages import BAD_LOGPROBS, ENGINE_ERROR, Lease
 
 @dataclass(slots=True, eq=False)
 class EngineCall:
-    """Groups that are sampled in one call of the engine, and the progress of that call.
+    """A call of the engine: the groups that it samples, and its progress.
 
-    The sampler's thread alone writes `seen_tokens` and `seen_signs`, at any time. The loop's thread
-    writes everything else; `credit` takes over the counts of the sampler's thread.
+    Only the sampler's thread writes `seen_tokens` and `seen_signs`, at any time. The loop's thread
+    writes all other fields; `credit` adds the counts of the sampler's thread to them.
     """
 
     groups: list[PartialGroup]
-    """Each group has at least one unfinished member."""
+    """The sampled groups, each with at least one unfinished member."""
     num_awaited: int
-    """Whole groups after which the call is recalled if other groups wait for its places."""
+    """Number of whole groups at which the call is recalled if other groups wait for its places."""
     ends_at: float
     version: PolicyVersion | None
-    """The only version that may sample them; None if any installed version may."""
+    """The only version that may sample the groups; None if any installed version may."""
     num_whole: int = 0
     num_tokens: int = 0
-    """Tokens sampled so far."""
+    """Number of tokens sampled so far."""
     num_signs: int = 0
-    """Signs of life credited to every group of the call, tokens among them."""
+    """Number of signs of life, sampled tokens among them, credited to every group of the call."""
     is_recalled: bool = False
-    """Whether the engine is asked to return the call soon, with its tokens so far."""
+    """Whether the engine was asked to return the call soon, with the tokens so far."""
     seen_tokens: int = 0
     seen_signs: int = 0
 
     def on_tokens(self, number: int) -> None:
-        """Count tokens; called in the sampler's thread."""
+        """Count `number` sampled tokens; called in the sampler's thread."""
         self.seen_tokens += number
         self.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Count signs of life of every group in the call; called in the sampler's thread."""
+        """Count `number` signs of life of each group; called in the sampler's thread."""
         self.seen_signs += number
 
     def credit(self) -> None:
-        """Add the signs of life since the last call to every group; called before a heartbeat."""
+        """Credit every group with the signs of life since the last `credit`, before a heartbeat."""
         num_signs, self.num_tokens = self.seen_signs, self.seen_tokens
         for group in self.groups:
             group.num_progress += num_signs - self.num_signs
@@ -96,40 +96,40 @@ class EngineCall:
 
 @dataclass(frozen=True, slots=True)
 class Sample(Action):
-    """Sample these groups, unfinished members from where they stopped."""
+    """Sample the groups of this call, their unfinished members from where they stopped."""
 
     call: EngineCall
 
 
 @dataclass(frozen=True, slots=True)
 class Recall(Action):
-    """Stop this call of the engine; CallReturned follows, with its tokens so far."""
+    """Stop this call of the engine; the event CallReturned follows, with the tokens so far."""
 
     call: EngineCall
 
 
 @dataclass(frozen=True, slots=True)
 class OfferEpisodes(Action):
-    """Offer the episodes of these leases to agents."""
+    """Offer the episodes of these leases to outside agents."""
 
     leases: Sequence[Lease]
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(Action):
-    """Offer no more episodes to agents; a LeaseDropped follows for each lease without an agent."""
+    """Offer no more episodes to agents; LeaseDropped follows for each lease without an agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score(Action):
-    """Reward every member of a whole group; stop if it becomes unwanted meanwhile."""
+    """Compute the reward of each member of a whole group; stop if the group becomes unwanted."""
 
     group: PartialGroup
 
 
 @dataclass(frozen=True, slots=True)
 class MembersGrown:
-    """Event: the engine has sampled more tokens of a group; it now has these members."""
+    """Event: the engine has sampled more tokens of a group, which now has these members."""
 
     call: EngineCall
     group: PartialGroup
@@ -138,7 +138,7 @@ class MembersGrown:
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteFound:
-    """Event: the model gives no probabilities for a member of a group."""
+    """Event: the model returns NaN or infinite log-probabilities for a member of a group."""
 
     group: PartialGroup
     why: str
@@ -146,7 +146,7 @@ class NonfiniteFound:
 
 @dataclass(frozen=True, slots=True)
 class CallReturned:
-    """Event: a call of the engine has ended, with this number of tokens."""
+    """Event: a call of the engine has ended, after sampling this number of tokens."""
 
     call: EngineCall
     num_tokens: int
@@ -154,7 +154,7 @@ class CallReturned:
 
 @dataclass(frozen=True, slots=True)
 class CallRefused:
-    """Event: the engine no longer holds the version of a call."""
+    """Event: the engine no longer holds the version that a call requires."""
 
     call: EngineCall
     why: str
@@ -165,7 +165,7 @@ class CallRaised:
     """Event: a call has raised an error.
 
     If the engine is no longer usable, this worker ends, and the learner grants the groups of all
-    its calls to others. The learner counts how many engines a group has ended.
+    its calls to other workers. The learner counts how many engines a group has made unusable.
     """
 
     call: EngineCall
@@ -178,19 +178,19 @@ class CallRaised:
 
 @dataclass(frozen=True, slots=True)
 class NoResult:
-    """Event and decision: a group ends without a result, for this reason."""
+    """Event and decision: a leased group ends without a result, for this reason."""
 
     lease: Lease
     reason: str
     detail: str
     traceback: str = ""
     is_elsewhere: bool = False
-    """Whether another worker may succeed; otherwise a retry would fail in the same way."""
+    """Whether another worker may succeed; if false, a retry would fail in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Decision: leave these groups, which the engine does not have, to other workers."""
+    """Decision: hand these groups, which are not in the engine, to other workers."""
 
     groups: Sequence[PartialGroup]
 
@@ -200,7 +200,7 @@ Decision = Action | NoResult | GiveUp
 
 
 class EngineCalls:
-    """Decides which groups enter the engine, under which version, and when a call is recalled."""
+    """Decides which groups enter the engine, with which version, and when a call is recalled."""
 
     def __init__(
         self,
@@ -213,21 +213,23 @@ class EngineCalls:
         """Start with an idle engine that holds no version.
 
         Args:
-            engine: the engine.
+            engine: the facts about the engine.
             held: the leases of this worker.
-            counters: of this node.
-            counts: of unfinished rollouts, for the learner's metrics.
+            counters: the counters of this node.
+            counts: counts of unfinished rollouts, for the learner's metrics.
         """
         self.engine = engine
         self.versions = EngineVersions(engine)
         self.is_broken = False
-        """Whether the engine no longer samples; its node is about to end."""
+        """Whether the engine is no longer usable, so that its node is about to end."""
         self._held = held
         self._counters = counters
         self._counts = counts
         self._calls: list[EngineCall] = []
         self._max_together = MAX_LEASES
-        """Groups to sample in one call: fewer after a call that raised, to find the cause."""
+        """Most groups to sample in one call; fewer after a call that raised, to find the group at
+        fault.
+        """
 
     def validate(self) -> None:
         """Check that leases and calls agree; for tests.
@@ -245,12 +247,12 @@ class EngineCalls:
 
     @property
     def is_sampling(self) -> bool:
-        """Whether a call is under way."""
+        """Whether a call of the engine is running."""
         return bool(self._calls)
 
     @property
     def deadline(self) -> float:
-        """When a call has lasted long enough, or a refused version is tried again."""
+        """Time at which a call is to be recalled, or a refused version is to be tried again."""
         ends = [call.ends_at for call in self._calls if not call.is_recalled]
         return min([self.versions.again_at, *ends])
 
@@ -264,11 +266,11 @@ class EngineCalls:
         is_leaving: bool,
         now: float,
     ) -> list[Decision]:
-        """Return the installation, the new calls and the recalls that are possible now.
+        """Return the decisions possible now: install a version, begin calls, recall calls.
 
         Args:
             newest: the newest version that has arrived completely.
-            learner: its progress.
+            learner: the learner's progress.
             is_leaving: whether this worker leaves; then nothing is installed or begun.
             now: the present time, seconds.
         """
@@ -285,7 +287,7 @@ class EngineCalls:
         return decisions
 
     def _begin(self, learner: LearnerProgress, now: float) -> list[Decision]:
-        """Take groups into the engine while places are free: begun ones first, oldest first."""
+        """Return decisions that fill the engine's free places: begun groups first, oldest first."""
         num_free, engine = self._free_places(), self.engine
         if num_free <= 0:
             return []
@@ -340,7 +342,7 @@ class EngineCalls:
         )
 
     def _free_places(self) -> int:
-        """Return how many groups the engine may be given now."""
+        """Return the number of groups that the engine may be given now."""
         engine, versions = self.engine, self.versions
         if versions.is_held or versions.installed is None or self._held.outbox.is_full:
             return 0
@@ -355,7 +357,7 @@ class EngineCalls:
         return engine.groups_per_batch if is_played else engine.max_groups
 
     def _apply_staleness(self, group: PartialGroup, learner: LearnerProgress) -> None:
-        """Keep, mask or drop the tokens so far, as the settings say for the present weights."""
+        """Keep, mask or drop a group's tokens by the settings for tokens of older weights."""
         installed, num_tokens = self.versions.installed, group.num_tokens
         assert installed is not None
         if not num_tokens:
@@ -383,7 +385,7 @@ class EngineCalls:
     # --- out of the engine -----------------------------------------------------------------------
 
     def handle(self, event: EngineEvent) -> list[Decision]:
-        """Handle what the engine reports."""
+        """Handle an event that the engine reports; return the decisions that follow."""
         match event:
             case MembersGrown():
                 return self._on_grown(event)
@@ -397,7 +399,7 @@ class EngineCalls:
                 return self._on_raised(event)
 
     def _on_grown(self, event: MembersGrown) -> list[Decision]:
-        """Store the members of a group, and have the group scored once all have ended."""
+        """Store the members of a group, and have the group scored once all members have ended."""
         event.group.members = list(event.members)
         if not event.group.is_whole:
             return []
@@ -405,7 +407,7 @@ class EngineCalls:
         return self._score(event.group)
 
     def _on_nonfinite(self, event: NonfiniteFound) -> list[Decision]:
-        """End a group if the model gives no probabilities for one of its members.
+        """End a group if the model returns NaN or infinity for one of its members.
 
         Another worker has the same weights, so a retry would most likely fail, too. The remaining
         rollouts of the group are not awaited.
@@ -420,7 +422,7 @@ class EngineCalls:
         return [Score(group)] if is_wanted else []
 
     def _on_returned(self, call: EngineCall) -> list[Decision]:
-        """Take back a call that has ended, and keep its unfinished groups."""
+        """Remove a call that has ended, and keep its unfinished groups for a later call."""
         self._calls.remove(call)
         self._max_together = min(2 * self._max_together, MAX_LEASES)
         if self.engine.sampler != "engine":
@@ -429,9 +431,10 @@ class EngineCalls:
         return self._stop(call.groups)
 
     def _on_refused(self, event: CallRefused) -> list[Decision]:
-        """End a call whose version the engine has dropped; another version begins its groups again.
+        """Remove a call whose version the engine has dropped; its groups get another version.
 
-        If the dropped version is the newest, there is no other, and the groups are given back.
+        If the dropped version is the newest, no other version may sample the groups, so they are
+        given back to the learner.
         """
         call = event.call
         self._calls.remove(call)
@@ -445,10 +448,11 @@ class EngineCalls:
         return [not_installed(group.lease, event.why) for group in wanted]
 
     def _on_raised(self, event: CallRaised) -> list[Decision]:
-        """End the group of a call that raised; halve a call of several, to find the group at fault.
+        """Handle a call that raised: end its only group, or sample its groups in smaller calls.
 
-        Several groups are sampled again in calls of half the size. If the engine is no longer
-        usable, the groups of all its calls end here, and other workers may sample them.
+        Several groups are sampled again in calls of half the size, to find the group at fault. If
+        the engine is no longer usable, the groups of all its calls end on this worker, and other
+        workers may sample them.
         """
         self._counters.add("engine/calls_failed")
         calls = [event.call] if event.is_usable else list(self._calls)
@@ -465,7 +469,7 @@ class EngineCalls:
         ]
 
     def _stop(self, groups: Sequence[PartialGroup]) -> list[Decision]:
-        """Take unfinished groups back from the engine; give up those that others wait for."""
+        """Take unfinished groups back from the engine; hand over those that were reclaimed."""
         reclaimed = [group for group in groups if group.state is GroupState.RECLAIMED]
         for group in groups:
             self._held.handle(group, Stopped())
@@ -474,10 +478,10 @@ class EngineCalls:
     # --- recalling -------------------------------------------------------------------------------
 
     def reclaim(self, groups: Sequence[PartialGroup]) -> list[Decision]:
-        """Recall the calls with groups that another worker is to continue.
+        """Recall the calls that have groups which another worker is to continue.
 
-        A group that the engine alone samples can be continued elsewhere. An episode cannot: no
-        other worker has its environment, or the agents that play it.
+        A group that only the engine samples can be continued by another worker. An episode cannot,
+        because no other worker has its environment or its agents.
         """
         if self.engine.sampler != "engine":
             return []
@@ -490,13 +494,13 @@ class EngineCalls:
         )
 
     def leave(self) -> list[Decision]:
-        """Stop everything that can be stopped; episodes are played to their end."""
+        """Recall all calls, or withdraw the offers to agents; episodes are played to their end."""
         if self.engine.sampler == "agents":
             return [Withdraw()]
         return self._recall(self._calls) if self.engine.sampler == "engine" else []
 
     def _has_enough(self, call: EngineCall, learner: LearnerProgress, now: float) -> bool:
-        """Return whether a call is to be recalled; its unfinished groups go on later."""
+        """Return whether to recall a call, whose unfinished groups are then continued later."""
         if call.num_whole == len(call.groups):
             return False  # it returns by itself
         if not any(group.is_sampled for group in call.groups):
@@ -511,7 +515,7 @@ class EngineCalls:
         return call.num_whole >= call.num_awaited and bool(self._held.of(*WAITING))
 
     def _recall(self, calls: Iterable[EngineCall]) -> list[Decision]:
-        """Recall those of the calls that were not recalled before."""
+        """Return a Recall for each of the calls that was not recalled before."""
         decisions: list[Decision] = []
         for call in calls:
             if not call.is_recalled:
@@ -521,5 +525,5 @@ class EngineCalls:
 
 
 def not_installed(lease: Lease, why: str) -> NoResult:
-    """Return the decision to give a lease back whose version is not in the engine."""
+    """Return the decision to give back a lease because its version is not in the engine."""
     return NoResult(lease, "version_not_installed", why, is_elsewhere=True)

@@ -1,12 +1,13 @@
-"""The worker's role: leases in, groups out.
+"""The worker's role: receives leases, and delivers finished groups of rollouts.
 
-A lease waits in the queue, runs in the engine, may be interrupted between two calls of the engine,
-and its result lies in the outbox until the learner has written it to disk (`leases/held.py`: a
-table of these states). Each heartbeat lists all groups, so the learner knows which leases to send
-again and which to renew. A lost link changes nothing here: running groups go on, results are kept,
-and after the next Admitted everything unacknowledged is sent again.
+A leased group waits in the queue, is sampled in the engine, and may be interrupted between two
+calls of the engine. Its result stays in the outbox until the learner has written it to disk
+(`leases/held.py` has a table of these states). Each heartbeat lists all groups, so the learner
+knows which leases to send again and which to renew. A lost link changes none of this: running
+groups go on, results are kept, and after the next Admitted all unacknowledged results are sent
+again.
 
-The role consists of parts that decide, each on its own state, and return what they decide:
+The role consists of parts that decide, each on its own state, and return their decisions:
 
     HeldLeases       leases/held.py       the state of each leased group
     EngineCalls      roles/sampling.py    which groups enter the engine, and when it is stopped
@@ -14,9 +15,9 @@ The role consists of parts that decide, each on its own state, and return what t
     PartialKeeper    leases/keeper.py     which unfinished groups are shipped and saved
     Departure        roles/departure.py   when the worker leaves, and when it is drained
 
-`Worker` connects them: it passes messages and events on, sends results to the learner, and reports
-its state in heartbeats. Its shell (`runtime/worker/node.py`, or a simulation) carries out actions
-and reports their outcome as events, which `Worker.handle` looks up in one table:
+`Worker` connects these parts: it passes messages and events to them, sends results to the learner,
+and reports its state in heartbeats. Its shell (`runtime/worker/node.py`, or a simulation) carries
+out actions and reports their outcome as events, which `Worker.handle` looks up in one table:
 
     Configure      ->  EngineBuilt
     Sample         ->  MembersGrown, NonfiniteFound; then CallReturned, CallRefused or CallRaised
@@ -108,14 +109,14 @@ from echo.wire.messages import (
 )
 
 MAX_VERSION_WAIT_S = 30.0
-"""Seconds that a lease waits for its version.
+"""Seconds for which a lease waits for a version that may sample it.
 
 The learner grants by the version that the worker reported last. A restarted worker may hold an
-older one. It receives the newer one soon, or never: its uplink may be cut off, or its engine may
-refuse the version. So the lease waits, and then it is given back for another worker.
+older version. It receives the newer version soon, or never: its link may be cut off, or its engine
+may refuse the version. So the lease waits, and is then given back for another worker.
 """
 MAX_DETAIL_LENGTH = 500
-"""Characters of the detail in a Failed."""
+"""Most characters of the detail in a Failed."""
 MAX_TRACEBACK_LENGTH = 10_000
 
 
@@ -124,7 +125,7 @@ MAX_TRACEBACK_LENGTH = 10_000
 
 @dataclass(frozen=True, slots=True)
 class EngineBuilt:
-    """Event: task and engine are built, with these hashes."""
+    """Event: task and engine are built; `digests` are the hashes of their files."""
 
     engine: EngineFacts
     digests: dict[str, str]
@@ -132,7 +133,7 @@ class EngineBuilt:
 
 @dataclass(frozen=True, slots=True)
 class GroupScored:
-    """Event: the members of a group have these rewards; fewer if it became unwanted meanwhile."""
+    """Event: a group's members have these rewards; fewer if the group became unwanted meanwhile."""
 
     group: PartialGroup
     rewards: Sequence[float]
@@ -140,21 +141,21 @@ class GroupScored:
 
 @dataclass(frozen=True, slots=True)
 class GroupFinished:
-    """Event: a group is finished, and rewarded."""
+    """Event: a group is finished, and its rollouts have rewards."""
 
     group: Group
 
 
 @dataclass(frozen=True, slots=True)
 class LeasesDemanded:
-    """Event: agents need this number of groups, including those that they have."""
+    """Event: agents need this number of groups, including the groups that they already have."""
 
     num_groups: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeasesAlive:
-    """Event: agents have shown this number of signs of life for each of these leases."""
+    """Event: agents have given this number of signs of life in total for each of these leases."""
 
     leases: Sequence[Lease]
     num_signs: int
@@ -180,14 +181,14 @@ class Worker(DialingRole):
         version_wait_s: float = MAX_VERSION_WAIT_S,
         now: float,
     ) -> None:
-        """Start without leases and without an engine; EngineBuilt brings it.
+        """Start without leases and without an engine; the event EngineBuilt brings the engine.
 
         Args:
-            settings: of the node.
-            broadcast: its part of the weights plane.
-            outbox: for results.
-            terms: for how long its machine is kept; None is forever.
-            version_wait_s: for how long a lease may wait for its version.
+            settings: the settings of the node.
+            broadcast: the node's part of the weights plane.
+            outbox: keeps results until they are acknowledged.
+            terms: limits on the time for which its machine is kept; None for no limits.
+            version_wait_s: seconds for which a lease may wait for its version.
             now: the present time, seconds.
         """
         super().__init__(settings, broadcast, now=now)
@@ -195,15 +196,15 @@ class Worker(DialingRole):
         self.held = HeldLeases(outbox)
         self.departure = Departure(terms or ReleaseTerms())
         self.max_groups = 0
-        """Groups that this worker may hold at once, running and waiting."""
+        """Number of groups that this worker may hold at the same time, running and waiting."""
         self.tokens_sampled = 0
         self.num_accepted = 0
-        """Groups that the learner has accepted since this process started."""
+        """Number of groups that the learner has accepted since this process started."""
         self.partial_counts: Counter[str] = Counter()
         """Counts of unfinished rollouts, for the learner's metrics."""
         self._keeper = PartialKeeper(self.held, self.partial_counts)
         self._calls: EngineCalls | None = None
-        """None until the engine is built."""
+        """The calls of the engine; None until the engine is built."""
         self._version_wait_s = version_wait_s
 
     def validate(self) -> None:
@@ -224,26 +225,26 @@ class Worker(DialingRole):
 
     @property
     def installed_version(self) -> PolicyVersion | None:
-        """The version that samples new groups."""
+        """The version that samples new groups; None if no version is installed."""
         return None if self._calls is None else self._calls.versions.installed
 
     def version_in_use(self) -> PolicyVersion | None:
-        """Return the version that the engine samples from."""
+        """Return the version that samples new groups; None if no version is installed."""
         return self.installed_version
 
     def capacity(self) -> int:
-        """Return how many groups may be held; 0 while nothing could be sampled or delivered."""
+        """Return the number of groups that may be held; 0 without weights or with a full outbox."""
         is_closed = self.installed_version is None or self.outbox.is_full
         return 0 if is_closed else min(self.max_groups, MAX_LEASES)
 
     @property
     def lineages(self) -> tuple[Lineage, ...]:
-        """The learner's histories so far, oldest first."""
+        """The lineages of the run that the learner has sent, oldest first."""
         return self.joining.lineages
 
     @property
     def activity(self) -> str:
-        """The present work of this worker, or the cause of its waiting, for its operator."""
+        """What this worker does at present, or what it waits for, as text for its operator."""
         calls = self._calls
         if self.departure.is_releasing:
             return "releasing"
@@ -266,7 +267,7 @@ class Worker(DialingRole):
         return "waiting for acks" if len(self.outbox) else IDLE
 
     def lease_states(self) -> tuple[LeaseState, ...]:
-        """Return the state of each lease that is held here or whose result is unacknowledged."""
+        """Return the state of each lease that is held or whose result is not acknowledged yet."""
         return tuple(self.held.states(now=self._beat_at)[:MAX_LEASES])
 
     def stats(self) -> NodeStats:
@@ -290,24 +291,24 @@ class Worker(DialingRole):
         )
 
     def heartbeat(self, *, now: float) -> list[Action]:
-        """Report this node's state to the learner, now.
+        """Send the learner a heartbeat with this worker's state at once.
 
-        A group that is being rewarded counts as alive: every call of a task's code has a time
-        limit, which also covers a call that hangs or waits for a free thread. So such a group ends
-        with the task's error, and not because its lease expires.
+        A group that is being scored counts as alive: every call of a task's code has a time limit,
+        which also covers a call that hangs or waits for a free thread. So such a group ends with
+        the task's error, and not because its lease expires.
         """
         for group in self.held.of(GroupState.SCORING):
             group.num_progress += 1
         return super().heartbeat(now=now)
 
     def _beat(self, now: float) -> list[Action]:
-        """Send a heartbeat at once, because its content has changed, if the node is admitted."""
+        """Send a heartbeat at once, because its content has changed, if this worker is admitted."""
         return self.heartbeat(now=now) if self.is_admitted else []
 
     # --- from the learner ------------------------------------------------------------------------
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle a message of the learner that is not about joining: leases, acks, plans."""
+        """Handle a message of the learner about leases, acknowledgements or plans."""
         match message:
             case Grant():
                 self._on_grant(message, payload)
@@ -333,7 +334,7 @@ class Worker(DialingRole):
                 self.held.add(lease, members)
 
     def _on_reclaim(self, message: Reclaim, now: float) -> list[Action]:
-        """Give waiting leases to other workers; begun ones once the engine has stopped them."""
+        """Hand reclaimed groups to other workers: waiting ones now, running ones once stopped."""
         groups = [g for key in message.leases if (g := self.held.get(key)) is not None]
         recalled: list[Decision] = []
         if message.is_begun_too and self._calls is not None:
@@ -342,7 +343,7 @@ class Worker(DialingRole):
         return [*self._decided(recalled, now), *self._give_up(waiting, now)]
 
     def _give_up(self, groups: Sequence[PartialGroup], now: float) -> list[Action]:
-        """Hand over groups that are not in the engine, with their tokens, to other workers."""
+        """Hand groups that are not in the engine, with their tokens, back for other workers."""
         if not groups or not self.is_admitted:
             return []
         shipped = self.ship(interval_s=0.0, now=now)
@@ -377,10 +378,10 @@ class Worker(DialingRole):
         return actions
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Report this worker's state, and send every unacknowledged result again.
+        """Send a heartbeat, and send every unacknowledged result again.
 
-        Unfinished groups are shipped again when their time comes: a restarted learner has lost all
-        of them, and a shipment may have been lost with the link.
+        Unfinished groups are sent to the learner again when they are due: a restarted learner has
+        lost all of them, and a message may have been lost with the link.
         """
         actions = super().on_admitted(now=now)
         self.outbox.resend_all()
@@ -388,13 +389,13 @@ class Worker(DialingRole):
         return [*actions, *self.heartbeat(now=now), *self._send_due(now)]
 
     def on_version(self, *, now: float) -> list[Action]:
-        """Handle that a version of the weights has arrived completely."""
+        """Handle the arrival of the last part of a version of the weights."""
         return self._advance(now)
 
     # --- after every event -----------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Action]:
-        """Do what has become possible: install, begin, recall, ship, send, and leave."""
+        """Carry out what has become possible: install, begin, recall, ship, send, and leave."""
         calls = self._calls
         actions: list[Action] = []
         if calls is not None and not calls.is_broken:
@@ -408,7 +409,10 @@ class Worker(DialingRole):
         return [*actions, *self._send_due(now), *self._leave_when_done(now)]
 
     def _decided(self, decisions: Iterable[Decision], now: float) -> list[Action]:
-        """Carry out decisions of `EngineCalls`; return the actions among them unchanged."""
+        """Carry out decisions of `EngineCalls`; return the resulting actions.
+
+        Decisions that are actions themselves are returned unchanged.
+        """
         actions: list[Action] = []
         for decision in decisions:
             match decision:
@@ -421,7 +425,10 @@ class Worker(DialingRole):
         return actions
 
     def ship(self, *, interval_s: float, now: float) -> list[Action]:
-        """Send the learner the new tokens of interrupted groups, if it can receive them."""
+        """Send the learner the new tokens of interrupted groups, if this worker is admitted.
+
+        A group is sent at most once in `interval_s` seconds.
+        """
         if not self.is_admitted:
             return []
         return [
@@ -472,7 +479,7 @@ class Worker(DialingRole):
         return [*actions, *self.ship(interval_s=interval_s, now=now), *saved]
 
     def _on_install(self, event: InstallEvent, now: float) -> list[Action]:
-        """Report how an installation ended; if it failed and no version is installed, stop."""
+        """Handle the end of an installation; if it failed and no version is installed, stop."""
         if self._calls is None:
             return []  # a stored version was found damaged before the engine was built
         self._calls.versions.handle(event, now=now)
@@ -534,7 +541,7 @@ class Worker(DialingRole):
         return []
 
     def _on_no_result(self, event: NoResult, now: float) -> list[Action]:
-        """Report why a group has no result, unless the learner no longer wants one."""
+        """Report why a group has no result, unless the learner no longer wants the group."""
         group = self.held.get(key_of(event.lease))
         if group is None:
             return []
@@ -583,7 +590,7 @@ class Worker(DialingRole):
     # --- leaving ---------------------------------------------------------------------------------
 
     def _on_drain(self, event: DrainRequested, now: float) -> list[Action]:
-        """Accept no more leases, and stop the engine."""
+        """Begin to leave: accept no more leases, and stop the engine."""
         if self.is_leaving:
             return []
         self.is_leaving = True
@@ -608,7 +615,7 @@ class Worker(DialingRole):
         return [*actions, *departure.finish(is_busy=is_busy, now=now)]
 
     def _on_released(self, event: MachineReleased, now: float) -> list[Action]:
-        """Send Goodbye, with whether the release of the machine is confirmed, and stop."""
+        """Send Goodbye, which tells whether the machine's release is confirmed, and stop."""
         reason = self.departure.reason
         goodbye: list[Action] = []
         if self.is_admitted:
@@ -619,7 +626,7 @@ class Worker(DialingRole):
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` must be called next."""
+        """The time at which `expire` must be called next; None if nothing is scheduled."""
         first = self.departure.deadline(lost_at=self.control.lost_at)
         if self._calls is not None:
             first = min(first, self._calls.deadline)
@@ -627,7 +634,7 @@ class Worker(DialingRole):
         return earliest(super().deadline, outbox_at, None if first == math.inf else first)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Do what has become due."""
+        """Carry out what is due at `now`: leaving, repeats, heartbeats, overdue leases."""
         actions: list[Action] = []
         if self.departure.is_due(lost_at=self.control.lost_at, now=now):
             actions.append(Note("warning", f"leaving: {self.departure.reason}"))
@@ -657,7 +664,7 @@ class Worker(DialingRole):
 
 
 def failure_of(event: NoResult) -> Failed:
-    """Return the message that reports a group without a result."""
+    """Return the message that reports a group without a result to the learner."""
     return Failed(
         group_id=event.lease.group_id,
         attempt=event.lease.attempt,
@@ -669,7 +676,7 @@ def failure_of(event: NoResult) -> Failed:
 
 
 def answer_to(lease: Lease, rollouts: Sequence[Rollout], *, worker_id: str) -> Group:
-    """Return the finished group of a lease."""
+    """Return the finished group that answers a lease with these rollouts."""
     return Group(
         group_id=lease.group_id,
         attempt=lease.attempt,
