@@ -18,6 +18,7 @@ import pytest
 from echo.core.errors import EngineError
 from echo.core.metrics import Counters
 from echo.core.rollout import Group, PolicyVersion
+from echo.core.token_sets import NOT_RECORDED
 from echo.engine.engine import UNWATCHED, Completion, Request, Sampling
 from echo.runtime.agents.agents import Agents, CallOptions
 from echo.runtime.agents.call_sampler import CallSampler
@@ -44,6 +45,7 @@ from echo.runtime.agents.sessions import (
 from echo.runtime.threads import ThreadPools
 from echo.tasks.tokenization import TextCodec
 from echo.wire.messages import Lease
+from tests.wire.sets import is_same_sets, make_sets
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
@@ -56,6 +58,7 @@ def completion_of(ids: Sequence[int], *, step: int = 0, reason: str = "stop") ->
         -np.arange(1, len(ids) + 1, dtype=np.float32),
         reason,  # type: ignore[arg-type]
         np.tile(np.array([[1, step]], np.int32), (len(ids), 1)),
+        make_sets(*([token] for token in ids)),
     )
 
 
@@ -311,6 +314,8 @@ def test_the_chain_with_the_most_sampled_tokens_becomes_the_rollout() -> None:
     assert long.completion_mask.tolist() == [True, True, False, True]
     assert long.sampler_logprobs.tolist() == [-1, -2, 0, -1]
     assert long.policy_versions[long.completion_mask].tolist() == [[1, 0], [1, 0], [1, 2]]
+    assert is_same_sets(long.support, make_sets([8], [9], NOT_RECORDED, [7]))
+    assert is_same_sets(short.support, make_sets(NOT_RECORDED, [2]))
     assert short.token_ids.tolist() == [4, 2]
     assert short.completion_mask.tolist() == [False, True]
     assert group.rewards == [1.0, 0.0]

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from echo.core.rollout import PolicyVersion, Rollout
+from echo.core.token_sets import NOT_RECORDED
 from echo.engine.engine import Completion, FinishReason, Request, Sampling
 from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import InlineHost, Limits, RewardError
 from echo.tasks.task import Example
 from tests.promises.world import StubEngine
+from tests.wire.sets import make_sets
 
 STOP = 0
 """Ids are code points; this one ends a turn."""
@@ -49,7 +51,8 @@ class Script(StubEngine):
             reason: FinishReason = "stop" if ids[-1] == STOP else "length"
             if line == "NaN":
                 reason, logprobs[-1] = "nonfinite", np.nan
-            found.append(Completion(request.request_id, ids, logprobs, reason, versions))
+            own = make_sets(*([token, token + 1] for token in ids.tolist()))
+            found.append(Completion(request.request_id, ids, logprobs, reason, versions, own))
         return found
 
     @contextmanager
@@ -171,6 +174,9 @@ def test_what_is_sampled_stays_and_what_is_said_is_masked() -> None:
     sampled = [c not in "<go on>" for c in text_of(rollout)]
     assert rollout.completion_mask.tolist() == sampled
     assert rollout.sampler_logprobs.tolist() == [-0.5 if own else 0.0 for own in sampled]
+    assert rollout.support is not None
+    assert rollout.support.sizes.tolist() == [2 if own else NOT_RECORDED for own in sampled]
+    assert rollout.support.includes(rollout.token_ids).all()
     versions = map(tuple, rollout.policy_versions[rollout.completion_mask].tolist())
     assert sorted({*versions}) == [(1, turn) for turn in range(3)]
     assert (rollout.reward, rollout.finish_reason) == (1.0, "stop")
