@@ -147,6 +147,18 @@ class TestHolding:
             pace, load, version=3, step=3, num_accepted=SIZE + 2, running=(33.0, 33.0), now=31.0
         )
         assert late == 2
+        # Groups that are held for the last batch that the bound allows count in the same way.
+        pace.installed("w", 4, now=32.0)
+        held = num_due(
+            pace,
+            worker(6, now=32.0, most_promised=8 * SIZE),
+            version=3,
+            step=3,
+            num_accepted=SIZE,
+            running=(34.0,) * 2 * SIZE,
+            now=32.0,
+        )
+        assert held == 0
 
     def test_a_learner_that_waits_is_given_everything_for_its_batch(self) -> None:
         pace = at_step(3)

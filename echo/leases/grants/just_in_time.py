@@ -261,8 +261,9 @@ class JustInTime:
         share = self._useful_share
         soonest = min((load.finish_at for load in loads if load.num_free > 0), default=now)
         made_at = sorted(running)
-        # Groups that are not useful make room for further ones.
-        held_at = sorted(self._held_done_at(loads, installed, math.ceil(num_held / share), now))
+        # Groups that are not useful, running ones too, make room for further ones.
+        num_later = math.ceil((num_held + (1 - share) * len(made_at)) / share)
+        held_at = sorted(self._held_done_at(loads, installed, num_later, now))
         num_needed = 0
         for batch in range(first, (num_promised + num_held - 1) // size + 1):
             until = self._ready_at(batch, now) - self.margin_s
