@@ -1,7 +1,7 @@
 """Checks of a worker's rollouts: whether they can have been sampled for their lease.
 
-Each check returns the reason for which the rollouts are refused, or None. `core.rollout.find_fault`
-checks whether they are too old.
+Each check returns the reason for which the rollouts are refused, or None if they are valid.
+`core.rollout.find_fault` checks whether they are too old.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echo.wire.messages import BAD_LOGPROBS, Lease
 
 
 def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str | None:
-    """Return how a group differs from the lease and the settings, or None."""
+    """Return why a group cannot be the result of its lease under the settings; None if it can."""
     if group.prompt_ids.tolist() != list(lease.prompt_ids):
         if not settings.prompts_are_free:
             return "another_prompt"
@@ -40,7 +40,7 @@ def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str
 def find_partial_fault(
     members: Sequence[PartialRollout], settings: LeaseSettings, *, step: int
 ) -> str | None:
-    """Return why these cannot be the partial rollouts of a group at this step, or None."""
+    """Return why members cannot be a group's partial rollouts at this step; None if they can."""
     if len(members) != settings.group_size:
         return f"{len(members)} members"
     for member in (member for member in members if member.num_tokens):
@@ -57,7 +57,7 @@ def find_partial_fault(
 
 
 def _find_token_fault(tokens: Tokens, vocab_size: int) -> str | None:
-    """Return the fault of sampled tokens (one or more), or None."""
+    """Return the fault of sampled tokens, of which there is at least one; None if valid."""
     ids, logprobs = tokens.token_ids, tokens.sampler_logprobs
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > MAX_LOGPROB:
         return BAD_LOGPROBS

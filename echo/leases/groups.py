@@ -8,8 +8,8 @@
      v   |
     waiting
 
-A waiting group is granted again, the oldest first. A closed group has its result in the buffer, or
-has ended with a reason.
+Waiting groups are granted again, the oldest first. The result of a closed group is in the buffer,
+or the group has ended with a reason.
 
 The table below is `TABLE`: the state that each event leads to. `-` stays in the state. `!` cannot
 happen in the state; it is a fault of the learner and raises an error.
@@ -34,7 +34,7 @@ from echo.core.rollout import PolicyVersion
 from echo.core.tables import IGNORED, IMPOSSIBLE, Move
 
 MAX_ATTEMPTS = 20
-"""Grants of one group after which it is given up: something about it kills workers."""
+"""Number of grants of one group after which it is ended: it probably makes workers fail."""
 
 
 class OpenState(StrEnum):
@@ -45,9 +45,9 @@ class OpenState(StrEnum):
     GRANTED = "granted"
     """At least one worker has a lease of the group."""
     STORING = "storing"
-    """A valid result is being written to the disk."""
+    """A valid result of the group is being written to the disk."""
     CLOSED = "closed"
-    """Accepted or ended; the book has forgotten the group."""
+    """The group was accepted or has ended, and the book has forgotten it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,17 +71,17 @@ class LeaseRecord:
     """Seconds for which the worker has sampled the group, by its last heartbeat; 0 while the group
     is queued there."""
     seen_at: float = 0.0
-    """When `longest` and `rate` were last estimated (`leases/grants/finish_times.py`)."""
+    """Time at which `longest` and `rate` were last estimated (`leases/grants/finish_times.py`)."""
     seen_tokens: int = 0
-    """`num_tokens` at `seen_at`."""
+    """The value of `num_tokens` at `seen_at`."""
     longest: float = 0.0
     """Estimated tokens of the longest completion at `seen_at`."""
     rate: float = 0.0
     """Estimated tokens per second of the longest completion."""
     num_beside: int = 1
-    """Leases that the worker held right after it was granted this one."""
+    """Number of leases that the worker held right after it was granted this one."""
     min_version: PolicyVersion | None = None
-    """The oldest version that may sample the group."""
+    """The oldest version that may sample the group; None for any version."""
     copy_of: int | None = None
     """The attempt that this lease copies, with the same seed (`leases/grants/dispatch.py`); None if
     it is no copy."""
@@ -94,21 +94,21 @@ class LeaseRecord:
         return self.group_id, self.attempt
 
     def renew(self, *, num_tokens: int, now: float) -> None:
-        """Prolong the lease: its worker shows progress in tokens, rewards or tool calls."""
+        """Prolong the lease, because its worker shows progress in tokens, rewards or tool calls."""
         self.num_tokens = num_tokens
         self.renewed_at = now
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRequest:
-    """A request to the holder of a lease to give it up for another worker."""
+    """A request to the holder of a lease to give up the lease for another worker."""
 
     worker_id: str
     """The idle worker that is to be granted the group."""
     at: float
-    """When the request was first made."""
+    """Time at which the request was first made."""
     is_begun_too: bool
-    """Whether the holder gives the group up even if it has begun it."""
+    """Whether the holder is to give up the group even if it has begun to sample it."""
 
 
 # --- Events ---
@@ -116,7 +116,7 @@ class MoveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """A worker is granted an attempt, or claims one that was granted before a restart."""
+    """Event: a worker is granted an attempt, or claims one that was granted before a restart."""
 
     attempt: int
     worker_id: str
@@ -125,21 +125,21 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """A lease has ended, and another worker still has one."""
+    """Event: a lease has ended, and another worker still has a lease of the group."""
 
     record: LeaseRecord
 
 
 @dataclass(frozen=True, slots=True)
 class LastLeaseEnded:
-    """The last lease has ended: expired, given back, refused, or its worker is gone."""
+    """Event: the last lease has ended: expired, given back, refused, or its worker is gone."""
 
     record: LeaseRecord
 
 
 @dataclass(frozen=True, slots=True)
 class ResultArrived:
-    """The learner is writing the valid result of an attempt."""
+    """Event: the valid result of an attempt has arrived and is being written."""
 
     attempt: int
     worker_id: str
@@ -147,7 +147,7 @@ class ResultArrived:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """The result is on the disk, or the group has ended without a result."""
+    """Event: the result is on the disk, or the group has ended without a result."""
 
 
 Event = Leased | LeaseEnded | LastLeaseEnded | ResultArrived | GroupEnded
@@ -159,14 +159,14 @@ EVENTS: tuple[type[Event], ...] = (Leased, LeaseEnded, LastLeaseEnded, ResultArr
 
 @dataclass(frozen=True, slots=True)
 class LeaseBegan:
-    """A worker has a lease that it did not have before."""
+    """Change: a worker has a lease that it did not have before."""
 
     record: LeaseRecord
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseOver:
-    """A worker no longer has this lease."""
+    """Change: a worker no longer has this lease."""
 
     record: LeaseRecord
 
@@ -210,23 +210,23 @@ TABLE: dict[OpenState, dict[type[Event], Move[OpenState]]] = {
 
 @dataclass(slots=True, eq=False)
 class OpenGroup:
-    """A group that was granted and has not ended."""
+    """A group that was granted and has not ended: its state, leases and attempts."""
 
     group_id: int
     state: OpenState = OpenState.WAITING
-    """`handle` alone changes it."""
+    """The state of the group, which only `handle` changes."""
     leases: list[LeaseRecord] = field(default_factory=list)
-    """The leases that workers hold."""
+    """The leases of the group that workers hold."""
     num_attempts: int = 0
-    """Grants of the group so far: the number of its next attempt."""
+    """Number of grants of the group so far, which is the number of its next attempt."""
     holders: dict[int, str] = field(default_factory=dict)
-    """Attempt -> the worker that was granted it; kept after the lease has ended."""
+    """Attempt -> the worker that was granted this attempt; kept after the lease has ended."""
     expired: set[tuple[int, str]] = field(default_factory=set)
     """(attempt, worker) of ended leases that the worker may still list."""
     fatal: set[int] = field(default_factory=set)
-    """The attempts that ended the engine of their worker."""
+    """The attempts that made the engine of their worker unusable."""
     result: tuple[str, int] | None = None
-    """The worker and the attempt whose result is being stored."""
+    """(worker, attempt) whose result is being stored; None if there is none."""
 
     @property
     def is_storing(self) -> bool:
@@ -235,28 +235,28 @@ class OpenGroup:
 
     @property
     def workers(self) -> list[str]:
-        """The workers that have a lease of the group."""
+        """The ids of the workers that have a lease of the group."""
         return [record.worker_id for record in self.leases]
 
     @property
     def newest_attempt(self) -> int:
-        """The newest attempt that a worker holds; -1 if no worker does."""
+        """The newest attempt for which a worker holds a lease; -1 if there is none."""
         return max((record.attempt for record in self.leases), default=-1)
 
     def find(self, attempt: int, worker_id: str) -> LeaseRecord | None:
-        """Return the lease of an attempt if this worker has it, else None."""
+        """Return the lease of an attempt if this worker holds it, else None."""
         key = attempt, worker_id
         return next((r for r in self.leases if (r.attempt, r.worker_id) == key), None)
 
     def others(self, attempt: int) -> list[LeaseRecord]:
-        """Return the leases of all other attempts."""
+        """Return the leases of all attempts but this one."""
         return [record for record in self.leases if record.attempt != attempt]
 
     def was_granted(self, attempt: int, worker_id: str) -> bool:
         """Return whether this worker was granted this attempt.
 
-        The learner accepts a result of this worker even if the lease has expired or the worker was
-        dropped since.
+        If so, the learner accepts this worker's result, even if the lease has expired or the worker
+        was dropped since.
         """
         return self.holders.get(attempt) == worker_id
 
@@ -267,7 +267,7 @@ class OpenGroup:
             The leases that the event begins or ends.
 
         Raises:
-            LocalProtocolError: if the event cannot happen in this state.
+            LocalProtocolError: if the event cannot happen in the present state.
         """
         step = TABLE[self.state][type(event)]
         if step is IMPOSSIBLE:

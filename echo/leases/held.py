@@ -20,7 +20,7 @@ state as it is. `!`: the event cannot happen in this state, so it raises an erro
     ended        !        -        -            -          !           -          -         -
 
 A heartbeat lists every group that has not ended, so the learner knows which leases it must send
-again. The number of leases that the learner grants bounds the number of groups here.
+again. The number of leases that the learner grants bounds the number of groups that a worker holds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LeaseKey = tuple[int, int]
 
 
 def key_of(lease: Lease) -> LeaseKey:
-    """Return the key of a lease."""
+    """Return (group id, attempt) of a lease."""
     return lease.group_id, lease.attempt
 
 
@@ -50,23 +50,25 @@ class GroupState(StrEnum):
     """The state of a group at its worker."""
 
     QUEUED = "queued"
-    """Not begun."""
+    """The group is not begun."""
     RUNNING = "running"
-    """In the engine, or with agents."""
+    """The group is in the engine, or agents work on it."""
     RECLAIMED = "reclaimed"
-    """In the engine. Once the engine returns it unfinished, another worker continues it."""
+    """The group is in the engine; once the engine returns it unfinished, another worker continues
+    it.
+    """
     INTERRUPTED = "interrupted"
-    """Begun, and waiting to be continued."""
+    """The group is begun and waits to be continued."""
     SCORING = "scoring"
     """All members have ended, and the task computes their rewards."""
     UNWANTED = "unwanted"
     """The learner wants no result, but the engine or the task is still working on it."""
     DELIVERED = "delivered"
-    """Its result, or the reason for having none, is in the outbox until the learner acknowledges
-    it.
+    """The group's result, or the reason for having none, is in the outbox until the learner
+    acknowledges it.
     """
     ENDED = "ended"
-    """This worker has dropped it."""
+    """This worker has dropped the group."""
 
 
 WAITING = (GroupState.QUEUED, GroupState.INTERRUPTED)
@@ -82,20 +84,21 @@ class PartialGroup:
     lease: Lease
     members: list[PartialRollout]
     state: GroupState = GroupState.QUEUED
-    """`HeldLeases.handle` alone changes it."""
+    """The state of the group, which only `HeldLeases.handle` changes."""
     num_progress: int = 0
-    """Signs of life (tokens and rewards) since the lease was granted; they renew the lease."""
+    """Number of signs of life (tokens and rewards) since the grant; an increase renews the lease.
+    """
     shipped_at: float = -1e18
-    """When its members were last sent to the learner."""
+    """Time at which the group's members were last sent to the learner."""
     num_shipped: int = 0
-    """Tokens of all members when they were last sent to the learner."""
+    """Number of tokens of all members when they were last sent to the learner."""
     began_at: float | None = None
-    """When it last entered the engine; None before that."""
+    """Time at which the group last entered the engine; None before that."""
     is_continued: bool = False
-    """Whether it had tokens when it last entered the engine, sampled here or by another worker."""
+    """Whether the group had tokens when it last entered the engine, of this or another worker."""
 
     def seconds(self, now: float) -> float:
-        """Return the seconds since it entered the engine; 0 (unknown) for a continued group."""
+        """Return the seconds since the group entered the engine; 0 (unknown) if continued."""
         return 0.0 if self.began_at is None or self.is_continued else now - self.began_at
 
     @property
@@ -105,32 +108,32 @@ class PartialGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all members so far."""
+        """Number of tokens of all members so far."""
         return sum(member.num_tokens for member in self.members)
 
     @property
     def num_unfinished(self) -> int:
-        """Members that have no finish reason yet."""
+        """Number of members that have no finish reason yet."""
         return sum(not member.is_finished for member in self.members)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all members have a finish reason."""
+        """Whether all members have ended, so that each has a finish reason."""
         return not self.num_unfinished
 
     @property
     def is_sampled(self) -> bool:
-        """Whether it is in the engine and still wanted."""
+        """Whether the group is in the engine and still wanted."""
         return self.state in (GroupState.RUNNING, GroupState.RECLAIMED)
 
     @property
     def oldest_step(self) -> int | None:
-        """Step of the oldest version that sampled any of its tokens; None if it has no tokens."""
+        """Step of the oldest version that sampled a token of the group; None without tokens."""
         steps = [int(m.policy_versions[:, 1].min()) for m in self.members if m.num_tokens]
         return min(steps, default=None)
 
     def seed_of(self, member: int) -> int:
-        """Return the seed of a member's next segment."""
+        """Return the seed with which a member's next tokens are sampled."""
         num_segments = self.members[member].num_segments
         if not num_segments:
             return self.lease.seed + member
@@ -143,34 +146,34 @@ class PartialGroup:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The group enters the engine, or is offered to agents."""
+    """Event: the group enters the engine, or is offered to agents."""
 
     now: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """All members have ended."""
+    """Event: all members of the group have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The call of the engine that had the group has ended."""
+    """Event: the call of the engine that had the group has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reclaimed:
-    """Another worker is to continue the group, begun or not."""
+    """Event: another worker is to continue the group, begun or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The group is left to another worker."""
+    """Event: the group is left to another worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The group has a result for the learner, or a reason for having none."""
+    """Event: the group has a result for the learner, or a reason for having none."""
 
     message: Message
     payload: tuple[Frame, ...] = ()
@@ -178,12 +181,12 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The learner has acknowledged the group: it has a result, from this worker or another."""
+    """Event: the learner has acknowledged the group, which has ended there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """No agent will work on the group, or its result is no longer wanted."""
+    """Event: no agent will work on the group, or its result is no longer wanted."""
 
 
 Event = Taken | Whole | Stopped | Reclaimed | HandedOver | Reported | Closed | Dropped
@@ -193,19 +196,21 @@ EVENTS: tuple[type[Event], ...] = (
 
 
 class HeldLeases:
-    """The leases of a worker, with the tokens sampled for them."""
+    """The leases of a worker, with the tokens sampled for each."""
 
     def __init__(self, outbox: Outbox) -> None:
-        """Begin without leases; `outbox` holds the messages of delivered groups."""
+        """Start without leases; `outbox` holds the messages of delivered groups."""
         self.outbox = outbox
         self._groups: dict[LeaseKey, PartialGroup] = {}
-        """All groups that have not ended."""
+        """(group id, attempt) -> group, for all groups that have not ended."""
         self._by_state: dict[GroupState, dict[LeaseKey, PartialGroup]] = {
             state: {} for state in GroupState
         }
-        """State -> the groups in it, in the order of entry."""
+        """State -> the groups in this state, in the order in which they entered it."""
         self._waiting_since: dict[LeaseKey, float] = {}
-        """When `overdue` first found a group waiting for a newer version."""
+        """(group id, attempt) -> time at which `overdue` first found the group waiting for a newer
+        version.
+        """
 
     def __contains__(self, key: LeaseKey) -> bool:
         return key in self._groups
@@ -214,15 +219,15 @@ class HeldLeases:
         return len(self._groups)
 
     def get(self, key: LeaseKey) -> PartialGroup | None:
-        """Return the group of a lease; None if it is not held."""
+        """Return the group of a lease; None if this worker does not hold the lease."""
         return self._groups.get(key)
 
     def of(self, *states: GroupState) -> list[PartialGroup]:
-        """Return the groups in these states, state by state, each in the order of entry."""
+        """Return the groups in these states, state by state, in the order in which they entered."""
         return [group for state in states for group in self._by_state[state].values()]
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
-        """Add a new lease, with the members that other workers have sampled for it."""
+        """Add a new lease, with the members that other workers have begun for it."""
         state = GroupState.INTERRUPTED if members else GroupState.QUEUED
         self._enter(PartialGroup(lease, list(members), state, is_continued=bool(members)))
 
@@ -237,7 +242,7 @@ class HeldLeases:
         self._groups[group.key] = self._by_state[group.state][group.key] = group
 
     def handle(self, group: PartialGroup, event: Event) -> None:
-        """Apply an event to a group, as the table says; no other method changes a state.
+        """Apply an event to a group by the table; no other method changes a state.
 
         Raises:
             LocalProtocolError: if the event cannot happen in the state of the group.
@@ -259,7 +264,7 @@ class HeldLeases:
     # --- into the engine ---
 
     def limit_tokens(self, max_tokens: int) -> int:
-        """Reset the members that are longer than a completion may be; return their token count.
+        """Reset members that are longer than `max_tokens`; return the number of dropped tokens.
 
         A former process may have saved such members before the run was resumed with a lower limit.
         """
@@ -283,16 +288,16 @@ class HeldLeases:
         """Move waiting groups into the engine: interrupted ones first, then queued ones.
 
         In each state older groups come first. Groups that require a newer version than `installed`
-        stay where they are. No group overtakes one that is too large for the rest of
-        `max_rollouts`. A group with another number of members than `group_size`, such as one from
-        before a change of the configuration, begins again.
+        go on waiting. If a group is too large for the rest of `max_rollouts`, no later group is
+        moved. A group with another number of members than `group_size`, for example from before a
+        change of the configuration, is sampled from the start.
 
         Args:
             max_groups: the most groups to move.
             group_size: rollouts per group.
             max_rollouts: the most unfinished rollouts to move; None for any number.
             now: the present time, seconds.
-            installed: the newest version that can sample them.
+            installed: the version that samples new groups; None if there is none.
         """
         taken: list[PartialGroup] = []
         waiting = self.awaiting(installed)
@@ -312,7 +317,7 @@ class HeldLeases:
         return taken
 
     def awaiting(self, installed: PolicyVersion | None) -> list[PartialGroup]:
-        """Return the waiting groups that require a newer version than the installed one."""
+        """Return the waiting groups that require a newer version than `installed`."""
         return [
             group
             for group in self.of(*WAITING)
@@ -332,12 +337,15 @@ class HeldLeases:
     # --- to the learner ---
 
     def begun(self) -> list[PartialGroup]:
-        """Return every group with tokens that has no result yet and is wanted, oldest first."""
+        """Return every group that has tokens and no result yet and is wanted, oldest first."""
         held = self.of(*WAITING, GroupState.RUNNING, GroupState.RECLAIMED, GroupState.SCORING)
         return sorted((group for group in held if group.num_tokens), key=lambda group: group.key)
 
     def take_due(self, *, interval_s: float, now: float) -> list[PartialGroup]:
-        """Return the interrupted groups whose new tokens are due; mark them as shipped."""
+        """Return the interrupted groups to send to the learner now, and mark them as shipped.
+
+        These are groups with new tokens that were not sent in the last `interval_s` seconds.
+        """
         due = [
             group
             for group in sorted(self.of(GroupState.INTERRUPTED), key=lambda group: group.key)
@@ -348,12 +356,12 @@ class HeldLeases:
         return due
 
     def forget_shipments(self) -> None:
-        """Make every group due for shipment again: the learner may have lost its copies."""
+        """Make every group with tokens due for shipment again, as the learner may have lost it."""
         for group in self._groups.values():
             group.num_shipped = 0
 
     def states(self, *, now: float = 0.0) -> list[LeaseState]:
-        """Return the lease states that a heartbeat lists."""
+        """Return the state of each lease that a heartbeat lists, at the time `now`."""
         return [
             *(_lease_state(group, is_waiting=True) for group in self.of(*WAITING)),
             *(
@@ -367,10 +375,10 @@ class HeldLeases:
         ]
 
     def validate(self) -> None:
-        """Check that the parts of this state agree.
+        """Check that groups, states and outbox agree; for tests.
 
         Raises:
-            AssertionError: if they do not.
+            AssertionError: if they do not agree.
         """
         for state, groups in self._by_state.items():
             for key, group in groups.items():
@@ -452,4 +460,4 @@ TABLE: dict[GroupState, dict[type[Event], Move[GroupState]]] = {
     GroupState.DELIVERED: _OVER_STEPS | {Closed: Move(GroupState.ENDED, _forget_report)},
     GroupState.ENDED: _OVER_STEPS,
 }
-"""The move of each event, by state."""
+"""State -> type of the event -> the effect of this event."""

@@ -1,8 +1,9 @@
-"""The worker's copies of unfinished groups: at the learner, and in a file of its own.
+"""The copies of a worker's unfinished groups: at the learner, and in a file of the worker.
 
-The learner leases a shipped group to another worker if this one does not come back. A worker that
-does come back reads its file, lists the groups in it, and the learner acknowledges the unwanted
-ones. Both copies are renewed every `ship_s` seconds, and when a worker pauses or leaves.
+To ship a group is to send its tokens so far to the learner. The learner leases a shipped group to
+another worker if its worker does not come back. A worker that comes back reads its file and lists
+the groups in it; the learner then acknowledges those that are no longer wanted. Both copies are
+renewed every `ship_s` seconds, and when a worker pauses or leaves.
 """
 
 from __future__ import annotations
@@ -22,42 +23,42 @@ from echo.wire.messages import Partial
 
 @dataclass(frozen=True, slots=True)
 class Save(Action):
-    """Write this worker's file of unfinished groups; PartialsSaved follows."""
+    """Write this worker's file of unfinished groups; the event PartialsSaved follows."""
 
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PartialsFound:
-    """Event: a former process of this worker has left this file."""
+    """Event: a former process of this worker has left a file with these contents."""
 
     data: Frame
 
 
 @dataclass(frozen=True, slots=True)
 class PartialsSaved:
-    """Event: a Save has ended; `fault` says why it failed, "" if it succeeded."""
+    """Event: a Save has ended; `fault` is the reason why it failed, "" if it succeeded."""
 
     fault: str
 
 
 class PartialKeeper:
-    """Decides which unfinished groups are shipped to the learner and saved here, and when."""
+    """Decides when which unfinished groups are shipped to the learner and saved in the file."""
 
     def __init__(self, held: HeldLeases, counts: Counter[str]) -> None:
-        """Start without copies; `counts` receives the number of shipped groups."""
+        """Start without copies; the number of shipped groups is added to `counts["shipped"]`."""
         self.num_saving = 0
-        """Writes of the file that have not ended."""
+        """Number of writes of the file that have not ended."""
         self._held = held
         self._counts = counts
         self._saved = b""
         self._saved_at = -math.inf
 
     def ship(self, *, interval_s: float, now: float) -> list[tuple[Partial, bytes]]:
-        """Return (message, payload) for each group that has grown since it was last shipped.
+        """Return (message, payload) for each interrupted group with tokens that were not shipped.
 
         Args:
-            interval_s: seconds between two shipments of one group; 0 where this worker is about to
+            interval_s: least seconds between two shipments of a group; 0 if this worker is about to
                 pause or to leave.
             now: the present time, seconds.
         """
@@ -72,7 +73,10 @@ class PartialKeeper:
         return shipments
 
     def save(self, run_id: str, *, interval_s: float = 0.0, now: float) -> list[Action]:
-        """Write the file, unless it was written within `interval_s` or would not change."""
+        """Return the action to write the file, unless it is recent or would not change.
+
+        The file is recent if its contents were last compared less than `interval_s` seconds ago.
+        """
         if now < self._saved_at + interval_s:
             return []
         self._saved_at = now
@@ -85,7 +89,7 @@ class PartialKeeper:
         return [Save(data)]
 
     def on_saved(self, event: PartialsSaved) -> list[Action]:
-        """Record that a write of the file has ended; if it failed, warn and go on."""
+        """Record that a write of the file has ended; return a warning if the write failed."""
         self.num_saving -= 1
         if not event.fault:
             return []
@@ -93,7 +97,7 @@ class PartialKeeper:
         return [Note("warning", text)]
 
     def on_found(self, saved: Frame, run_id: str) -> list[Action]:
-        """Add the groups that a former process of this worker has saved in this run."""
+        """Add the groups of this run that a former process of this worker has saved."""
         try:
             partials = decode_groups(saved, run_id=run_id)
         except RemoteProtocolError as error:

@@ -1,4 +1,4 @@
-"""Mismatch of workers: whether the log-probabilities that a worker reports are those of its model.
+"""Mismatch of workers: whether a worker reports the log-probabilities that its model computes.
 
 The learner computes the log-probability of every token that it trains on. So for each group it
 knows how far the worker's log-probabilities are from its own: `mismatch_kl`, nats per token. An
@@ -6,8 +6,8 @@ honest worker has a mismatch above 0, because engines and data types round diffe
 weights increase it. So a worker is compared only with its equals, the workers of the same engine
 and data type, and each of its groups only with their groups of the same staleness.
 
-A worker is reported by name and set aside, as a useless one is (`leases/usefulness.py`), if all of
-these hold:
+A worker is reported by name and set aside, like a useless worker (`leases/usefulness.py`), if all
+of these conditions hold:
 
 * At least half of its last WINDOW trained groups can be compared. For a group to be compared, at
   least two equals must have MIN_EQUAL groups of its staleness; so a fleet needs three workers.
@@ -32,45 +32,45 @@ from echo.leases.book import MAX_WORKERS
 WINDOW = 50
 """Number of newest trained groups by which a worker is judged."""
 MIN_EQUAL = 5
-"""Groups of one level of staleness that an equal needs to serve as a comparison."""
+"""Number of groups of one level of staleness that an equal needs to serve as a comparison."""
 TIMES = 5.0
-"""Ratio of a worker's mismatch to its equals' mismatch from which on it stands out."""
+"""Ratio of a worker's mismatch to its equals' mismatch from which on the worker stands out."""
 FLOOR = 0.005
-"""Nats per token; a worker with a lower mismatch does not stand out. Honest workers have 0.001 with
-float32, and a few times as much with old weights or bfloat16.
+"""Nats per token; a worker with a lower mismatch does not stand out. Honest workers have a mismatch
+of 0.001 with float32, and a few times as much with old weights or bfloat16.
 """
 
 _Place = tuple[str, int]
-"""(engine, level of staleness): groups with the same pair are compared."""
+"""(engine and data type, level of staleness): groups with the same pair are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A group that was trained on."""
+    """The mismatch of a group that was trained on."""
 
     worker_id: str
-    """The worker that made it."""
+    """The worker that made the group."""
     staleness: float
-    """Mean staleness of its trained tokens, steps."""
+    """Mean staleness of the group's trained tokens, steps."""
     kl: float
-    """mismatch_kl of its trained tokens, nats per token."""
+    """mismatch_kl of the group's trained tokens, nats per token."""
 
 
 @dataclass(slots=True)
 class _Window:
-    """The newest groups of a worker."""
+    """The newest trained groups of a worker."""
 
     groups: deque[tuple[_Place, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """(place, mismatch) of each group."""
+    """(place, mismatch) of each group, oldest first."""
 
 
 def level(staleness: float) -> int:
-    """Return the level of a staleness; stalenesses of one level differ by about a third at most."""
+    """Return the level of a staleness; stalenesses of one level differ by at most about a third."""
     return round(3 * math.log2(1 + max(0.0, staleness)))
 
 
 class Mismatches:
-    """The mismatch of every worker's newest groups."""
+    """The mismatch of the newest trained groups of every worker."""
 
     def __init__(self) -> None:
         self._windows: RecentMap[str, _Window] = RecentMap(max_entries=MAX_WORKERS)
@@ -82,7 +82,7 @@ class Mismatches:
         window.groups.append(((engine, level(sampled.staleness)), sampled.kl))
 
     def find_outliers(self) -> dict[str, str]:
-        """Return the workers that stand out, each with the reason, and forget their groups."""
+        """Return worker -> reason for the workers that stand out, and forget their groups."""
         full = {n: w for n, w in self._windows.as_dict().items() if len(w.groups) == WINDOW}
         if not full:
             return {}
@@ -109,7 +109,7 @@ class Mismatches:
         return found
 
     def _medians(self) -> dict[_Place, dict[str, float]]:
-        """Return place -> worker -> its median mismatch, if it has MIN_EQUAL groups there."""
+        """Return place -> worker -> median mismatch, for workers with MIN_EQUAL groups there."""
         values: dict[_Place, dict[str, list[float]]] = {}
         for name, window in self._windows.as_dict().items():
             for place, kl in window.groups:

@@ -1,4 +1,4 @@
-"""Open groups of a run: which groups are granted, and how a group ends.
+"""Open groups of a run: which groups were granted and have not ended, and how a group ends.
 
 A group is open from its first grant until its result is stored or it ends with a reason. Group ids
 are granted in order, so two values are enough: the first id that was never granted, and the ids
@@ -20,13 +20,13 @@ from echo.wire.actions import Action, Note
 
 @dataclass(frozen=True, slots=True)
 class AppendRecord(Action):
-    """Record a grant or an end, before the messages that follow are sent."""
+    """Append a record of a grant or an end to the ledger, before the next messages are sent."""
 
     record: Granted | Cancelled | Refused | Discarded
     worker_id: str = ""
-    """The worker that could not finish the group; empty if no worker was asked to."""
+    """The worker that could not finish the group; empty if the group did not fail at a worker."""
     cause: str = ""
-    """The cause that this worker reports, followed by the traceback of the task's code."""
+    """The cause that this worker reports, followed by the traceback of the task's code, if any."""
 
 
 class FinishedGroups:
@@ -64,19 +64,20 @@ class OpenGroups:
         self.finished = FinishedGroups(run.finished)
         self.shipped = ShippedPartials(counters)
         self.released: dict[int, str] = {}
-        """Group that its holder has given up -> the worker that the group is reserved for."""
+        """Id of a group that its holder has given up -> the worker for which the group is reserved.
+        """
         self._counters = counters
 
     def is_open(self, group_id: int) -> bool:
-        """Return whether a group has been granted and its result is still wanted."""
+        """Return whether a group was granted and has not ended, so that its result is wanted."""
         return 0 <= group_id < self.next_group_id and group_id not in self.finished
 
     def reach(self, group_id: int) -> None:
-        """Note that a group is granted or ended, so that the next new group has a higher id."""
+        """Record that a group is granted or ended, so that the next new group has a higher id."""
         self.next_group_id = max(self.next_group_id, group_id + 1)
 
     def close(self, group_id: int) -> None:
-        """End all leases of a group, whose result is stored or no longer wanted."""
+        """End all leases of a group whose result is stored or no longer wanted."""
         self.finished.add(group_id)
         self.leases.finish(group_id)
         self.shipped.discard(group_id)
@@ -84,13 +85,13 @@ class OpenGroups:
     def end(
         self, group_id: int, reason: str, *, worker_id: str = "", cause: str = ""
     ) -> list[Action]:
-        """End a group without a result.
+        """End a group without a result; return the action that records the end.
 
         Args:
-            group_id: the group.
+            group_id: the id of the group.
             reason: one word, for the record and a counter.
-            worker_id: the worker that could not finish the group, if one was asked to.
-            cause: the cause that the worker reports.
+            worker_id: the worker that could not finish the group; "" if there is none.
+            cause: the cause that the worker reports, for messages to the operator.
         """
         self.close(group_id)
         self._counters.add(f"discarded/{reason}")
@@ -98,7 +99,7 @@ class OpenGroups:
         return [AppendRecord(record, worker_id, cause)]
 
     def leave_out(self, group_id: int, fault: DataError) -> list[Action]:
-        """End a group whose prompt cannot be used, and report why to the operator."""
+        """End a group whose prompt cannot be used; return its record and a warning."""
         note = Note("warning", f"group {group_id} is left out: {fault}")
         return [note, *self.end(group_id, "prompt_error")]
 

@@ -1,8 +1,8 @@
-"""Outbox of finished groups: kept and retried until the learner acknowledges them.
+"""Outbox of finished groups, which are kept and sent again until the learner acknowledges them.
 
 Delivery is at-least-once: a group stays in the outbox, and is sent again every `retry_s`, until the
 learner acknowledges that its ledger has the group. The learner removes duplicates by group id. The
-outbox is bounded: a worker with a full outbox stops sampling and drops nothing.
+outbox is bounded: a worker with a full outbox stops sampling and drops no group.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from echo.wire.messages import Message
 
 @dataclass(slots=True)
 class Unacknowledged:
-    """A message that must reach the learner."""
+    """A message that is sent again until the learner acknowledges it."""
 
     message: Message
     payload: tuple[Frame, ...]
     sent_at: float | None = None
-    """When it was last sent over the present link; None if not yet."""
+    """Time at which the message was last sent over the present link; None if never."""
 
 
 class Outbox:
@@ -50,18 +50,18 @@ class Outbox:
 
     @property
     def deadline(self) -> float | None:
-        """When the next delivery is due: 0.0 if one was never sent, None if the outbox is empty."""
+        """Time at which the next delivery is due; 0.0 if one was never sent, None without any."""
         if not self._deliveries:
             return None
         sent = [delivery.sent_at for delivery in self._deliveries.values()]
         return min(0.0 if at is None else at + self.retry_s for at in sent)
 
     def put(self, key: tuple[int, int], message: Message, *payload: Frame) -> None:
-        """Add a delivery, which replaces a delivery with the same key."""
+        """Add a delivery; it replaces an earlier delivery with the same (group, attempt)."""
         self._deliveries[key] = Unacknowledged(message, payload)
 
     def take_due(self, *, now: float) -> list[Unacknowledged]:
-        """Return the deliveries that are due, oldest first, and mark them as sent."""
+        """Return the deliveries that are due at `now`, oldest first, and mark them as sent."""
         due = [
             delivery
             for delivery in self._deliveries.values()
@@ -72,10 +72,10 @@ class Outbox:
         return due
 
     def acknowledge(self, key: tuple[int, int]) -> bool:
-        """Remove a delivery; return whether the outbox had it."""
+        """Remove a delivery; return whether the outbox contained it."""
         return self._deliveries.pop(key, None) is not None
 
     def resend_all(self) -> None:
-        """Make every delivery due, after the link to the learner was lost."""
+        """Make every delivery due at once, because the link to the learner was lost."""
         for delivery in self._deliveries.values():
             delivery.sent_at = None

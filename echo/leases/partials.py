@@ -1,9 +1,10 @@
-"""Partial groups: sampled token by token, kept, shipped, and continued elsewhere.
+"""Partial groups: unfinished groups that are kept, sent to the learner, and continued later.
 
-A **partial group** is a leased group while it is sampled. A worker keeps it among its leases
-(`leases/held.py`), applies the staleness policy whenever the group enters an engine again, and
-ships it to the learner every `ship_s` seconds (`leases/keeper.py`). The learner keeps it
-(`ShippedPartials`) and sends it to the next worker that gets the group.
+A **partial group** is a leased group while it is sampled. A worker keeps a partial group among its
+leases (`leases/held.py`), applies the staleness policy whenever the group enters an engine again,
+and ships the group, which means that it sends the tokens to the learner, every `ship_s` seconds
+(`leases/keeper.py`). The learner keeps the tokens (`ShippedPartials`) and sends them to the next
+worker that gets the group.
 """
 
 from __future__ import annotations
@@ -67,16 +68,18 @@ class PartialRules:
     """The settings for unfinished rollouts."""
 
     over_submission: float = 1.0
-    """Groups in the engine for each group that a batch waits for, at least 1."""
+    """Number of groups in the engine for each group that a batch waits for, at least 1."""
     stale_tokens: StaleTokens = "keep"
     one_version: bool = False
-    """Whether a single version samples each group. Then an engine that holds one version gets newer
-    weights once all its groups are whole.
+    """Whether a single version samples each group. If so, an engine that holds one version gets
+    newer weights only once all its groups are finished.
     """
     max_age: int = 1 << 30
     """Largest age of a token, in steps, when its rollout is continued."""
     ship_s: float | None = 30.0
-    """Seconds between two shipments; None ships only when the worker pauses or leaves."""
+    """Seconds between two shipments of a group; if None, groups are shipped only when the worker
+    pauses or leaves.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,9 @@ class FreshPartials:
 
     members: list[PartialRollout]
     num_masked: int
-    """Tokens that will not be trained on and stay as context."""
+    """Number of tokens that stay as context but will not be trained on."""
     num_dropped: int
-    """Tokens of members that were reset."""
+    """Number of tokens of members that were reset, so that they are sampled from the start."""
 
 
 def apply_staleness_policy(
@@ -100,16 +103,16 @@ def apply_staleness_policy(
     lineages: Sequence[Lineage],
     only_version: PolicyVersion | None = None,
 ) -> FreshPartials:
-    """Return the members as they may be continued: old tokens kept, masked or dropped.
+    """Return the members in the form to be continued: old tokens are kept, masked or dropped.
 
     Args:
-        members: of one group.
+        members: the members of one group.
         only_version: the single version whose tokens may stay; None for any.
         stale_tokens: whether old tokens are kept, masked or dropped.
         max_age: largest age of a token in steps; at most the bound on staleness.
-        step: the learner's optimizer steps, as last reported to this worker.
-        installed: the version that will continue them.
-        lineages: the learner's histories so far, oldest first.
+        step: number of the learner's optimizer steps, as last reported to this worker.
+        installed: the version that will continue the members.
+        lineages: the learner's lineages so far, oldest first.
     """
     kept: list[PartialRollout] = []
     num_masked = num_dropped = 0
@@ -188,7 +191,7 @@ class _Kept:
 
 
 class ShippedPartials:
-    """Shipped rollouts by group, at most `max_bytes` in all."""
+    """The learner's copies of shipped rollouts by group, at most `max_bytes` in total."""
 
     def __init__(self, counters: Counters, *, max_bytes: int = MAX_HELD_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -196,8 +199,8 @@ class ShippedPartials:
         self._counters = counters
         self._kept: dict[int, _Kept] = {}
         self._counted: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_WORKERS)
-        """Worker -> its counts that were added already; they are kept after a lost link, because
-        the worker continues its counts.
+        """Worker -> its counts that were already added to the counters. They are kept after a lost
+        link, because the worker continues to count from them.
         """
 
     def __contains__(self, group_id: int) -> bool:
@@ -207,7 +210,10 @@ class ShippedPartials:
         return len(self._kept)
 
     def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
-        """Keep the members of a group, unless a newer attempt has shipped as many tokens."""
+        """Store the members of a group, unless a newer attempt has shipped as many or more tokens.
+
+        If there is too little space, the members are dropped and counted.
+        """
         kept = self._kept.get(group_id)
         if kept is not None and kept.attempt > attempt and kept.num_tokens >= num_tokens:
             return
@@ -236,7 +242,7 @@ class ShippedPartials:
         ]
 
     def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
-        """Add the increase of a worker's counts since its last heartbeat to the counters."""
+        """Add to the counters the increase of a worker's counts since its last heartbeat."""
         counts = message.stats.partials
         counted = self._counted.get(worker.node_id) or {}
         for name in PARTIAL_COUNTS:
@@ -266,20 +272,20 @@ class MemberHeader(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: Word
     num_segments: Step
     spans: Annotated[tuple[tuple[Step, Step, NumTokens], ...], Meta(max_length=MAX_TOKENS)]
-    """Runs of (lineage, step, tokens)."""
+    """(lineage, step, number of tokens) of each run of tokens that one version sampled."""
     set_bytes: SetBytes = (0, 0)
     """Bytes of the member's token sets (wire/token_sets.py)."""
 
 
 class SavedPartialGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A partial group in a worker's file."""
+    """A partial group as stored in a worker's file."""
 
     lease: Lease
     members: bytes
 
 
 class SavedPartialGroups(msgspec.Struct, frozen=True):
-    """A worker's file of partial groups."""
+    """The contents of a worker's file of partial groups."""
 
     run_id: str
     partials: tuple[SavedPartialGroup, ...]
@@ -294,7 +300,7 @@ _file_decoder = msgspec.msgpack.Decoder(SavedPartialGroups)
 
 
 def encode_members(members: Sequence[PartialRollout]) -> bytes:
-    """Encode members as one frame.
+    """Return the members of a group encoded as one frame.
 
     The frame has the header, then ids, log-probs and mask of each member, then the token sets of
     each member.
@@ -311,12 +317,12 @@ def encode_members(members: Sequence[PartialRollout]) -> bytes:
 
 
 def encode_continuations(frames: Sequence[bytes]) -> bytes:
-    """Return the payload of a Grant: for each lease the result of `encode_members`, or no bytes."""
+    """Return the payload of a Grant: for each lease its encoded members, or no bytes."""
     return _encoder.encode(frames)
 
 
 def decode_continuations(frame: Frame) -> list[list[PartialRollout]]:
-    """Return the members that a Grant carries, for each lease; [] if it carries none.
+    """Return for each lease of a Grant the members in the payload; [] if a lease has none.
 
     Raises:
         RemoteProtocolError: if the frame is malformed.
@@ -341,7 +347,7 @@ def _header_of(member: PartialRollout, blocks: tuple[bytes, bytes]) -> MemberHea
 
 
 def decode_members(frame: Frame) -> list[PartialRollout]:
-    """Decode the members of a partial group; their arrays are copies.
+    """Return the members of a partial group, decoded from a frame; their arrays are copies.
 
     Raises:
         RemoteProtocolError: if sizes disagree or a field is out of range.
@@ -370,7 +376,7 @@ def decode_members(frame: Frame) -> list[PartialRollout]:
 
 
 def _checked_size(header: MemberHeader) -> int:
-    """Return the number of tokens of a member, after checks that need only its header."""
+    """Return a member's number of tokens, after checking all that its header alone shows."""
     size = sum(count for _, _, count in header.spans)
     if size > MAX_TOKENS:
         raise RemoteProtocolError(f"partial rollout of {size} tokens; at most {MAX_TOKENS}")
@@ -413,7 +419,7 @@ def encode_groups(run_id: str, partials: Sequence[PartialGroup]) -> bytes:
 
 
 def decode_groups(data: Frame, *, run_id: str) -> list[PartialGroup]:
-    """Return the partial groups in a worker's file; none if the file is of another run.
+    """Return the partial groups in a worker's file; [] if the file belongs to another run.
 
     Raises:
         RemoteProtocolError: if the file is damaged.

@@ -1,12 +1,12 @@
-"""Reconciliation of a worker's leases: its heartbeat's list is compared with the book.
+"""Reconciliation of a worker's leases: the list in its heartbeat is compared with the book.
 
 * A lease that the worker does not list, though it should have it by now, is sent again.
 * A lease that the worker was asked to give up and no longer lists is given up: its group is
   reserved for the worker that the request names.
-* A lease that the worker lists and the book does not have is entered, such as after a restart of
-  the learner. If the group has ended, if another worker has gone on with it, or if the worker was
-  not granted that attempt, the worker is told that the lease is unwanted.
-* A listed lease that has expired is not entered again, but still takes up a place of its worker.
+* A lease that the worker lists and the book does not have is entered, for example after a restart
+  of the learner. If the group has ended, if another worker continues it, or if the worker was not
+  granted this attempt, the worker is sent that the lease is unwanted.
+* A listed lease that has expired is not entered again, but still occupies a place of its worker.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Differences:
     """The differences between the book and a worker's list, to be sent to the worker."""
 
     lost: list[Lease] = field(default_factory=list)
-    """Leases that the worker lacks; they are sent again."""
+    """Leases that the worker does not have; they are sent again."""
     unanswered: list[LeaseRecord] = field(default_factory=list)
-    """Leases that the worker was asked for and still has; it is asked again."""
+    """Leases that the worker was asked to give up and still has; it is asked again."""
     unwanted: list[tuple[int, int]] = field(default_factory=list)
     """(group, attempt) of leases that the worker is to forget."""
 
 
 class Reconciling:
-    """Brings the book and the workers' lists together."""
+    """Updates the book of leases from the lists in the workers' heartbeats."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Reconciling:
         """Update the book from a worker's heartbeat; return the differences to send to it.
 
         Args:
-            worker: the worker; `num_unknown` and `is_stuck` are set.
-            message: its heartbeat.
+            worker: the worker; its `num_unknown` and `is_stuck` are updated.
+            message: the worker's heartbeat.
             has_progress: whether the worker has sampled anything since its previous heartbeat.
             now: the present time, seconds.
         """
@@ -108,7 +108,7 @@ class Reconciling:
     def _on_listed(
         self, record: LeaseRecord, state: LeaseState, has_progress: bool, now: float
     ) -> None:
-        """Renew a lease whose worker shows progress, on it or on the groups before it."""
+        """Renew a lease if its worker shows progress on its group or on the groups before."""
         record.is_confirmed = True
         self._finish_times.on_lease_state(record, state, now=now)
         is_idle = state.num_tokens <= 0 or state.is_waiting
@@ -116,7 +116,7 @@ class Reconciling:
             record.renew(num_tokens=max(state.num_tokens, record.num_tokens), now=now)
 
     def _on_missing(self, record: LeaseRecord, now: float) -> Lease | None:
-        """Handle a lease that its worker does not list; return it if it is to be sent again."""
+        """Handle a lease that its worker does not list; return the lease to send again, or None."""
         if record.is_confirmed and record.request is not None:
             self._groups.leases.revoke(record)
             self._groups.released[record.group_id] = record.request.worker_id
@@ -130,7 +130,7 @@ class Reconciling:
         return self._lease_of(record) if is_usable else None
 
     def _lease_of(self, record: LeaseRecord) -> Lease:
-        """Return the lease as it was sent; a copy has the seed of its original."""
+        """Return the lease as it was first sent; a copy has the seed of its original."""
         lease = self._prompts.lease(record.group_id, record.attempt)
         origin = record.attempt if record.copy_of is None else record.copy_of
         seed = self._prompts.lease(record.group_id, origin).seed
@@ -139,7 +139,10 @@ class Reconciling:
     def _enter(
         self, worker: LeasedWorker, listed: Mapping[tuple[int, int], LeaseState], now: float
     ) -> list[tuple[int, int]]:
-        """Enter the leases that a worker lists and the book lacks; return the unwanted ones."""
+        """Enter leases that a worker lists and the book lacks; return (group, attempt) of others.
+
+        The returned leases are unwanted.
+        """
         unwanted: list[tuple[int, int]] = []
         worker.num_unknown = 0
         for (group_id, attempt), state in listed.items():

@@ -2,15 +2,15 @@
 
 The states of a group: `leases/groups.py`.
 
-* Only a worker that was granted the named attempt, now or before, may end a group. From any other
-  worker the message is refused, and the lease stays as it is.
-* A group is acknowledged only in `stored`, when the ledger has it.
+* Only a worker that was granted the attempt named in its message, now or before, may end a group.
+  From any other worker the message is refused, and the lease stays as it is.
+* A group is acknowledged only in `stored`, when the ledger has the group.
 * The content of a group is checked against its lease: prompt, group size, finite numbers
   (`leases/checks.py`).
-* A group whose samples are too old or from an abandoned lineage is refused with that reason and
-  granted again. The worker is notified and drops the result. The first refusal of a lease is
+* A group whose samples are too old or from an abandoned lineage is refused with this reason and
+  granted again. The worker is notified and drops the result. Only the first refusal of a lease is
   recorded.
-* If several workers had a group, all but the first to deliver are told to stop, and that is
+* If several workers had a group, all but the first to deliver it are told to stop, and this is
   recorded as well.
 """
 
@@ -42,19 +42,20 @@ from echo.wire.messages import (
 )
 
 MAX_FATAL = 3
-"""A group is given up once this many engines have ended while they sampled it."""
+"""A group is ended once this many engines have become unusable while they sampled it."""
 MAX_CAUSE_LENGTH = 2600
-"""Number of characters kept of the cause that a worker reports, its last: a sentence and a
+"""Number of characters kept from the end of the cause that a worker reports: a sentence and a
 traceback.
 """
 
 NO_FAULT = frozenset({"stale", "abandoned_version"})
-"""Reasons for a refusal that are not the worker's fault: the result was valid when sampled."""
+"""Reasons for a refusal that are not the worker's fault: the result was valid when it was sampled.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreGroup(Action):
-    """Write this group to the disk, then report `GroupStored` or `GroupDiscarded`."""
+    """Write this group to the disk; the event GroupStored or GroupDiscarded follows."""
 
     group: Group
     header: Frame
@@ -63,21 +64,21 @@ class StoreGroup(Action):
 
 @dataclass(frozen=True, slots=True)
 class GroupStored:
-    """Event: the ledger and the buffer hold a group, from which something can be learned."""
+    """Event: a group from which something can be learned is in the ledger and in the buffer."""
 
     group_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupDiscarded:
-    """Event: a delivered group ends without training, for this reason."""
+    """Event: a delivered group ends for this reason without being trained on."""
 
     group_id: int
     reason: str
 
 
 class Results:
-    """Judges what workers report about groups, and ends groups accordingly."""
+    """Handles what workers report about groups: accepts or refuses results, and ends groups."""
 
     def __init__(
         self,
@@ -171,7 +172,7 @@ class Results:
         return [StoreGroup(group, header, arrays)]
 
     def _trim(self, group: Group) -> Group | None:
-        """Return a group with its stale tokens masked; None if nothing is to be masked."""
+        """Return a copy of a group with its stale tokens masked; None if no token is masked."""
         if not self._settings.trims_stale:
             return None
         trimmed = trim_stale(
@@ -185,9 +186,10 @@ class Results:
     def _without_prompt(
         self, node_id: str, message: Deliver, fault: DataError | PromptPendingError
     ) -> list[Action]:
-        """End a delivered group whose prompt cannot be used; do nothing if it is being made.
+        """Handle a delivered group without a usable prompt: end it unless the prompt is being made.
 
-        In the second case the worker gets no acknowledgement, so it delivers the group again.
+        If the prompt is being made, the worker gets no acknowledgement, so it delivers the group
+        again.
         """
         if isinstance(fault, PromptPendingError):
             return []
@@ -199,7 +201,7 @@ class Results:
         ]
 
     def _find_fault(self, group: Group, message: Deliver, node_id: str) -> str | None:
-        """Return why a delivered group cannot be accepted, or None."""
+        """Return the reason why a delivered group cannot be accepted; None if it can."""
         label = (message.group_id, message.attempt, node_id)
         if (group.group_id, group.attempt, group.worker_id) != label:
             return "mislabelled"
@@ -214,20 +216,20 @@ class Results:
         )
 
     def _may_end(self, node_id: str, message: Deliver | Failed) -> bool:
-        """Return whether a worker was granted the attempt; True, too, if the group is not open."""
+        """Return whether a worker was granted the attempt, or the group is not open any more."""
         group = self._groups.leases.group(message.group_id)
         is_theirs = group.was_granted(message.attempt, node_id)
         return is_theirs or not self._groups.is_open(message.group_id)
 
     def _disown(self, node_id: str, message: Deliver | Failed, now: float) -> list[Action]:
-        """Refuse a message about an attempt that its sender was not granted; end no lease."""
+        """Refuse a message about an attempt that was not granted to its sender; end no lease."""
         self._counters.add("refused/not_leased")
         text = f"{node_id} was not granted attempt {message.attempt} of group {message.group_id}"
         notes = self._peer_faults.note(node_id, "not_leased", text, now=now)
         return [*notes, *self._ack(node_id, message, "refused", "not_leased")]
 
     def _refuse(self, node_id: str, message: Deliver, reason: str, now: float) -> list[Action]:
-        """Tell the worker to forget this result; the group is granted again."""
+        """Refuse a result: send the reason to its worker, and let the group be granted again."""
         self._counters.add(f"refused/{reason}")
         group_id, attempt = message.group_id, message.attempt
         records: list[Action] = []
@@ -241,7 +243,10 @@ class Results:
         return [*records, *self._ack(node_id, message, "refused", reason)]
 
     def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
-        """Acknowledge a group; count it for its worker if it is useful, otherwise against it."""
+        """Acknowledge a stored group, end its other leases, and count it for its worker.
+
+        `is_useful` is whether something can be learned from the group.
+        """
         group = self._groups.leases.group(group_id)
         assert group.result is not None, "it was stored without a result"
         node_id, attempt = group.result
@@ -257,9 +262,10 @@ class Results:
     # --- partial rollouts ------------------------------------------------------------------------
 
     def on_partial(self, node_id: str, message: Partial, payload: list[Frame]) -> list[Action]:
-        """Keep a worker's unfinished rollouts of a group, for the next worker that gets it.
+        """Store a worker's unfinished rollouts of a group for the next worker that gets the group.
 
-        They are dropped if the worker holds no lease of the group: they may be late, or invented.
+        They are dropped if the worker holds no lease of the group, because then they may be late or
+        invented.
 
         Raises:
             RemoteProtocolError: if the message is malformed or cannot have been sampled.
@@ -310,7 +316,7 @@ class Results:
         ]
 
     def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
-        """Grant a group again that a worker cannot sample now, though others can."""
+        """Take back the lease of a group that other workers may be able to sample; warn."""
         self._groups.leases.give_back(message.group_id, message.attempt, node_id)
         self._counters.add("leases_given_back")
         acks = self._ack(node_id, message, "duplicate")
@@ -331,7 +337,7 @@ class Results:
         return [Note("warning", text) for text in texts]
 
     def _cancel(self, leases: Sequence[LeaseRecord]) -> list[Action]:
-        """Tell the holders of these leases to stop, and record that their leases end."""
+        """Send the holders of these leases that they are unwanted; record that the leases end."""
         actions: list[Action] = []
         for record in leases:
             group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id
@@ -347,7 +353,7 @@ class Results:
 
 
 def _printable(text: str) -> str:
-    """Return the end of a peer's text, with "?" for each character that controls a terminal."""
+    """Return the last MAX_CAUSE_LENGTH characters of a text, "?" in place of control characters."""
     return "".join(
         char if char.isprintable() or char == "\n" else "?" for char in text[-MAX_CAUSE_LENGTH:]
     )

@@ -1,4 +1,4 @@
-"""Inputs of the scheduler of leases: settings, state of the run, prompts, accepted groups."""
+"""Inputs of the scheduler of leases: settings, the run's state, prompts, accepted groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echo.wire.messages import Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSettings:
-    """The requirements on groups, and the bounds on their number."""
+    """Settings of the scheduler: the requirements on groups, and the bounds on their number."""
 
     max_staleness: int
     groups_per_step: int
@@ -24,61 +24,64 @@ class LeaseSettings:
     vocab_size: int
     heartbeat_s: float
     max_zero_signal_groups: int
-    """Groups in a row from which nothing can be learned, after which the run ends."""
+    """Number of groups in a row from which nothing can be learned, after which the run ends."""
     prompts_are_free: bool = False
-    """Whether rollouts may have other prompts than their leases, as those of agents do."""
+    """Whether rollouts may have other prompts than their leases, as rollouts of agents do."""
     trims_stale: bool = False
-    """Whether tokens beyond the bound are masked; if not, a group with such tokens is refused."""
+    """Whether tokens beyond the staleness bound are masked; if not, a group with such tokens is
+    refused.
+    """
     hedge_factor: float | None = None
-    """How many times sooner a copy must be expected (`leases/grants/dispatch.py`); None copies for
-    age alone."""
+    """Factor by which a copy must be expected sooner than the original lease
+    (`leases/grants/dispatch.py`); if None, groups are copied only for their age.
+    """
     is_eager: bool = False
-    """Whether groups are granted as early as admission allows, in place of just in time."""
+    """Whether groups are granted as early as admission allows, instead of just in time."""
     exact_version: bool = False
-    """Whether one version alone must have sampled each group."""
+    """Whether a single version must have sampled each group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Where a run stands when its learner starts."""
+    """The state of a run when its learner starts."""
 
     leases: LeaseBook
-    """Leases that workers hold, as far as is known after a restart."""
+    """The leases that workers hold, as far as the ledger shows after a restart."""
     lineages: tuple[Lineage, ...]
-    """Histories so far, the present one last."""
+    """The lineages so far, the present one last."""
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     next_group_id: int = 0
-    """First id never granted."""
+    """The lowest group id that was never granted."""
     finished: Iterable[int] = ()
     """Ids below `next_group_id` of groups that are accepted or ended."""
 
 
 class AcceptedGroups(Protocol):
-    """The groups that are accepted and not yet trained on, as the scheduler sees them."""
+    """The groups that are accepted and not yet trained on, as the scheduler needs them."""
 
     num_trimmed_tokens: int
-    """Tokens that the buffer masked because they had grown too old."""
+    """Number of tokens that the buffer has masked because they had grown too old."""
 
     admission_staleness: int
-    """Bound on staleness that new leases are granted for; at most the bound on trained groups."""
+    """Bound on staleness for new leases, in steps; at most the bound on groups to train on."""
 
     def __len__(self) -> int:
-        """Return how many groups wait to be trained."""
+        """Return the number of groups that wait to be trained on."""
 
     def num_unspent(self, *, step: int) -> int:
-        """Return how many accepted groups no finished step has used."""
+        """Return the number of accepted groups that none of the first `step` steps has used."""
 
 
 class PromptPendingError(EchoError):
-    """The prompt is still being made; its maker starts a round of grants once it is ready."""
+    """The prompt is still being made; once it is ready, its maker starts a round of grants."""
 
 
 class Prompts(Protocol):
-    """The prompts of a run, as leases."""
+    """The prompts of a run, in the form of leases."""
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of a group; the same id always has the same prompt.
+        """Return the lease of an attempt at a group; a group id always has the same prompt.
 
         Raises:
             DataError: if there is no prompt for this group.
@@ -88,9 +91,9 @@ class Prompts(Protocol):
 
 
 def find_prompt_fault(prompts: Prompts, group_id: int) -> DataError | PromptPendingError | None:
-    """Return why the prompt of a group is not available, or None.
+    """Return the error for which a group's prompt is not available; None if it is available.
 
-    A group that is open may lack its prompt, such as after a restart.
+    The prompt of an open group may be missing, for example after a restart.
     """
     try:
         prompts.lease(group_id, 0)

@@ -1,6 +1,6 @@
-"""Scheduler of leases: rounds of grants, and answers to heartbeats.
+"""Scheduler of leases: makes rounds of grants, and answers heartbeats.
 
-The scheduler holds the parts that decide, and enters what they have decided:
+The scheduler holds the parts that decide, and carries out their decisions:
 
 * `open_groups`: which groups are open, and the book of their leases;
 * `admission`: how many groups may be granted;
@@ -40,17 +40,18 @@ from echo.wire.actions import Action, PeerFaults, Routes
 from echo.wire.messages import Ack, Heartbeat, Lease, Reclaim
 
 GRANT_S = 3e-4
-"""Seconds between two rounds of grants, per node in a large fleet: 0.3 s with 1000 nodes. Meanwhile
-the workers sample the groups in their queues.
+"""Least seconds between two rounds of grants, per node of the fleet: 0.3 s with 1000 nodes. Between
+two rounds the workers sample the groups in their queues.
 """
 
 WaitReason = Literal["", "outdated", "no_worker", "no_weights", "no_agent", "busy"]
-"""Why no worker can be granted a group for the next batch; "" if one can, or if enough groups are
-granted or accepted."""
+"""The reason why no worker can be granted a group for the next batch; "" if one can be granted, or
+if enough groups are granted or accepted.
+"""
 
 
 class Scheduler:
-    """Grants leases as far as admission and the workers' capacities allow, and tracks them."""
+    """Grants leases as far as admission and the workers' capacities allow, and tracks these."""
 
     def __init__(
         self,
@@ -90,7 +91,9 @@ class Scheduler:
             step=run.step,
         )
         self.prompt_fault: DataError | None = None
-        """Why no more groups can be granted: there are no more prompts."""
+        """The error for which no more prompts can be used, so no group is granted; None if there is
+        none.
+        """
         self._forecasts = Forecasts(
             self.groups.leases, self.finish_times, max_age_s=settings.heartbeat_s
         )
@@ -115,7 +118,7 @@ class Scheduler:
 
     @property
     def quota(self) -> Quota:
-        """The groups that are promised now, and the bounds on further ones."""
+        """The number of groups that are promised now, and the limits on further grants."""
         groups = self.groups
         return Quota(
             lineages=groups.lineages,
@@ -129,7 +132,7 @@ class Scheduler:
     def wait_reason(
         self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None
     ) -> WaitReason:
-        """Return why no group of the next batch can be granted, or ""."""
+        """Return the reason why no group of the next batch can be granted; "" if there is none."""
         quota = self.quota
         if quota.num_running or quota.is_batch_complete:
             return ""
@@ -153,11 +156,11 @@ class Scheduler:
     # --- rounds of grants ------------------------------------------------------------------------
 
     def grant(self, workers: Sequence[LeasedWorker], *, now: float) -> list[Action]:
-        """Make a round of grants; return its records and the messages to workers."""
+        """Make a round of grants; return the actions that record the grants and send them."""
         return self._apply(self._decide(workers, now), now)
 
     def _decide(self, workers: Sequence[LeasedWorker], now: float) -> Decisions:
-        """Decide the next round; if that fails, no group and no lease has changed."""
+        """Return the decisions of a round; change no group and no lease."""
         quota = self.quota
         occupancy = Occupancy(
             workers,
@@ -186,7 +189,7 @@ class Scheduler:
         ).decide()
 
     def _apply(self, decided: Decisions, now: float) -> list[Action]:
-        """Enter what a round has decided; return its records, then the messages to workers."""
+        """Carry out the decisions of a round; return its records, then the messages to workers."""
         self.prompt_fault = decided.fault
         for group_id in decided.released:
             del self.groups.released[group_id]
@@ -222,16 +225,16 @@ class Scheduler:
         return actions + self._reclaim(decided.requests)
 
     def begin_step(self, *, waited_s: float, now: float) -> None:
-        """Note that the learner has taken a batch, for which it has waited."""
+        """Record that the learner has taken a batch, for which it waited `waited_s` seconds."""
         self.just_in_time.begin_step(waited_s=waited_s, now=now)
 
     def end_step(self, step: int, *, now: float) -> None:
-        """Note that an optimizer step was made: `step` of them in all."""
+        """Record that an optimizer step has ended; `step` is the number of steps done."""
         self.groups.step = step
         self.just_in_time.end_step(step, now=now)
 
     def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
-        """Acknowledge a group that the ledger now holds."""
+        """Acknowledge a group that is now in the ledger, or that has ended as useless."""
         self.just_in_time.stored(is_useful=is_useful)
         return self.results.stored(group_id, is_useful=is_useful, now=now)
 
@@ -243,8 +246,8 @@ class Scheduler:
         """Compare a worker's list of leases with the book; return the messages to the worker.
 
         Args:
-            worker: the worker; its state is brought up to date.
-            message: its heartbeat.
+            worker: the worker; its state is updated.
+            message: the worker's heartbeat.
             has_progress: whether the worker has sampled anything since its previous heartbeat.
             now: the present time, seconds.
         """
@@ -258,12 +261,12 @@ class Scheduler:
     # --- messages --------------------------------------------------------------------------------
 
     def _send(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
-        """Return the Grants of these leases, with the partial rollouts of other workers."""
+        """Return the actions that send Grants of these leases, with shipped partial rollouts."""
         messages = self.groups.shipped.grants(leases)
         return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
 
     def _reclaim(self, records: Iterable[LeaseRecord]) -> list[Action]:
-        """Return the Reclaims that ask holders to give these leases up."""
+        """Return the actions that send Reclaims, which ask holders to give up these leases."""
         asked: dict[tuple[str, bool], list[tuple[int, int]]] = {}
         for record in records:
             assert record.request is not None, "it is asked for"

@@ -1,13 +1,13 @@
-"""Throughput of workers: the tokens per second that a worker could make at full load.
+"""Throughput of workers: the tokens per second that a worker could sample at full load.
 
-The learner grants no more leases than admission allows, so a worker that is not needed in full
+The learner grants no more leases than admission allows, so a worker that is only partly needed
 samples below its capacity. Each second therefore counts only in proportion to the worker's load:
-its leases, divided by the groups that it can run at once. The estimate is tokens over loaded
-seconds. A worker may report tokens by whole groups, so the seconds since its last report count only
-beyond the longest time between two of its reports. The estimate is exact at full load. Below full
-load it is too low for an engine that gains by batching. So `fleet/activation.py` decides again
-after each worker that it puts on standby: the load of the other workers rises, and their estimates
-become exact.
+the number of its leases divided by the number of groups that it can sample at the same time. These
+are loaded seconds, and the estimate is sampled tokens divided by loaded seconds. A worker may
+report tokens by whole groups, so the seconds since its last report count only beyond the longest
+time between two of its reports. The estimate is exact at full load. Below full load it is too low
+for an engine that gains by batching. So `fleet/activation.py` decides again after each worker that
+it puts on standby: the load of the other workers rises, and their estimates become exact.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import math
 THROUGHPUT_WINDOW_S = 300.0
 """Loaded seconds after which a measurement has 1/e of its weight."""
 MIN_REPORTS = 3
-"""Reports of new tokens that an estimate needs: a worker may report tokens by whole groups."""
+"""Number of reports of new tokens that an estimate needs: a worker may report tokens by whole
+groups.
+"""
 
 
 class Throughput:
-    """Tokens per loaded second, with exponential weights."""
+    """Estimates a worker's tokens per loaded second, with exponential weights by age."""
 
     def __init__(self, *, tokens_sampled: int | None, now: float) -> None:
         """Start without an estimate.
@@ -34,11 +36,11 @@ class Throughput:
         self._counter = tokens_sampled
         self._at = now
         self._loaded_s = 0.0
-        """Loaded seconds until the last report."""
+        """Weighted loaded seconds until the last report of new tokens."""
         self._silent_s = 0.0
-        """Loaded seconds since the last report."""
+        """Loaded seconds since the last report of new tokens."""
         self._longest_s = 0.0
-        """The most loaded seconds between two reports."""
+        """The most loaded seconds between two reports of new tokens."""
         self._tokens = 0.0
         self._num_reports = 0
 
@@ -60,12 +62,12 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The estimate; None until MIN_REPORTS reports have shown new tokens."""
+        """The estimated tokens per second; None until MIN_REPORTS reports have shown new tokens."""
         return self.early_tokens_per_s if self._num_reports >= MIN_REPORTS else None
 
     @property
     def early_tokens_per_s(self) -> float | None:
-        """The estimate from any number of reports; None before the first report."""
+        """The estimated tokens per second from any number of reports; None before the first."""
         if self._loaded_s <= 0:
             return None
         return self._tokens / (self._loaded_s + max(0.0, self._silent_s - self._longest_s))

@@ -2,8 +2,8 @@
 
 The learner grants prompts without regard to the worker. So a useful group comes from an honest
 worker with a probability equal to that worker's share of all delivered groups. A worker that
-returns equal rewards, because it is broken or dishonest, need not sample: it becomes the fastest
-and gets most of the leases. Two rules keep such a worker from stopping a run.
+returns equal rewards, because it is broken or dishonest, need not sample, so it becomes the fastest
+worker and gets most of the leases. Two rules prevent such a worker from stopping a run.
 
 **Set aside.** When a useful group arrives, each worker is credited with its share of the groups
 that were delivered since the useful group before. A worker is set aside once its credits sum up to
@@ -12,8 +12,8 @@ no groups for AWAY_S, and its count begins again. The number of useful groups of
 scatters no more than Poisson's law says, so 2 or fewer in place of 20 have a probability of 5e-7.
 If the whole fleet learns nothing, no worker is credited, so none is set aside.
 
-**A quorum.** A run is zero-signal after `max_zero_signal_groups` in a row without a useful group.
-If nearly all of these groups are of one worker, that worker gets no groups until the other workers
+**A quorum.** A run ends after `max_zero_signal_groups` groups in a row without a useful group. If
+nearly all of these groups are from one worker, this worker gets no groups until the other workers
 have delivered a batch. So a fast worker cannot end the run between two useful groups of slower
 workers. If there is no other worker, or none that can sample for ALONE_S, the groups of this one
 worker suffice. Groups of workers that are set aside never count.
@@ -29,18 +29,18 @@ from echo.core.units import format_duration
 from echo.leases.book import MAX_WORKERS
 
 EXPECTED = 20.0
-"""Credited useful groups that a worker needs before it is judged."""
+"""Number of credited useful groups that a worker needs before it is judged."""
 LEAST_SHARE = 0.1
 """A worker is set aside if its useful groups are at most this share of its credited groups."""
 AWAY_S = 600.0
 """Seconds for which a worker is set aside."""
 ALONE_S = 60.0
-"""Seconds without another worker that can sample, after which no worker is set aside."""
+"""Seconds without another worker that can sample, after which no worker stays set aside."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """The useful groups that one worker is credited with, and those that it delivered."""
+    """The number of useful groups that one worker is credited with, and that it has delivered."""
 
     expected: float = 0.0
     useful: float = 0.0
@@ -50,17 +50,19 @@ class Usefulness:
     """Counts useful groups per worker, and decides which workers are set aside."""
 
     def __init__(self, *, max_zero_signal_groups: int, groups_per_step: int) -> None:
-        """Start without groups; `max_zero_signal_groups` useless ones in a row end the run."""
+        """Start without groups; `max_zero_signal_groups` useless groups in a row end the run."""
         self._max_zero_signal_groups = max_zero_signal_groups
         self._quorum = max(1, min(groups_per_step, max_zero_signal_groups // 2))
         self._records: RecentMap[str, _Record] = RecentMap(max_entries=MAX_WORKERS)
         self._since_useful: dict[str, int] = {}
-        """Worker -> its groups since the last useful group of the fleet."""
+        """Worker -> number of its groups since the last useful group of the fleet."""
         self._num_void = 0
-        """Groups since the last useful group, of workers that were set aside."""
+        """Number of groups since the last useful group from workers that were set aside."""
         self._away_until: dict[str, float] = {}
         self._dominant: str | None = None
-        """The worker with nearly all zero-signal groups, set aside until others have delivered."""
+        """The worker with nearly all groups since the last useful one, set aside until others have
+        delivered.
+        """
         self._has_asked = False
         """Whether, since the last useful group, the dominant worker was admitted again because no
         other worker could sample for ALONE_S."""
@@ -68,16 +70,16 @@ class Usefulness:
 
     @property
     def num_discounted(self) -> int:
-        """Groups since the last useful one that do not count towards a zero-signal run."""
+        """Number of groups since the last useful one that do not count towards the run's end."""
         dominant = 0 if self._dominant is None else self._since_useful[self._dominant]
         return self._num_void + dominant
 
     def is_set_aside(self, worker_id: str) -> bool:
-        """Return whether this worker is to be given no groups."""
+        """Return whether a worker is set aside, so that it gets no groups."""
         return worker_id == self._dominant or worker_id in self._away_until
 
     def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
-        """Count a group; return a line for the operator for each worker that it sets aside."""
+        """Count a delivered group; return a line for the operator per worker then set aside."""
         if not is_useful:
             if worker_id in self._away_until:
                 self._num_void += 1
@@ -121,7 +123,7 @@ class Usefulness:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a review would change nothing."""
+        """Whether `review` would change nothing."""
         return (
             not self._away_until
             and self._dominant is None
@@ -162,7 +164,10 @@ class Usefulness:
         return texts
 
     def _find_dominant(self, others: Collection[str]) -> str | None:
-        """Set aside the worker of nearly all zero-signal groups, if there is one; return a line."""
+        """Set aside the worker of nearly all groups since the last useful one, if there is one.
+
+        Returns a line for the operator; None if no worker was set aside.
+        """
         counts = self._since_useful
         num_groups = sum(counts.values())
         if num_groups < self._max_zero_signal_groups or self._has_asked:

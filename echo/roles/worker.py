@@ -599,7 +599,7 @@ class Worker(DialingRole):
         return [*self._beat(now), *self._decided(stops, now)]
 
     def _leave_when_done(self, now: float) -> list[Action]:
-        """Hand over unfinished groups once the engine has stopped, and leave once all is done."""
+        """Hand over unfinished groups once the engine has stopped; leave if nothing is pending."""
         if not self.is_leaving:
             return []
         calls, departure = self._calls, self.departure

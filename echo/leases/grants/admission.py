@@ -21,14 +21,14 @@ from echo.core.rollout import Lineage, PolicyVersion, is_surviving
 from echo.leases.book import LeasedWorker
 
 Bounds = Mapping[PolicyVersion | None, int]
-"""Installed version -> the number of promised groups at which its workers are granted no more."""
+"""Installed version -> number of promised groups from which on its workers get no more."""
 
 
 def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: int) -> int:
     """Return the number of groups in all batches that may train on samples of a version.
 
-    A worker that has installed the version may be granted a group while fewer groups are consumed,
-    buffered or running.
+    A worker that has installed the version may be granted a group while the number of groups
+    consumed, buffered or running is lower than this.
 
     Args:
         max_staleness: S, inclusive.
@@ -42,7 +42,7 @@ def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: i
 def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) -> int:
     """Return the step of the oldest version that may sample the next group.
 
-    It is the lowest w for which `most_promised` is above `num_promised`, the number of groups
+    The step is the lowest w for which `most_promised` is above `num_promised`, the number of groups
     consumed, buffered or running.
     """
     return max(0, num_promised // groups_per_step - max_staleness)
@@ -51,7 +51,10 @@ def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) 
 def oldest_version(
     lineages: Sequence[Lineage], *, max_staleness: int, groups_per_step: int, num_promised: int
 ) -> PolicyVersion | None:
-    """Return the oldest surviving version of the step `oldest_step`; None if there is none."""
+    """Return the oldest version that may sample the next group; None if none survives.
+
+    It is the version of the step `oldest_step` that no resume has abandoned.
+    """
     step = oldest_step(
         max_staleness=max_staleness, groups_per_step=groups_per_step, num_promised=num_promised
     )
@@ -61,22 +64,22 @@ def oldest_version(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """The numbers of promised groups at one instant, and the limits on further grants."""
+    """The number of promised groups at one instant, and the limits on further grants."""
 
     lineages: Sequence[Lineage]
     step: int
-    """Optimizer steps made."""
+    """Number of optimizer steps done."""
     groups_per_step: int
     max_staleness: int
     """Bound on the staleness of groups that are granted now, in steps."""
     num_unspent: int
-    """Accepted groups that no step has used."""
+    """Number of accepted groups that no finished step has used."""
     num_running: int
-    """Groups that are leased or being stored."""
+    """Number of groups that are leased or being stored."""
 
     @property
     def num_promised(self) -> int:
-        """Groups consumed, accepted or running."""
+        """Number of groups consumed, accepted or running."""
         return self.step * self.groups_per_step + self.num_unspent + self.num_running
 
     @property
@@ -92,14 +95,14 @@ class Quota:
     def is_closed(self, newest: PolicyVersion | None) -> bool:
         """Return whether a round of grants would change nothing, whatever the workers hold.
 
-        In a fleet that is fast enough nearly all calls return True, because all groups that
-        admission allows for the newest version are granted already.
+        In a fleet that is fast enough nearly all calls return true, because all groups that
+        admission allows for the `newest` version are granted already.
         """
         step = self.step if newest is None else newest.step
         return self.num_promised >= self.limit(step) and not self.is_batch_waiting
 
     def limit(self, installed_step: int) -> int:
-        """Return the number of promised groups at which workers with a version get no more."""
+        """Return the number of promised groups at which workers with this version get no more."""
         return most_promised(
             max_staleness=self.max_staleness,
             installed_step=installed_step,
@@ -107,12 +110,15 @@ class Quota:
         )
 
     def bounds(self, workers: Iterable[LeasedWorker]) -> Bounds:
-        """Return the limit of each installed version, except those that a resume has abandoned."""
+        """Return the limit for each version that a worker has installed.
+
+        Versions that a resume has abandoned are left out.
+        """
         versions = {worker.installed for worker in workers if worker.installed is not None}
         return {v: self.limit(v.step) for v in versions if is_surviving(v, self.lineages)}
 
     def oldest_version(self, num_promised: int) -> PolicyVersion | None:
-        """Return the oldest version that may sample the next group after `num_promised`."""
+        """Return the oldest version that may sample a group granted after `num_promised` groups."""
         return oldest_version(
             self.lineages,
             max_staleness=self.max_staleness,

@@ -38,71 +38,71 @@ from echo.leases.groups import LeaseRecord
 
 
 FULL_SLOWDOWN = 2.0
-"""How many times longer a group takes in a full engine than in an empty one.
+"""Factor by which a group takes longer in a full engine than in an empty engine.
 
-Assumed, not measured: the learner nearly always sees an engine at one load only. The value decides
+The value is assumed, because the learner nearly always sees an engine at one load only. It decides
 how much later a worker with fewer groups may be ready and still be preferred.
 """
 
 
 def slowdown(num_groups: float, num_places: int) -> float:
-    """Return how many times longer a group takes beside others than in an empty engine."""
+    """Return the factor by which a group takes longer among `num_groups` than alone."""
     return 1 + (FULL_SLOWDOWN - 1) * min(1.0, num_groups / num_places)
 
 
 @dataclass(slots=True)
 class Load:
-    """The load of one worker in a round, with the groups that the round has placed on it."""
+    """The load of one worker in a round, including the groups that the round has placed on it."""
 
     node_id: str
     capacity: int
-    """Groups that it can hold."""
+    """Number of groups that the worker can hold."""
     num_held: int
     most_promised: int
-    """Limit on promised groups for its present version: at this number it is granted no more."""
+    """Number of promised groups from which on the worker gets no more for its present version."""
     most_soon: int
-    """Limit on promised groups for the version that it is expected to install soon."""
+    """The same limit for the version that the worker is expected to install soon."""
     group_s: float = 1.0
-    """Seconds that one group takes in its engine if the engine is empty."""
+    """Seconds that one group takes in the worker's engine if the engine is otherwise empty."""
     trial_s: float = 1.0
-    """Like `group_s`, for its first group; it falls while the worker is idle."""
+    """Like `group_s`, but for the worker's first group; it decreases while the worker is idle."""
     free_at: list[float] = field(default_factory=lambda: [0.0])
-    """For each of its places, the instant at which the place is free; a heap."""
+    """For each place in the worker's engine, the time at which the place is free; a heap."""
 
     @property
     def has_space(self) -> bool:
-        """Whether it can hold another group."""
+        """Whether the worker can hold another group."""
         return self.num_held < self.capacity
 
     @property
     def num_free(self) -> int:
-        """Groups that it could begin at once."""
+        """Number of groups that the worker could begin at once."""
         return len(self.free_at) - self.num_held
 
     @property
     def share(self) -> float:
-        """Share of its capacity that is in use."""
+        """Share of the worker's capacity that is in use."""
         return self.num_held / max(1, self.capacity)
 
     @property
     def finish_at(self) -> float:
-        """When it is expected to finish one more group."""
+        """Time at which the worker is expected to finish one more group."""
         group_s = self.group_s if self.num_held else self.trial_s
         return self.free_at[0] + group_s * slowdown(self.num_held + 1, len(self.free_at))
 
     @property
     def full_group_s(self) -> float:
-        """Seconds that one group takes in its engine if the engine is full."""
+        """Seconds that one group takes in the worker's engine if the engine is full."""
         return self.group_s * FULL_SLOWDOWN
 
     def add(self) -> None:
-        """Place one more group on it."""
+        """Place one more group on the worker."""
         heapq.heapreplace(self.free_at, self.finish_at)
         self.num_held += 1
 
 
 def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
-    """Place groups by predicted finish; return the worker of each group that is granted, in order.
+    """Place groups by predicted finish; return the worker of each granted group, in order.
 
     Args:
         loads: the workers that can sample; modified by the placement.
@@ -150,16 +150,16 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
 
 
 RELEASE_BEATS = 4
-"""Heartbeats after which a request to give a lease up counts as ignored."""
+"""Number of heartbeats after which a request to give up a lease counts as ignored."""
 
 
 def moves(
     waiting: Sequence[RunningGroup], helpers: Sequence[Load], *, least_gain_s: float
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return which leases are to move, each with the worker that it moves to.
+    """Return the leases that are to move, each with the worker that gets its group.
 
     Args:
-        waiting: groups that have not begun, with their predicted finish at the holder.
+        waiting: groups that have not begun, each with its predicted finish at its holder.
         helpers: workers with a free place; modified by the moves.
         least_gain_s: the least number of seconds by which a move must bring a finish forward.
     """
@@ -184,13 +184,13 @@ class Newcomer:
     node_id: str
     num_held: int
     capacity: int
-    """Groups that it can hold."""
+    """Number of groups that the worker can hold."""
 
 
 def even_out(
     held: Mapping[str, Sequence[LeaseRecord]], newcomers: Sequence[Newcomer]
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return the leases to move so that all workers hold equal numbers, and where each moves to.
+    """Return the leases to move so that all workers hold equal numbers, each with its new worker.
 
     Args:
         held: worker -> its leases that may move; the last of them moves first.
@@ -226,33 +226,33 @@ def even_out(
 
 
 AGE_FACTOR = 4.0
-"""A group is copied for its age at AGE_FACTOR x `factor` times the usual duration."""
+"""A group is copied because of its age at AGE_FACTOR x `factor` times the usual duration."""
 USUAL_FACTOR = 2.0
-"""The `factor` in the rule for age if hedging is switched off."""
+"""The `factor` in the rule for age if hedging is off."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningGroup:
-    """A group that one worker works on."""
+    """A group on which one worker works."""
 
     record: LeaseRecord
     done_at: float
-    """Predicted finish."""
+    """Predicted time of the finish."""
     num_tokens: float
-    """Predicted final length of its longest completion."""
+    """Predicted final length of the group's longest completion, tokens."""
 
 
 @dataclass(slots=True)
 class Helper:
-    """An idle worker: it has a free place, and admission has no further group for it."""
+    """An idle worker: it has a free place, and admission allows it no further group."""
 
     node_id: str
     speed: float | None
-    """Tokens per second of one group; None if it has made no group."""
+    """Tokens per second of one group; None if the worker has made no group."""
     num_places: int
-    """Groups that it can begin now."""
+    """Number of groups that the worker can begin now."""
     group_s: float = math.inf
-    """Usual seconds of a group on this worker; of all groups if it has made none."""
+    """Usual seconds of a group on this worker, or of all groups if the worker has made none."""
 
 
 def hedges(
@@ -263,13 +263,14 @@ def hedges(
     factor: float | None,
     now: float,
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return which leases are to be copied, each with the worker that gets the copy.
+    """Return the leases that are to be copied, each with the worker that gets the copy.
 
     Args:
         groups: running groups, each with its newest lease.
         helpers: idle workers; modified by the copies.
         holders: group -> the workers that have a lease of it.
-        factor: how many times sooner the copy must be expected; None if only age counts.
+        factor: a group is copied if its lease is expected to take at least this many times as long
+            as the copy; None if only age counts.
         now: the present time, seconds.
     """
     fastest_first = sorted(helpers, key=lambda helper: (-(helper.speed or 0.0), helper.node_id))

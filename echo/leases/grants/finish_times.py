@@ -1,21 +1,21 @@
-"""Finish times: when a worker will be done with a group, from recent lengths and speeds.
+"""Finish times: predictions when a worker will finish a group, from recent lengths and speeds.
 
 The length of a group is the number of tokens of its longest completion, because that completion
 ends last. The speed of a worker is in such tokens per second, from the start of a group to its
 delivery. So it includes rewards, tools and prefill.
 
-For a group that already has n tokens, the expected rest is read from the lengths of recently
-accepted groups: the mean of the lengths above n, less n. With a heavy tail the rest grows with n. A
-group longer than all of them is expected to double.
+For a group that already has n tokens, the expected rest is computed from the lengths of recently
+accepted groups: the mean of the lengths above n, minus n. With a heavy tail the rest grows with n.
+A group longer than all of these lengths is expected to double.
 
 A heartbeat reports one number for a running group, the progress of all its completions together.
 The longest completion is credited with that progress, but at most with the worker's speed. So a
 stalled group is recognized, and a group with one running completion does not count as stalled.
 
-A worker of unknown speed counts as twice as fast as the fastest, so that it is tried. The groups
-that it then holds are expected to advance at the median speed of all workers. An idle worker's
-speed estimate doubles every `RETRY_GROUPS` group times, up to the fastest worker's. So a slow
-worker is retried with one group, and less often the slower it was.
+A worker of unknown speed counts as twice as fast as the fastest worker, so that it is tried. The
+groups that such a worker then holds are expected to advance at the median speed of all workers. An
+idle worker's speed estimate doubles every `RETRY_GROUPS` group times, up to the fastest worker's.
+So a slow worker is retried with one group, and less often the slower it was.
 """
 
 from __future__ import annotations
@@ -47,22 +47,23 @@ MEMORY = 0.8
 """Factor on the sums over earlier groups when another group is measured."""
 
 MAX_SPEED = 1e6
-"""Tokens per second of one completion that no engine exceeds; faster reports are cut to it."""
+"""Highest speed of one completion, tokens per second; a report of a higher speed is cut to this."""
 
 EQUAL_SPEED = 0.8
-"""Share of the fastest worker's speed above which a worker counts as equally fast, until a group is
-made: heartbeats show speeds no more accurately than that.
+"""Share of the fastest worker's speed above which a worker counts as equally fast, until the first
+group is made: speeds from heartbeats are not more accurate than this.
 """
 
 SLOWEST = 1 / 64
-"""Least estimated rate of a running group, as a share of its worker's speed."""
+"""Least estimated rate of a running group's longest completion, as a share of its worker's speed.
+"""
 
 RETRY_GROUPS = 4.0
-"""Group times of idleness after which a worker's speed estimate doubles."""
+"""Idle time, in times that a group takes, after which a worker's speed estimate doubles."""
 
 
 class LengthHistory:
-    """The lengths of the last groups."""
+    """The lengths of the last accepted groups."""
 
     def __init__(self, *, max_tokens: int) -> None:
         """Start without lengths; no group is longer than `max_tokens`."""
@@ -76,11 +77,11 @@ class LengthHistory:
 
     @property
     def num_known(self) -> int:
-        """Groups whose lengths are remembered."""
+        """Number of groups whose lengths are remembered."""
         return len(self._newest)
 
     def add(self, num_tokens: int) -> None:
-        """Add the length of a group, in place of the oldest one if there are MAX_LENGTHS."""
+        """Add the length of a group; if there are MAX_LENGTHS, it replaces the oldest length."""
         if len(self._newest) == MAX_LENGTHS:
             self._sorted.remove(self._newest.popleft())
         self._newest.append(num_tokens)
@@ -89,7 +90,7 @@ class LengthHistory:
         self.mean = self.rest(0.0)
 
     def rest(self, num_tokens: float) -> float:
-        """Return how many more tokens a group with `num_tokens` is expected to need; above 0."""
+        """Return the number of further tokens, above 0, expected for a group with `num_tokens`."""
         if not self._sorted:
             return max(1.0, (self._max_tokens - num_tokens) / 2)
         first = bisect_right(self._sorted, num_tokens)
@@ -105,27 +106,27 @@ class Speed:
 
     tokens: float = 0.0
     seconds: float = 0.0
-    """`tokens` and `seconds` are sums over its groups; older groups have lower weights."""
+    """`tokens` and `seconds` are sums over the worker's groups; older groups have lower weights."""
     load_s: float = 0.0
     """Weighted sum of each group's seconds times the worker's leases in that time."""
     provisional: float | None = None
-    """Tokens per second by its heartbeats; used until it has made a group."""
+    """Tokens per second, estimated from heartbeats; used until the worker has made a group."""
     busy_at: float = 0.0
-    """When it last held a lease."""
+    """Time at which the worker last held a lease."""
     version: PolicyVersion | None = None
     lag_s: float = 0.0
-    """Mean seconds from the first worker's installation of a version to its own."""
+    """Mean seconds from the first worker's installation of a version to this worker's."""
     freed_at: float = 0.0
-    """When it last delivered a group; another group may have begun then."""
+    """Time at which the worker last delivered a group; another group may have begun then."""
 
     @property
     def measured(self) -> float | None:
-        """Tokens per second; None while unknown."""
+        """Measured tokens per second; None until the worker has made a group."""
         return self.tokens / self.seconds if self.seconds else self.provisional
 
     @property
     def load(self) -> float:
-        """Mean number of leases that it held while its speed was measured; 1 while unknown."""
+        """Mean number of leases that the worker held while its speed was measured; 1 if unknown."""
         return self.load_s / self.seconds if self.seconds else 1.0
 
 
@@ -141,15 +142,18 @@ class FinishTimes:
         self._usual = 1.0
         self._fastest = 1.0
         self._seconds: deque[float] = deque(maxlen=MAX_TIMES)
-        """Durations of the last groups, of all workers."""
+        """Durations of the last groups of all workers, seconds."""
 
     @property
     def knows_a_group(self) -> bool:
-        """Whether any group was made, so that lengths and speeds are known."""
+        """Whether any worker has made a group, so that lengths and speeds are known."""
         return self.lengths.num_known > 0
 
     def group_s(self, worker_id: str) -> float:
-        """Return the usual seconds of a group on a worker (on any if it made none), or inf."""
+        """Return the usual seconds of a group on a worker; infinity if no group was made.
+
+        If this worker has made no group, the durations on all workers count.
+        """
         speed = self.of(worker_id)
         if not speed.seconds and self._seconds:
             return statistics.median(self._seconds)
@@ -167,13 +171,13 @@ class FinishTimes:
     def made(
         self, worker_id: str, *, num_tokens: int, seconds: float, now: float, load: float = 1.0
     ) -> None:
-        """Note a group that was accepted.
+        """Record the length and duration of an accepted group for its worker.
 
         Args:
-            worker_id: the worker that made it.
-            num_tokens: length of its longest completion.
-            seconds: from its start at the worker to its delivery; 0 if unknown.
-            load: leases that the worker held in that time, this one included.
+            worker_id: the worker that made the group.
+            num_tokens: length of the group's longest completion.
+            seconds: time from the group's start at the worker to its delivery; 0 if unknown.
+            load: mean number of leases that the worker held in that time, this one included.
             now: the present time, seconds.
         """
         self.lengths.add(num_tokens)
@@ -187,7 +191,7 @@ class FinishTimes:
             speed.load_s = MEMORY * speed.load_s + load * seconds
 
     def installed(self, worker_id: str, version: PolicyVersion, *, now: float) -> None:
-        """Note which version a worker has installed."""
+        """Record that a worker reports a version as installed."""
         first_at = self._first_at.get(version)
         if first_at is None:
             first_at = self._first_at[version] = now
@@ -197,14 +201,14 @@ class FinishTimes:
             speed.lag_s = (speed.lag_s + now - first_at) / 2
 
     def installs_at(self, worker_id: str, version: PolicyVersion, *, now: float) -> float | None:
-        """Return when a worker should install a version; None if that is unknown or overdue."""
+        """Return the time at which a worker should install a version; None if unknown or past."""
         first_at, lag_s = self._first_at.get(version), self.of(worker_id).lag_s
         if first_at is None or now > first_at + 2 * lag_s + self._heartbeat_s:
             return None
         return max(now, first_at + lag_s)
 
     def seen(self, worker_id: str, leases: list[LeaseRecord], *, now: float) -> None:
-        """Update a worker's provisional speed from its leases; called after a heartbeat."""
+        """Update a worker's provisional speed from its leases; must be called after a heartbeat."""
         speed = self.of(worker_id)
         if leases:
             speed.busy_at = now
@@ -220,7 +224,7 @@ class FinishTimes:
         self._fastest = max(known, default=1.0)
 
     def equals(self, worker_ids: Iterable[str]) -> set[str]:
-        """Return the workers that are nearly as fast as the fastest, or of unknown speed."""
+        """Return the workers that are nearly as fast as the fastest one, or of unknown speed."""
         speeds = {worker_id: self.of(worker_id).measured for worker_id in worker_ids}
         least = EQUAL_SPEED * max((speed for speed in speeds.values() if speed), default=0.0)
         return {name for name, speed in speeds.items() if speed is None or speed >= least}
@@ -228,13 +232,13 @@ class FinishTimes:
     def has_made_a_group(self, worker_id: str) -> bool:
         """Return whether a worker has made a group whose duration is known.
 
-        From then on its speed is that of whole groups, with rewards and tools. Before, the speed is
-        estimated from heartbeats, which do not show the time of rewards.
+        From then on the worker's speed is measured over whole groups, with rewards and tools.
+        Before, the speed is estimated from heartbeats, which do not show the time of rewards.
         """
         return self.of(worker_id).seconds > 0
 
     def known_speed(self, speed: Speed) -> float:
-        """Return the measured speed; if it is unknown, twice the fastest worker's."""
+        """Return the measured speed; if it is unknown, twice the speed of the fastest worker."""
         measured = speed.measured
         return 2 * self._fastest if measured is None else measured
 
@@ -253,7 +257,7 @@ class FinishTimes:
         return self.known_speed(speed) * self.retry_factor(speed, now=now)
 
     def on_lease_state(self, record: LeaseRecord, state: LeaseState, *, now: float) -> None:
-        """Update length and rate of a lease from its entry in a heartbeat."""
+        """Update the estimated length and rate of a lease from its entry in a heartbeat."""
         if state.running_s <= 0 or state.num_tokens < 0:
             return
         speed = self.of(record.worker_id).measured or self._usual

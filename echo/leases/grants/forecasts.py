@@ -1,4 +1,4 @@
-"""Forecasts: when each worker will be done with the groups that it has.
+"""Forecasts: the times at which each worker will have finished the groups that it has.
 
 A forecast is reused for one heartbeat period unless the worker's leases change. A round of grants
 needs the forecasts of all workers, and most of them have not changed since the previous round.
@@ -15,30 +15,30 @@ from echo.leases.grants.dispatch import RunningGroup
 from echo.leases.grants.finish_times import FinishTimes
 
 _Key = tuple[int, int, int]
-"""(changes of the worker's leases so far, its unknown leases, its places), as numbers: a forecast
-is valid while they are the same.
+"""(changes of the worker's leases so far, its unknown leases, its places), all as numbers: a
+forecast is valid while these numbers are the same.
 """
 
 
 @dataclass(slots=True)
 class WorkerForecast:
-    """When a worker will be done with the groups that it has."""
+    """The times at which a worker will have finished the groups that it has."""
 
     made_at: float
     free_at: list[float]
-    """When each of its places is free for another group; a heap."""
+    """For each place of the worker, the time at which it is free for another group; a heap."""
     running: list[RunningGroup] = field(default_factory=list)
-    """Its groups, each with its predicted finish."""
+    """The worker's groups, each with its predicted finish."""
 
     def take_place(self, seconds: float) -> float:
-        """Put a group into the place that is free first; return when the group is finished."""
+        """Put a group of this duration into the place that is free first; return when it ends."""
         done_at = self.free_at[0] + seconds
         heapq.heapreplace(self.free_at, done_at)
         return done_at
 
 
 class Forecasts:
-    """The newest forecast of each worker."""
+    """Makes and keeps the newest forecast of each worker."""
 
     def __init__(self, leases: LeaseBook, finish_times: FinishTimes, *, max_age_s: float) -> None:
         self._leases = leases
@@ -47,7 +47,7 @@ class Forecasts:
         self._kept: RecentMap[str, tuple[_Key, WorkerForecast]] = RecentMap(max_entries=MAX_WORKERS)
 
     def of(self, worker: LeasedWorker, *, now: float) -> WorkerForecast:
-        """Return the forecast of a worker, which is at most `max_age_s` old."""
+        """Return the forecast of a worker, which is at most `max_age_s` seconds old."""
         key = (
             self._leases.num_changes(worker.node_id),
             worker.num_unknown,
@@ -61,7 +61,7 @@ class Forecasts:
         return forecast
 
     def discard(self, worker_id: str) -> None:
-        """Drop the forecast of a worker, after a heartbeat with newer progress."""
+        """Drop the forecast of a worker, because a heartbeat has brought newer progress."""
         self._kept.discard(worker_id)
 
     def _make(self, worker: LeasedWorker, key: _Key, now: float) -> WorkerForecast:

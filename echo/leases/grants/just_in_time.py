@@ -1,9 +1,9 @@
 """Just in time: groups are granted as late as the learner allows, so that they are fresh.
 
-Admission (`leases/grants/admission.py`) bounds how many groups may be promised. If groups are
-granted as early as admission allows, nearly all of them are trained at the bound on staleness,
-although the learner needs few of them that early. `JustInTime` holds a group back while the group
-can still be made in time from the next version:
+Admission (`leases/grants/admission.py`) bounds the number of groups that may be promised. If groups
+are granted as early as admission allows, nearly all of them are trained on at the bound on
+staleness, although the learner needs few of them that early. `JustInTime` holds a group back while
+the group can still be made in time from the next version:
 
     need(b) = (b + 1) B - consumed                    groups that must be accepted for batch b
     have(b) = accepted
@@ -13,12 +13,12 @@ can still be made in time from the next version:
               would then be as old as the bound allows has none, since a late one would be stale
     due     = max over b of need(b) - have(b)         groups to grant now, at least 0
 
-Running and held groups count by the share of recent groups that were useful: the others end when
-they are stored, so that further ones are needed. B is the number of groups per step. ready(b) is
-the instant at which the learner can begin to train on batch b. arrival(worker) is the instant at
-which the worker should install the next version. soonest is the instant at which a group that is
-granted now should be done: only a running group that should be done later is worth a replacement. A
-fleet that is too slow is never held back, because all of its groups are due.
+Running and held groups count in proportion to the share of recent groups that were useful: useless
+groups end when they arrive, so that further ones are needed. B is the number of groups per step.
+ready(b) is the instant at which the learner can begin to train on batch b. arrival(worker) is the
+instant at which the worker should install the next version. soonest is the instant at which a group
+that is granted now should be done: only a running group that should be done later is worth a
+replacement. A fleet that is too slow is never held back, because all of its groups are due.
 
 **ready(b)**: the begin of the newest step, plus the median time from the begin of a step until the
 learner can begin the next one, for each step from there to b.
@@ -35,11 +35,12 @@ waits about WAIT_SHARE of its time for fresher groups.
 
 **Open**: no group is held back while the learner waits for more than OPEN_SHARE of its recent time,
 apart from the longest wait, or while the fleet without its fastest worker would be too slow for the
-learner: groups that are made ahead then bridge the loss of a worker. Before a step is timed and a
-version installed, groups are granted for two batches, or for all free places if these are more.
+learner: groups that are made ahead then bridge the loss of a worker. Until a step has been timed
+and a version installed, groups are granted for two batches, or for all free places if these are
+more.
 
 The method is flow control by the bandwidth-delay product, as in BBR. The queue that is kept short
-is the one in front of the learner.
+is the queue of groups that wait for the learner.
 """
 
 from __future__ import annotations
@@ -64,28 +65,28 @@ SPARE_STEPS = 16
 """Number of newest batches from which the least spare time is taken."""
 
 WAIT_SHARE = 0.005
-"""Share of its time that the learner waits, in equilibrium, for the sake of fresher groups."""
+"""Share of its time that the learner waits, in equilibrium, in exchange for fresher groups."""
 
 FIRST_MARGIN = 0.1
-"""The first margin, in steps."""
+"""The initial margin, in times of a step."""
 
 MAX_MARGIN = 4.0
-"""The largest margin, in steps."""
+"""The largest margin, in times of a step."""
 
 SPARE_SHARE = 0.05
-"""Part of the least spare time of recent batches by which the margin shrinks with a step."""
+"""Part of the least spare time of recent batches by which the margin shrinks at each step."""
 
 REST = 1 / 32
-"""Part of a step after which it is decided again how many groups are due."""
+"""Part of a step's time after which the number of groups that are due is decided again."""
 
 MAX_REST_S = 5.0
-"""The longest time after which it is decided again."""
+"""The longest time, seconds, after which the number of groups that are due is decided again."""
 
 RECENT_GROUPS = 64
 """Number of newest groups from which the useful share is estimated."""
 
 MAX_BATCHES = 64
-"""Batches to come that are considered: the longest staleness that is configured in practice."""
+"""Number of future batches that are considered: the longest staleness configured in practice."""
 
 MAX_STEPS = 256
 """Number of newest steps whose ends are remembered."""
@@ -101,33 +102,37 @@ class JustInTime:
         self._step = step
         self._is_training = False
         self._begun_at: float | None = None
-        """When the newest step began."""
+        """Time at which the newest step began; None before the first step."""
         self._made_at: RecentMap[int, float] = RecentMap(max_entries=MAX_STEPS)
-        """Version's step -> when its optimizer step ended."""
+        """Step of a version -> time at which the optimizer step that made it ended."""
         self._train_s: deque[float] = deque(maxlen=RECENT_STEPS)
-        """From the begin of a step to its end."""
+        """Seconds from the beginning of each recent step to its end."""
         self._busy_s: deque[float] = deque(maxlen=RECENT_STEPS)
-        """From the begin of a step until the learner could begin the next one."""
+        """Seconds from the beginning of each recent step until the learner could begin the next
+        one.
+        """
         self._waited_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._spare_s: deque[float] = deque(maxlen=SPARE_STEPS)
-        """From the completion of a batch until the learner took it."""
+        """Seconds from the completion of each recent batch until the learner took the batch."""
         self._useful: deque[bool] = deque(maxlen=RECENT_GROUPS)
-        """Whether recent groups were useful."""
+        """For each recent group, whether it was useful."""
         self._complete_at: float | None = None
-        """When the next batch was complete."""
+        """Time at which the next batch became complete; None while it is not."""
         self._delay_s: RecentMap[str, float] = RecentMap(max_entries=MAX_WORKERS)
         """Worker -> seconds from the end of a step to the installation of its version."""
         self._installed: RecentMap[str, int] = RecentMap(max_entries=MAX_WORKERS)
-        """Worker -> the step of its version."""
+        """Worker -> the step of its installed version."""
         self._versions = (step, step)
         """Steps of the last two versions that any worker has installed."""
         self._margin_s: float | None = None
         self._held_since: dict[int, float] = {}
-        """Ordinal of a group, as admission counts them -> when it was first held back."""
+        """Ordinal of a group, as admission counts groups -> time at which it was first held back.
+        """
         self._delayed_s: dict[int, float] = {}
-        """Batch -> the longest time for which a group of it was held back."""
+        """Batch -> the longest time, seconds, for which a group of this batch was held back."""
         self.deadline: float | None = None
-        """When to decide again, if nothing happens before; None if no group is held back."""
+        """Time at which to decide again, if no event comes before; None if no group is held back.
+        """
 
     @property
     def margin_s(self) -> float:
@@ -140,7 +145,7 @@ class JustInTime:
         return bool(self._held_since)
 
     def is_resting(self, *, now: float) -> bool:
-        """Return whether the last decision still holds; a decision is dropped at its deadline."""
+        """Return whether the last decision is still valid; at its deadline it becomes invalid."""
         if self.deadline is not None and now >= self.deadline:
             self.deadline = None
         return self._is_training and self.deadline is not None
@@ -148,7 +153,7 @@ class JustInTime:
     # --- events ----------------------------------------------------------------------------------
 
     def begin_step(self, *, waited_s: float, now: float) -> None:
-        """Record that the learner has taken a batch, for which it has waited."""
+        """Record that the learner has taken a batch, for which it waited `waited_s` seconds."""
         if self._begun_at is not None:
             self._busy_s.append(now - waited_s - self._begun_at)
             spare_s = 0.0 if self._complete_at is None else now - self._complete_at
@@ -158,18 +163,18 @@ class JustInTime:
         self._complete_at = self.deadline = None
 
     def end_step(self, step: int, *, now: float) -> None:
-        """Record that an optimizer step was made: `step` of them in all."""
+        """Record that an optimizer step has ended; `step` is the number of steps done."""
         if self._begun_at is not None:
             self._train_s.append(now - self._begun_at)
         self._step, self._is_training, self.deadline = step, False, None
         self._made_at[step] = now
 
     def stored(self, *, is_useful: bool) -> None:
-        """Record whether something can be learned from a group that was accepted."""
+        """Record whether an accepted group is useful: whether something can be learned from it."""
         self._useful.append(is_useful)
 
     def installed(self, worker_id: str, step: int, *, now: float) -> None:
-        """Record that a worker reports the version of this step as installed."""
+        """Record that a worker reports the version of `step` as installed."""
         before = self._installed.get(worker_id)
         if before == step:
             return
@@ -208,15 +213,16 @@ class JustInTime:
         num_promised: int,
         now: float,
     ) -> int | None:
-        """Return how many groups are to be granted now; None for all that admission allows.
+        """Return the number of groups to grant now; None for all that admission allows.
 
         Args:
-            loads: the workers that can sample. If groups are held back and the learner waits for
-                none, workers that should install the newest version soon are granted none.
-            installed: the step of each worker's version.
-            running: when each running group is expected.
-            num_accepted: groups that are accepted and in no step that was made.
-            num_promised: groups consumed, accepted or running, as admission counts them.
+            loads: the workers that can sample. If groups are held back and the learner does not
+                wait for any, workers that should install the newest version soon are granted no
+                groups.
+            installed: the step of the version that each worker has installed.
+            running: the time at which each running group is expected.
+            num_accepted: number of accepted groups that no finished step has used.
+            num_promised: number of groups consumed, accepted or running, as admission counts them.
             now: the present time, seconds.
         """
         size, first = self._groups_per_step, self._step + self._is_training
@@ -254,7 +260,7 @@ class JustInTime:
         num_promised: int,
         now: float,
     ) -> int:
-        """Return how many groups the batches to come lack if the others are held back."""
+        """Return the number of groups that future batches will lack if no more are granted now."""
         size, first = self._groups_per_step, self._step + self._is_training
         most = max(load.most_promised for load in loads)
         num_held = min(most, (first + MAX_BATCHES) * size) - num_promised
@@ -279,7 +285,7 @@ class JustInTime:
 
     @property
     def _step_s(self) -> float:
-        """Usual seconds from the begin of a step until the learner can begin the next one."""
+        """Usual seconds from the beginning of a step until the learner can begin the next one."""
         return statistics.median(self._busy_s)
 
     @property
@@ -290,25 +296,25 @@ class JustInTime:
         return waited_s > OPEN_SHARE * len(self._waited_s) * self._step_s
 
     def _is_redundant(self, loads: Sequence[Load]) -> bool:
-        """Return whether the fleet without its fastest worker makes what the learner needs."""
+        """Return whether the fleet without its fastest worker is fast enough for the learner."""
         speeds = [len(load.free_at) / load.full_group_s for load in loads]
         lost = min(max(speeds), MAX_LOSS * sum(speeds))
         num_useful = (sum(speeds) - lost) * self._useful_share * self._step_s
         return num_useful >= self._groups_per_step
 
     def _is_timed(self, loads: Sequence[Load]) -> bool:
-        """Return whether a step and the installation of a version have been timed."""
+        """Return whether a step, and a worker's installation of a version, have been timed."""
         is_known = any(load.node_id in self._delay_s for load in loads)
         return self._margin_s is not None and is_known
 
     def _ready_at(self, batch: int, now: float) -> float:
-        """Return when the learner can begin to train on a batch."""
+        """Return the time at which the learner can begin to train on a batch."""
         assert self._begun_at is not None, "a step is timed"
         num_later = batch - self._step - self._is_training
         return max(now, self._begun_at + self._step_s) + num_later * self._step_s
 
     def _arrival(self, worker_id: str, installed: int, now: float) -> float:
-        """Return when a worker should install a newer version; `now` if that is unknown."""
+        """Return the time at which a worker should install a newer version; `now` if unknown."""
         delay_s = self._delay_s.get(worker_id)
         if delay_s is None:
             return now
@@ -324,11 +330,11 @@ class JustInTime:
     def _held_done_at(
         self, loads: Sequence[Load], installed: Sequence[int], num_groups: int, now: float
     ) -> list[float]:
-        """Return when groups would be done that are held back as long as it helps.
+        """Return the times at which `num_groups` groups would be done if they are held back.
 
-        A worker begins them with the next version, or before when its present groups are done: they
-        would only slow these down. A worker whose groups are nearly as old as the bound allows is
-        left out.
+        A worker begins such groups with the next version, or before that when its present groups
+        are done, since they would slow the present groups down. A worker whose groups would be
+        nearly as old as the bound allows is left out.
         """
         heap = []
         for load, version in zip(loads, installed, strict=True):
@@ -356,7 +362,7 @@ class JustInTime:
         return math.ceil(late_s / self._step_s) + max(1, step - before) - 1
 
     def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
-        """Record since when groups are held back that a free place could have begun."""
+        """Record the time since which groups are held back that a free place could have begun."""
         size = self._groups_per_step
         for ordinal in range(num_promised, num_promised + due):
             since = self._held_since.pop(ordinal, now)

@@ -1,7 +1,7 @@
-"""Occupancy of workers in a round of grants: their leases, those of this round included.
+"""Occupancy of workers in a round of grants: their leases, including those that the round adds.
 
 A round grants one group after another. Each grant takes a place at a worker, and promises a group
-to the batches to come. Both counts are kept here while the round is decided; nothing else changes.
+to future batches. Only these two counts are changed while the round is decided.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo.leases.grants.forecasts import Forecasts
 
 
 class Occupancy:
-    """The workers of one round, and the groups that the round has given them so far."""
+    """The workers in one round, and the groups that the round has given each of them so far."""
 
     def __init__(
         self,
@@ -32,9 +32,11 @@ class Occupancy:
     ) -> None:
         self.bounds = quota.bounds(workers)
         self.able = {worker.node_id: worker for worker in workers if worker.is_able(self.bounds)}
-        """The workers that can be granted groups, by name."""
+        """Name -> worker, for the workers that can be granted groups."""
         self.num_promised = quota.num_promised
-        """Groups consumed, accepted or running, those that this round grants included."""
+        """Number of groups consumed, accepted or running, including the groups that this round
+        grants.
+        """
         self._workers = workers
         self._groups_per_step = quota.groups_per_step
         self._leases = leases
@@ -42,20 +44,20 @@ class Occupancy:
         self._forecasts = forecasts
         self._now = now
         self._num_given: Counter[str] = Counter()
-        """Worker -> its new leases."""
+        """Worker -> number of leases that this round has given to it."""
 
     def give(self, worker_id: str, *, is_copy: bool = False) -> None:
-        """Count a lease that this round gives to a worker; a copy adds no promised group."""
+        """Count a lease that this round gives to a worker; a copy does not add a promised group."""
         self._num_given[worker_id] += 1
         self.num_promised += not is_copy
 
     def num_held(self, worker: LeasedWorker) -> int:
-        """Return how many leases a worker has, with its unknown leases and those of this round."""
+        """Return a worker's number of leases, including unknown ones and those of this round."""
         num_held = self._leases.num_leases(worker.node_id) + worker.num_unknown
         return num_held + self._num_given[worker.node_id]
 
     def may_take(self, worker: LeasedWorker) -> bool:
-        """Return whether an able worker has space for a group that admission allows it."""
+        """Return whether an able worker has space for another group, and admission allows one."""
         has_quota = self.bounds[worker.installed] > self.num_promised
         return has_quota and self.num_held(worker) < worker.capacity
 
@@ -65,7 +67,7 @@ class Occupancy:
         return [group for forecast in forecasts for group in forecast.running]
 
     def idle(self) -> dict[str, int]:
-        """Return worker -> free places, for the workers that could help with running groups."""
+        """Return worker -> number of free places, for workers that can help with running groups."""
         free = {
             node_id: (worker.num_places or worker.capacity) - self.num_held(worker)
             for node_id, worker in self.able.items()
@@ -75,7 +77,7 @@ class Occupancy:
         return {node_id: number for node_id, number in free.items() if number > 0}
 
     def loads(self, names: Iterable[str]) -> list[Load]:
-        """Return the load of each of these able workers."""
+        """Return the load of each of these workers, which must be in `able`."""
         workers = [self.able[name] for name in names]
         newest = max((w.installed for w in workers if w.installed is not None), default=None)
         return [self._load(worker, newest) for worker in workers]
@@ -109,16 +111,20 @@ class Occupancy:
     def _soon(
         self, worker_id: str, installed: PolicyVersion, newest: PolicyVersion, own: int
     ) -> tuple[int, float]:
-        """Return the limit of the version that a worker should install soon, and when it should."""
+        """Return the limit of the version that a worker should install soon, and the expected time.
+
+        The limit is a number of promised groups. If the time is unknown, the result is `own`, the
+        limit of the installed version, and the present time.
+        """
         at = self._finish_times.installs_at(worker_id, newest, now=self._now)
         if at is None:
             return own, self._now
         return own + (newest.step - installed.step) * self._groups_per_step, at
 
     def _alone_s(self, speed: Speed, num_places: int) -> float:
-        """Return the seconds of a group in a worker's engine if the engine were empty.
+        """Return the seconds that a group would take in a worker's engine without other groups.
 
-        The speed was measured under load, so the time is divided by the slowdown of that load.
+        The speed was measured under load, so the time is divided by the slowdown at that load.
         """
         load = slowdown(speed.load, num_places)
         return self._finish_times.lengths.mean / self._finish_times.known_speed(speed) / load

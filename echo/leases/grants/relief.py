@@ -26,18 +26,18 @@ from echo.leases.groups import MAX_ATTEMPTS, LeaseRecord, MoveRequest
 from echo.leases.run import LeaseSettings
 
 Requests = Mapping[LeaseRecord, MoveRequest]
-"""Lease -> the request that its holder give the lease up."""
+"""Lease -> the request to its holder to give up the lease."""
 Copy = tuple[LeaseRecord, str]
 """A lease to be moved or copied, and the worker that receives the group."""
 
 
 def is_pending(request: MoveRequest | None, *, heartbeat_s: float, now: float) -> bool:
-    """Return whether a holder was asked for a lease so recently that it may still give it up."""
+    """Return whether a request is so recent that the holder may still give up the lease."""
     return request is not None and now <= request.at + RELEASE_BEATS * heartbeat_s
 
 
 class Relief:
-    """The choice of moves and copies in one round."""
+    """Chooses the moves and copies of one round."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Relief:
         self._now = now
 
     def choose_moves(self, running: Sequence[RunningGroup]) -> Requests:
-        """Return the requests that ask holders to give leases up for idle workers."""
+        """Return the requests that ask holders to give up leases for idle workers."""
         pending = Counter(
             group.record.request.worker_id
             for group in running
@@ -70,7 +70,7 @@ class Relief:
         }
 
     def _even_out(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Choose leases for newcomers before any group of the run is made."""
+        """Return leases to move to newcomers, before any group of the run is made."""
         occupancy = self._occupancy
         equals = self._finish_times.equals(occupancy.able)
         newcomers = [
@@ -82,7 +82,7 @@ class Relief:
         return even_out(self._movable(running), newcomers) if newcomers else []
 
     def _move_waiting(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Choose leases that have not begun, for idle workers that would finish them sooner."""
+        """Return leases not begun yet to move to idle workers that would finish them sooner."""
         loads = self._occupancy.loads(self._occupancy.idle())
         for load in loads:
             for _ in range(pending[load.node_id]):
@@ -97,7 +97,10 @@ class Relief:
         return moves(waiting, loads, least_gain_s=self._settings.heartbeat_s)
 
     def _movable(self, running: Sequence[RunningGroup]) -> dict[str, list[LeaseRecord]]:
-        """Return worker -> its unrequested leases, begun ones first, if all of these may move."""
+        """Return worker -> its leases, begun ones first, for workers whose leases may all move.
+
+        Leases that were requested already are left out.
+        """
         held: dict[str, list[LeaseRecord]] = {}
         for record in (group.record for group in running):
             if record.request is None:
@@ -109,17 +112,17 @@ class Relief:
         }
 
     def _may_move(self, record: LeaseRecord) -> bool:
-        """Return whether a lease may be requested: it is listed, not copied, not requested."""
+        """Return whether a lease may be requested: its worker lists it, and no copy was made."""
         is_known = record.is_confirmed and not record.is_delivered and record.request is None
         is_alone = len(self._leases.group(record.group_id).leases) == 1
         return is_known and is_alone and record.attempt < MAX_ATTEMPTS // 2
 
     def choose_copies(self, running: Sequence[RunningGroup], requested: Requests) -> list[Copy]:
-        """Return which leases are to be copied, and to which idle workers.
+        """Return the leases to copy, each with the idle worker that gets the copy.
 
         Args:
             running: the leased groups.
-            requested: the moves of this round; their places at idle workers are taken.
+            requested: the moves of this round, which take places at idle workers.
         """
         idle = self._occupancy.idle()
         if not idle:
@@ -167,7 +170,7 @@ class Relief:
         return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
 
     def _withheld_from(self, record: LeaseRecord) -> str | None:
-        """Return the worker for which a holder has kept a lease despite a request, or None."""
+        """Return the worker for which a lease was requested, if the holder kept it; else None."""
         request = record.request
         if request is None or record.copy_of is not None:
             return None

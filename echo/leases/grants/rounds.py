@@ -3,14 +3,14 @@
 How many groups may be granted: `leases/grants/admission.py`. Which worker gets each of them:
 `leases/grants/dispatch.py`. A round grants, in this order,
 
-1. the groups that a holder has given up for a worker, to that worker;
+1. the groups that a holder has given up for another worker, to this other worker;
 2. the groups that wait to be granted again, the oldest first, then new ones, each to the worker
    that should finish it first;
 3. while the next batch waits for running groups: moves and copies to idle workers
    (`leases/grants/relief.py`).
 
-`Round.decide` changes no group and no lease, so a round that fails leaves no trace. It returns
-`Decisions`, and the scheduler enters them afterwards.
+`Round.decide` changes no group and no lease, so a round that fails has no effect. It returns
+`Decisions`, which the scheduler carries out afterwards.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from echo.leases.run import PromptPendingError, Prompts, find_prompt_fault
 from echo.wire.messages import Lease
 
 MAX_UNUSABLE = 1000
-"""Prompts in a row that cannot be turned into tokens, after which the run ends."""
+"""Number of prompts in a row that cannot be turned into tokens, after which the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewLease:
-    """A lease that a worker is to be granted."""
+    """A lease to be granted to a worker."""
 
     lease: Lease
     worker: LeasedWorker
     copy_of: int | None = None
-    """The attempt that it copies; None if it is no copy."""
+    """The attempt that the lease copies; None if it is no copy."""
 
 
 @dataclass(slots=True)
@@ -54,17 +54,19 @@ class Decisions:
 
     grants: list[NewLease] = field(default_factory=list)
     ends: list[tuple[int, DataError | None]] = field(default_factory=list)
-    """(group id, fault of its prompt) of groups that end; None: it was granted too often."""
+    """(group id, fault of its prompt) of each group that ends; the fault is None if the group was
+    granted too often.
+    """
     requests: Mapping[LeaseRecord, MoveRequest] = field(default_factory=dict)
-    """Leases that their holders are asked to give up."""
+    """Lease -> request to its holder to give up the lease."""
     released: list[int] = field(default_factory=list)
-    """Groups of `OpenGroups.released` that the round has considered, granted or not."""
+    """Ids of the groups in `OpenGroups.released` that the round has considered, granted or not."""
     fault: DataError | None = None
-    """Why there are no more prompts."""
+    """The error for which no more prompts can be used; None if there is none."""
 
 
 class Round:
-    """One round of grants, while it is decided."""
+    """One round of grants while it is being decided."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Round:
         self._decisions = Decisions()
 
     def decide(self) -> Decisions:
-        """Decide the round; change no group and no lease."""
+        """Return the decisions of the round; change no group and no lease."""
         able, is_waiting = self._occupancy.able, self._quota.is_batch_waiting
         if is_waiting or any(map(self._occupancy.may_take, able.values())):
             self._finish_times.refresh(list(able))
@@ -100,7 +102,7 @@ class Round:
         return self._decisions
 
     def _grant_released(self) -> None:
-        """Grant each group that was given up for a worker to that worker, if it can take it."""
+        """Grant each group that was given up for a worker to this worker, if it has space."""
         for group_id, node_id in sorted(self._groups.released.items()):
             self._decisions.released.append(group_id)
             worker = self._occupancy.able.get(node_id)
@@ -113,7 +115,7 @@ class Round:
                 self._grant(group_id, worker)
 
     def _grant_groups(self) -> None:
-        """Grant groups in the order of their predicted finish, as long as there are prompts."""
+        """Grant groups that wait, then new groups, in the order of their predicted finish."""
         candidates = self._candidates()
         loads = self._occupancy.loads(self._occupancy.able)
         num_due = None if self._just_in_time is None else self._num_due(self._just_in_time, loads)
@@ -125,7 +127,7 @@ class Round:
             self._grant(group_id, self._occupancy.able[node_id])
 
     def _num_due(self, just_in_time: JustInTime, loads: Sequence[Load]) -> int | None:
-        """Return how many groups are to be granted now; None for all that admission allows."""
+        """Return the number of groups to grant now; None for all that admission allows."""
         versions = [self._occupancy.able[load.node_id].installed for load in loads]
         return just_in_time.num_due(
             loads,
@@ -148,7 +150,10 @@ class Round:
         return self._prompts.lease(group_id, self._groups.leases.group(group_id).num_attempts)
 
     def _candidates(self) -> Iterator[int]:
-        """Yield the groups to be granted: those that wait, the oldest first, then new ones."""
+        """Yield the ids of the groups to grant: waiting groups, the oldest first, then new ones.
+
+        Waiting groups that were granted too often are ended.
+        """
         granted = {new.lease.group_id for new in self._decisions.grants}
         for group_id in self._groups.leases.waiting:
             if self._groups.leases.group(group_id).num_attempts >= MAX_ATTEMPTS:
@@ -158,10 +163,10 @@ class Round:
         yield from itertools.count(self._groups.next_group_id)
 
     def _next_group(self, candidates: Iterator[int]) -> int | None:
-        """Return the group to grant next, passing over groups whose prompt cannot be used.
+        """Return the id of the group to grant next; end groups whose prompts cannot be used.
 
-        Return None if its prompt is still being made, or if MAX_UNUSABLE prompts in a row cannot be
-        used.
+        The result is None if the group's prompt is still being made, or if MAX_UNUSABLE prompts in
+        a row cannot be used.
         """
         fault: DataError | PromptPendingError | None = None
         for group_id in itertools.islice(candidates, MAX_UNUSABLE):
@@ -176,7 +181,7 @@ class Round:
         return None
 
     def _relieve(self) -> None:
-        """Move and copy running groups to workers that have nothing else to do."""
+        """Decide which running groups to move or copy to workers that have nothing else to do."""
         running = self._occupancy.running()
         requests = self._decisions.requests = self._relief.choose_moves(running)
         if self._just_in_time is not None and self._just_in_time.is_holding:
@@ -187,7 +192,7 @@ class Round:
                 self._decisions.grants.append(NewLease(copy, worker, copy_of=original.attempt))
 
     def _copy_of(self, original: LeaseRecord) -> Lease:
-        """Return a copy of a lease: the next attempt, with the seed of the original."""
+        """Return the lease that copies another: the group's next attempt, with the same seed."""
         seed = self._prompts.lease(original.group_id, original.attempt).seed
         return msgspec.structs.replace(
             self._next_lease(original.group_id), seed=seed, min_version=original.min_version
