@@ -1,4 +1,4 @@
-"""Memory-mapped version stores on disk, which a restarted node resumes from.
+"""Memory-mapped version stores on disk, from which a restarted node resumes.
 
 Files in the directory (network.store_dir) that this module creates:
 
@@ -76,7 +76,7 @@ BATCH_BYTES = 1 << 20
 
 
 def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
-    """Return one byte per chunk: 1 if its bytes match their hash.
+    """Return one byte per chunk of an image: 1 if the chunk's bytes match their hash, else 0.
 
     `storage` has the manifest's size. Bytes of a file that were never written read as zeros.
     """
@@ -106,16 +106,16 @@ _log = logging.getLogger(__name__)
 
 
 class DiskThread:
-    """Calls functions in a thread, in the order of `call`."""
+    """Calls functions in one thread, in the order in which `call` received them."""
 
     def __init__(self) -> None:
-        """Create the pool; its thread starts with the first call."""
+        """Create the thread's pool; the thread starts with the first call."""
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
             1, thread_name_prefix="version_store"
         )
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a function in the thread (after `close`, directly); it must handle its errors."""
+        """Call a function in the thread, or directly after `close`; it must handle its errors."""
         if self._pool is None:
             function()
         else:
@@ -127,7 +127,7 @@ class DiskThread:
             self._pool.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Wait until all functions have returned, and end the thread."""
+        """Wait until all functions passed to `call` have returned, and end the thread."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -166,23 +166,23 @@ def _report(future: Future[None]) -> None:
 
 
 MAX_SPARES = 2
-"""Dropped images kept for reuse: one is still being sent while the other is filled again."""
+"""Most dropped images kept for reuse: one may still be sent while the other is filled again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A version that an earlier process has stored; it is not verified yet."""
+    """A version that an earlier process has stored, and that is not verified yet."""
 
     version: PolicyVersion
     signed_manifest: bytes
     """The manifest with the learner's signature, which the caller must verify."""
     storage: memoryview
-    """The image's bytes, writable; `verify_held` finds the chunks that were written."""
+    """The image's bytes, writable; `verify_held` determines which chunks were written."""
 
 
 @dataclass(slots=True, eq=False)
 class Pages:
-    """The mapping under one version store."""
+    """The memory mapping that holds one version's image."""
 
     mapping: mmap.mmap
     path: Path | None = None
@@ -193,19 +193,19 @@ class Pages:
         return len(self.mapping)
 
     def lend(self) -> memoryview:
-        """Return a view of all bytes."""
+        """Return a view of all bytes; while it is alive, `is_lent` is true."""
         exporter = np.frombuffer(self.mapping, dtype=np.uint8)
         self._exporter = weakref.ref(exporter)
         return exporter.data
 
     @property
     def is_lent(self) -> bool:
-        """Whether a view of the bytes is still alive."""
+        """Whether a view that `lend` returned is still alive."""
         return self._exporter is not None and self._exporter() is not None
 
 
 def map_memory(num_bytes: int) -> Pages:
-    """Return pages of memory, which the kernel allocates at the first write to each.
+    """Return pages of memory, each of which the kernel allocates at the first write to it.
 
     Raises:
         OSError: if address space or memory is exhausted.
@@ -216,13 +216,16 @@ def map_memory(num_bytes: int) -> Pages:
 
 
 def advise_huge_pages(mapping: mmap.mmap) -> None:
-    """Ask the kernel for pages of 2 MiB, which cause 1/512 of the page faults; it may refuse."""
+    """Ask the kernel for pages of 2 MiB, which cause 1/512 of the page faults.
+
+    The kernel may refuse, which is ignored.
+    """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 class MemoryStore(VersionStore):
-    """Keeps versions in memory; all versions that are not dropped take at most `limit_bytes`."""
+    """Keeps versions in memory; all versions together take at most `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes < 1:
@@ -230,24 +233,25 @@ class MemoryStore(VersionStore):
         self.limit_bytes = limit_bytes
         self._live: dict[PolicyVersion, Pages] = {}
         self.spares: list[Pages] = []
-        """Files of dropped versions, largest first, kept for versions of the same size."""
+        """Pages of dropped versions, largest first, kept for new versions of the same size."""
 
     # --- for the protocol's shell ----------------------------------------------------------------
 
     @property
     def bytes_held(self) -> int:
-        """Total bytes of the version stores that were not dropped."""
+        """Total bytes of the versions that were not dropped."""
         return sum(map(len, self._live.values()))
 
     def create(
         self, version: PolicyVersion, signed_manifest: bytes | None, num_bytes: int
     ) -> memoryview:
-        """Return memory for a version, with undefined bytes.
+        """Allocate and return the memory for a version's image, with undefined contents.
 
-        The signed manifest is stored with it as received; None if it follows later (`sealed`).
+        The signed manifest is stored with the image, as received; None if the manifest follows
+        later (`sealed`).
 
         Raises:
-            StorageError: if the limit, the disk or the memory does not allow it.
+            StorageError: if the limit, the disk or the memory has too little space for the version.
         """
         if version in self._live or num_bytes < 1:
             raise ValueError(f"{version}: {num_bytes} bytes asked for, or asked for twice")
@@ -262,7 +266,7 @@ class MemoryStore(VersionStore):
         return pages.lend()
 
     def drop(self, version: PolicyVersion) -> None:
-        """Drop the version store of a version; do nothing if there is none.
+        """Drop a version; do nothing if it is not stored.
 
         Views of its memory, and frames that libzmq has yet to send, stay valid.
         """
@@ -282,25 +286,25 @@ class MemoryStore(VersionStore):
     def recover(self, run_id: str) -> list[Saved]:
         """Return the versions of this run that an earlier process stored, newest first.
 
-        Called once the node has joined. The caller verifies the manifest
+        Must be called once the node has joined. The caller verifies each manifest
         (echo.weights.manifest.verify), then the chunks (`verify_held`), and drops versions that it
-        does not need. Versions of other runs are dropped.
+        does not need. Versions of other runs are dropped here.
         """
         for version in list(self._live):
             self.drop(version)
         return []
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Record that the memory of `base` now holds `version`."""
+        """Record that the memory of the version `base` now holds `version`."""
         pages = self._live.pop(base, None)
         if pages is not None:
             self._live[version] = pages
 
     def verify_held(self, manifest: Manifest, storage: memoryview) -> bytearray:
-        """Return one byte per chunk: 1 if its bytes in `storage` match their hash.
+        """Return one byte per chunk: 1 if the chunk's bytes in `storage` match their hash, else 0.
 
         Raises:
-            StorageError: if the version store does not have the manifest's size.
+            StorageError: if `storage` does not have the manifest's size.
         """
         if len(storage) != manifest.num_bytes:
             raise StorageError(
@@ -310,7 +314,7 @@ class MemoryStore(VersionStore):
         return held_chunks(manifest, storage)
 
     def close(self) -> None:
-        """Drop everything except the files that a later process may recover; views stay valid."""
+        """Drop all versions except files that a later process may recover; views stay valid."""
         self._drop_spares()
         self._live.clear()
 
@@ -318,11 +322,11 @@ class MemoryStore(VersionStore):
 
     @property
     def where(self) -> str:
-        """The name of the store in messages."""
+        """The name of this store in messages: "memory for ..." or its setting and directory."""
         return "memory for versions of the weights"
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        """Allocate pages, or raise StorageError."""
+        """Return new pages for a version; raise StorageError if there is too little space."""
         try:
             return map_memory(num_bytes)
         except OSError as error:
@@ -332,14 +336,14 @@ class MemoryStore(VersionStore):
             ) from error
 
     def _enter(self, version: PolicyVersion, pages: Pages) -> None:
-        """Rename the mapped file to a version's name, or raise StorageError; a no-op in memory."""
+        """Rename the mapped file to a version's name, or raise StorageError; no-op in memory."""
 
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Remove the name of a dropped version's pages; return whether they may be reused."""
         return True
 
     def _free(self, pages: Pages) -> None:
-        """Release pages; they are unmapped when their last view has died."""
+        """Release pages, which are unmapped once no view of them is alive."""
 
     def _drop_spares(self) -> None:
         for spare in self.spares:
@@ -370,9 +374,9 @@ def _names(versions: Sequence[PolicyVersion]) -> str:
 
 
 DEFAULT_SHARE = 0.9
-"""Share of the free memory or disk that versions may take if network.store_bytes is unset."""
+"""Share of the free memory or disk that versions may take if network.store_bytes is not set."""
 FORMAT = 2
-"""Format of the file names and files in the directory; part of the lock's name."""
+"""Number of the format of the files in the directory and their names; part of the lock's name."""
 _LOCK = f"echo-store-{FORMAT}.lock"
 _LOCKS = re.compile(r"echo-store-(\d+)\.lock")
 _OWN = re.compile(
@@ -395,10 +399,10 @@ def open_store(directory: str | None, limit_bytes: int | None) -> MemoryStore:
 
 
 def _refuse_other_format(directory: Path) -> None:
-    """Refuse a directory that another format was written to.
+    """Check that the directory has no files of another format.
 
     Raises:
-        StorageError: naming both formats and the remedy.
+        StorageError: if it has; the message names both formats and the remedy.
     """
     formats = {match[1] for path in directory.glob("*.lock") if (match := _LOCKS.match(path.name))}
     if other := ", ".join(sorted(formats - {str(FORMAT)})):
@@ -442,7 +446,10 @@ class DiskStore(MemoryStore):
         return f"network.store_dir = {self.directory}"
 
     def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
-        """Write a manifest beside its image; if this fails, the version is not recovered later."""
+        """Write a version's manifest beside its image, in the disk's thread.
+
+        If this fails, a later process does not recover the version.
+        """
         pages = self._live.get(version)
         if pages is None or pages.path is None:
             return  # patched to a newer version, or in memory
@@ -463,11 +470,11 @@ class DiskStore(MemoryStore):
     # --- in place --------------------------------------------------------------------------------
 
     def begin_patch(self, patch: Patch) -> None:
-        """Rename the image to the version that a patch is about to write into it."""
+        """Rename the image's file to the version that a patch is about to write into the image."""
         self._rename(patch.base, patch.base, patch.version)
 
     def cancel_patch(self, patch: Patch) -> None:
-        """Rename the image to its base version again: the patch was taken back."""
+        """Rename the image's file to its base version again, because the patch was taken back."""
         try:
             self._rename(patch.base, patch.version, patch.base)
         except OSError as error:
@@ -484,11 +491,11 @@ class DiskStore(MemoryStore):
         self._remove_later(self._path(base, "manifest"))
 
     def recover(self, run_id: str) -> list[Saved]:
-        """Return the versions of this run that an earlier process stored; remove its other files.
+        """Return this run's versions of an earlier process, newest first; remove its other files.
 
-        Newest first. Must be called before the first `create`. Version stores of this process are
-        not returned; if they belong to another run, they are dropped. May take long, so it must be
-        called in a thread.
+        Must be called before the first `create`. Versions that this process has stored are not
+        returned; if they belong to another run, they are dropped. The call may take long, so it
+        must be made in a thread.
         """
         run = blake3(run_id.encode()).hexdigest()[:16]
         if run != self._run:
@@ -517,13 +524,13 @@ class DiskStore(MemoryStore):
             self._lock = None
 
     def flush(self) -> None:
-        """Wait until manifests are written, and dropped files removed."""
+        """Wait until all manifests are written and all dropped files are removed."""
         self._thread.flush()
 
     # --- allocation and release ------------------------------------------------------------------
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        """Preallocate and map a file under a temporary name; fall back to memory."""
+        """Return pages of a preallocated file under a temporary name, or else of memory."""
         assert self._run_hash
         try:
             try:
@@ -581,7 +588,7 @@ class DiskStore(MemoryStore):
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Rename a dropped version's file to a temporary name for reuse, and remove its manifest.
 
-        Memory that replaced a file is not reused: the next version may fit on the disk again.
+        Memory that was used in place of a file is not reused: the next version may fit on the disk.
         """
         if pages.path is None:
             return False
@@ -597,13 +604,13 @@ class DiskStore(MemoryStore):
             self._remove_later(pages.path)
 
     def _remove_later(self, path: Path) -> None:
-        """Remove a file after all queued writes to it."""
+        """Remove a file in the disk's thread, after all queued writes to the file."""
         self._thread.call(lambda: _remove(path))
 
     # --- files of an earlier process -------------------------------------------------------------
 
     def _sift(self, known: set[Path | None]) -> list[PolicyVersion]:
-        """Return this run's versions here, newest first; remove temporary and other runs' files."""
+        """Return the versions on disk, newest first; remove other runs' and temporary files."""
         versions: set[PolicyVersion] = set()
         foreign = []
         for entry in os.scandir(self.directory):
@@ -622,7 +629,7 @@ class DiskStore(MemoryStore):
         return sorted(versions, reverse=True)
 
     def _reopen(self, version: PolicyVersion) -> Saved | None:
-        """Map a stored version, or remove its files if they are incomplete."""
+        """Map a stored version and return it; if incomplete, remove its files and return None."""
         path, manifest = self._path(version, "image"), self._path(version, "manifest")
         try:
             signed_manifest = manifest.read_bytes()
@@ -663,7 +670,7 @@ class DiskStore(MemoryStore):
         return stat.f_bavail * stat.f_frsize
 
     def _available_bytes(self) -> int:
-        """Return the free bytes of the disk, plus those of an earlier process's files here."""
+        """Return the bytes that versions may take: free ones, and files of an earlier process."""
         taken = (
             entry.stat(follow_symlinks=False).st_size
             for entry in os.scandir(self.directory)
@@ -672,14 +679,14 @@ class DiskStore(MemoryStore):
         return self._free_bytes() + sum(taken)
 
     def _warn(self, text: str) -> None:
-        """Log a warning, once per store."""
+        """Log a warning, but only the first one of this store."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning("%s: %s", self.where, text)
 
 
 def _map_file(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """Map a file that is fully allocated; ValueError if it is empty."""
+    """Return a mapping of a file that is fully allocated; ValueError if it is empty."""
     mapping = mmap.mmap(descriptor, num_bytes)
     advise_huge_pages(mapping)
     return mapping

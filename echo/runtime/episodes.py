@@ -1,23 +1,24 @@
 """Multi-turn rollouts: the engine samples turns, and the environment replies.
 
-Sampled tokens stay as sampled: their text is never encoded again. Each reply of the environment is
-encoded once and appended; sampled tokens and replies together are the prefix of the next turn. A
-rollout's mask is True for sampled tokens only, and only sampled tokens have log-probabilities.
-`max_completion_tokens` bounds all tokens of the episode, those of the environment included.
+Sampled tokens stay as they were sampled: their text is never encoded again. Each reply of the
+environment is encoded once and appended; sampled tokens and replies together are the prefix of the
+next turn. A rollout's mask is True for sampled tokens only, and only sampled tokens have
+log-probabilities. `max_completion_tokens` bounds all tokens of an episode, including the
+environment's.
 
-All episodes of a call advance together, turn by turn: one call of the engine for all running
+All episodes that are played together advance turn by turn: one call of the engine for all running
 episodes, then the environment's replies, several concurrently. The finish reason of an episode is
 
     stop      if the environment ends the episode
     length    if a turn is cut off at the token limit, if the environment's reply and one more token
               do not fit, or if the environment has not ended the episode after `max_turns` turns
 
-An episode that ends at a limit is counted and gets a reward like any other.
+An episode that ends at a limit is counted and gets a reward like any other episode.
 
 If the environment fails, or the model's log-probabilities are not finite, the episode's whole group
-fails and is not trained on. If instead the environment's process was lost (`reward_lost`), for
-example because another episode's call in it failed, the group is played again, at most MAX_RETRIES
-times.
+fails and is not trained on. If instead the process of the environment was lost (`reward_lost`), for
+example because the call of another episode in this process failed, the group is played again, at
+most MAX_RETRIES times.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ from echo.tasks.tokenization import UNUSABLE, TextCodec
 from echo.wire.messages import BAD_LOGPROBS, Lease
 
 MAX_THREADS = 64
-"""Threads that wait for replies; the host decides how many replies run concurrently."""
+"""Most threads that wait for replies; the host decides how many replies run concurrently."""
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""The difference between the seeds of consecutive turns in an episode."""
+"""Difference between the seeds of consecutive turns in an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,15 +76,15 @@ class Opening:
     """The start of a group of episodes: prompt, example and seeds."""
 
     name: str
-    """Prefix of request ids, such as "17.0"."""
+    """Prefix of the ids of the group's requests, such as "17.0"."""
     prompt_ids: npt.NDArray[np.int32]
     example: Example
     seeds: Sequence[int]
-    """One seed per episode."""
+    """One seed per episode of the group."""
 
 
 def openings_of(leases: Sequence[Lease], *, group_size: int) -> list[Opening]:
-    """Return the openings of the groups that these leases ask for."""
+    """Return the opening of the group of each of these leases."""
     return [
         Opening(
             name=f"{lease.group_id}.{lease.attempt}",
@@ -96,7 +97,7 @@ def openings_of(leases: Sequence[Lease], *, group_size: int) -> list[Opening]:
 
 
 class EpisodeRunner:
-    """Plays groups of episodes; thread-safe."""
+    """Plays groups of episodes in an environment; thread-safe."""
 
     def __init__(
         self,
@@ -120,15 +121,15 @@ class EpisodeRunner:
         *,
         version: PolicyVersion | None = None,
     ) -> list[list[Rollout] | RewardError]:
-        """Play groups to the end; play those again whose environment's process was lost.
+        """Play groups to the end, and return each group's rollouts or the error that ended it.
 
         `sampling.max_completion_tokens` bounds a whole episode. The watcher receives counts of
-        tokens and replies, and may stop the call: unfinished groups are then dropped. If a version
-        is given, all turns are sampled from it. Returns, for each group, its rollouts or the error
-        with which it failed.
+        tokens and replies, and may stop the call: then unfinished groups are dropped. If a version
+        is given, all turns are sampled from this version. A group whose environment's process was
+        lost is played again.
 
         Raises:
-            VersionError: before any turn, if the given version is not installed.
+            VersionError: before the first turn, if the given version is not installed.
         """
         held = nullcontext() if version is None else self._engine.holding(version)
         results: list[list[Rollout] | RewardError] = [
@@ -200,7 +201,7 @@ class EpisodeRunner:
         plays: Sequence[_Play],
         watcher: Watcher,
     ) -> None:
-        """Call a function for each episode, in threads; store a RewardError as its fault."""
+        """Call a function for each episode in threads; store a RewardError as episode's `fault`."""
 
         def guarded(play: _Play) -> None:
             try:
@@ -221,7 +222,7 @@ class EpisodeRunner:
         play.episode = self._host.begin(play.opening.example)
 
     def _reply(self, play: _Play, *, is_last: bool) -> None:
-        """Send the sampled turn to the environment, and append its reply or end the episode."""
+        """Send the sampled turn to the environment; append the reply, or end the episode."""
         assert play.episode is not None
         messages = play.episode.reply(self._text.decode(play.turn_ids.tolist()))
         if messages is None and not play.is_cut:
@@ -244,7 +245,7 @@ class EpisodeRunner:
                 self._host.count("env/token_limit")
 
     def _take_rewards(self, groups: Sequence[Sequence[_Play]], watcher: Watcher) -> None:
-        """Compute the rewards of finished episodes; per group if the task compares answers."""
+        """Compute the rewards of finished episodes, by groups if the task compares answers."""
         together = {
             group[0]: group
             for group in groups
@@ -272,7 +273,7 @@ class EpisodeRunner:
 
 
 class _Play:
-    """One episode: its tokens so far and its state."""
+    """One episode while it is played: its tokens so far and its state."""
 
     def __init__(self, opening: Opening, member: int, sampling: Sampling) -> None:
         self.opening = opening
@@ -282,7 +283,7 @@ class _Play:
         """The finish reason; empty while the episode runs."""
         self.reward = 0.0
         self.turn_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        """Tokens of the last sampled turn."""
+        """The tokens of the last sampled turn."""
         self.is_cut = False
         """Whether the last sampled turn ended without a stop token."""
         self._member = member
@@ -303,7 +304,7 @@ class _Play:
         )
 
     def add_sampled(self, completion: Completion) -> None:
-        """Append the sampled turn, or set the fault if a log-probability is not finite."""
+        """Append a sampled turn, or set the fault if a log-probability is not finite."""
         if completion.finish_reason == "nonfinite":
             self.fault = RewardError(describe_nonfinite(completion), reason=BAD_LOGPROBS)
             return
@@ -316,7 +317,10 @@ class _Play:
         self._num_tokens += len(ids)
 
     def add_answer(self, ids: Sequence[int]) -> bool:
-        """Append the environment's tokens; if they and one more do not fit, return False."""
+        """Append the tokens of the environment's reply; return whether they and one more fit.
+
+        If they do not fit, nothing is appended.
+        """
         if self._num_tokens + len(ids) >= self._max_tokens:
             return False
         length = len(ids)
@@ -374,7 +378,10 @@ MAX_AUTO_PROCESSES = 4
 
 
 def code_settings(section: TaskSection, reward: RewardSection) -> dict[str, Any]:
-    """Return the setting that identifies the task's code: workers compare theirs with it."""
+    """Return {CODE: hash and path per module of the task's code}, which workers compare.
+
+    The result is empty if only the learner runs the code.
+    """
     if reward.where == "learner":
         return {}  # only the learner runs the code
     return {CODE: code_of(section.kind, section.options)}
@@ -387,10 +394,10 @@ def check_inherited_code(
     *,
     inherited_dir: Path,
 ) -> None:
-    """Compare the code that a worker is about to import with the learner's.
+    """Check that the task's code that a worker is about to import is the learner's code.
 
     Raises:
-        ConfigError: if the code is missing here, or differs from the learner's.
+        ConfigError: if the code is missing on this machine, or differs from the learner's.
     """
     if reward.where != "learner":
         learners = settings.get(CODE, {})

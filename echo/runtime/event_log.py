@@ -6,10 +6,10 @@
     {"now": 81.298, "reported": "CallReturned", "call": {...}, "num_tokens": 4096}
     {"now": 81.307, "worked": "DecodeBlock", "block": 3, "chunk_bytes": 1048576, "result": ""}
 
-`now` is the loop's clock, the only clock that a role sees; the first line of a process also has the
-time of day. Bytes are logged as their length and the first digits of their hash, so the log
-contains no weights and no keys of versions. Settings may hold options of users' code, so only
-their names are logged. Join strings are logged without their secret.
+`now` is the time of the loop's clock, the only clock that a role sees; the first line of a process
+also has the time of day. Bytes are logged as their length and the first digits of their hash, so
+the log contains no weights and no keys of versions. Settings may contain options of users' code, so
+only the names of settings are logged. Join strings are logged without their secret.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ MAX_FILE_BYTES = 128 << 20
 lines are kept, and a log that runs for days does not fill the disk.
 """
 MAX_ITEMS = 16
-"""Elements of a list that are logged; the length of a longer list follows them."""
+"""Most elements of a list that are logged; the length of a longer list follows them."""
 MAX_CHARACTERS = 200
-"""Characters of a text that are logged; the length of a longer text follows them."""
+"""Most characters of a text that are logged; the length of a longer text follows them."""
 
 MAX_DEPTH = 16
-"""Levels of a nested value that are logged; messages of nodes have no more."""
+"""Most levels of a nested value that are logged; messages of nodes have no more levels."""
 
 
 class EventLog:
-    """Appends the events of one process to a file."""
+    """Appends the events of one process to a file, as lines of JSON."""
 
     def __init__(self, path: Path, *, log: logging.Logger) -> None:
-        """Open the file; if a later write fails, `log` gets a warning.
+        """Open the file; if a later write fails, `log` gets a warning and the event log ends.
 
         Raises:
             StorageError: if the file cannot be opened for writing.
@@ -64,7 +64,10 @@ class EventLog:
             raise StorageError(text) from error
 
     def write(self, kind: str, what: Any, *, now: float, **more: str) -> None:
-        """Append a line; `kind` is "received", "reported", "returned" or "worked"."""
+        """Append a line about `what`, an event, action or work; `more` are further fields.
+
+        `kind` is "received", "reported", "returned" or "worked".
+        """
         if self._fd is None:
             return
         at = {"now": round(now, 6)}
@@ -98,7 +101,7 @@ class EventLog:
 
 
 def _fields(kind: str, what: Any) -> dict[str, Any]:
-    """Return the logged fields of an event or action, without its class."""
+    """Return the logged fields of an event, action or work, without the name of its class."""
     if isinstance(what, Received | Send):
         name, fields = _message(what.frames)
         return {kind: name, "peer": what.peer} | fields
@@ -114,7 +117,7 @@ def _fields(kind: str, what: Any) -> dict[str, Any]:
 
 
 def _message(frames: Sequence[Frame]) -> tuple[str, dict[str, Any]]:
-    """Return a message's kind and its logged fields; only the size if it is malformed."""
+    """Return a message's kind and its logged fields; if it is malformed, only its size."""
     try:
         envelope = decode_envelope(frames)
         fields = msgspec.msgpack.decode(envelope.body, type=dict[str, Any])
@@ -140,7 +143,7 @@ def _foreign(value: Any) -> Any:
 
 
 def _brief(value: Any, depth: int = 0) -> Any:
-    """Return a plain value shortened for JSON; a peer's message may contain any value."""
+    """Return a plain value shortened for the log, because a message may contain any value."""
     match value:
         case None | bool() | int() | float():
             return value

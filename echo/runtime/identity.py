@@ -1,4 +1,4 @@
-"""Identity of a run: id, signing key, and the join string."""
+"""Identity of a run: its id, the learner's signing key, and the join string."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from echo.roles.joining import fingerprint, show_fingerprint
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A run's id and signing key."""
+    """A run's id and its learner's signing key."""
 
     run_id: str
     key: Ed25519PrivateKey
 
     @property
     def public_key(self) -> bytes:
-        """The raw public key, 32 bytes."""
+        """The raw public key of the signing key, 32 bytes."""
         return self.key.public_key().public_bytes_raw()
 
 
 def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
-    """Return the identity of the run in `run_dir`; create it for a new run.
+    """Return the identity of the run in `run_dir`; for a new run, create and store it.
 
     Raises:
         StorageError: if the files cannot be read or written.
@@ -59,7 +59,7 @@ def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
 
 
 def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
-    """Return the learner's signing key in a run directory; create it if there is none.
+    """Return the learner's signing key in a run directory; create one if there is none.
 
     The join string contains the fingerprint of this key, and may be written before the run has an
     id.
@@ -100,17 +100,19 @@ _JOIN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Contents of a join string."""
+    """The contents of a join string."""
 
     address: str
-    """Address of the learner or a relay, with its server key."""
+    """Address of the learner or a relay, with the server key of the connection."""
     secret: bytes = field(repr=False)
     fingerprint: bytes
     """Fingerprint of the learner's signing key."""
 
     @classmethod
     def parse(cls, text: str, *, source: str = "the join string") -> Join:
-        """Read `tcp://host:port#KEY.SECRET.FINGERPRINT`.
+        """Return the contents of a join string, `tcp://host:port#KEY.SECRET.FINGERPRINT`.
+
+        `source` names where the text comes from, for messages.
 
         Raises:
             ConfigError: if the text has another form; the message does not contain the text.
@@ -191,19 +193,20 @@ ECHO_JOIN = "ECHO_JOIN"
 
 @dataclass(frozen=True, slots=True)
 class JoinSource:
-    """The settings in which a relay or worker finds its join string."""
+    """The settings in which a relay or worker looks for its join string."""
 
     role: Literal["relay", "worker"]
     connect: Sequence[str]
-    """Addresses in the node's own section of the configuration."""
+    """Addresses or join strings in the node's own section of the configuration."""
     security: SecuritySection
     run_dir: Path
 
     def find(self) -> Join | None:
-        """Return the first join string in `connect`, security.join or the file that it names.
+        """Return the join string in `connect`, in security.join, or in the file named there.
 
-        If none of them is set, read the join string in the run directory, which nodes on the
-        learner's machine share; None if the run directory has none.
+        If `connect` contains no join string and security.join is not set, the join string is read
+        from the run directory, which nodes on the learner's machine share. The result is None if
+        the run directory has none either.
 
         Raises:
             ConfigError: if the file cannot be read, or a text is not a join string.
@@ -236,11 +239,11 @@ class JoinSource:
         return () if join is None else (join.address,)
 
     def fingerprint(self) -> bytes | None:
-        """Return the fingerprint of the learner's signing key; None if it is not known here.
+        """Return the fingerprint of the learner's signing key; None if this node has none.
 
         The join string contains the fingerprint. An unencrypted run has no join string: then, if
         every address is a loopback address, the fingerprint is computed from the key in the run
-        directory. Otherwise it is not known.
+        directory. Otherwise the fingerprint is not known.
         """
         join = self.find() if self.security.curve else None
         if join is not None:
@@ -275,8 +278,8 @@ class JoinSource:
 def join_address(address: str, advertise: str | None) -> str:
     """Return the address at which other nodes reach the learner that listens on `address`.
 
-    A wildcard address listens on every interface; other nodes are then given the address of the
-    interface that the default route uses, as a guess.
+    A wildcard address listens on every interface. Other nodes then get the address of the interface
+    that the default route uses, which is a guess.
     """
     if advertise is not None:
         return advertise

@@ -1,12 +1,12 @@
-"""The shell around a role: one loop that carries out its decisions.
+"""The shell around a role: an event loop that carries out the role's decisions.
 
     transport events, timer, results of model work  ->  role  ->  actions  ->  perform
 
 Only the event loop calls the role, so the role needs no locks. Model work runs in threads
-(`threads.py`), which pass their results to the loop. There is one timer. The node sets it again
-only for an earlier deadline; a timer that fires too early sets the next timer. An unexpected
-exception ends the node, because a half-failed node would do more harm. An exception in the handling
-of a peer's message drops only that peer, since otherwise one malformed message could stop the
+(`threads.py`), which pass their results to the loop. There is one timer. The node sets the timer
+again only for an earlier deadline; a timer that fires too early sets the next timer. An unexpected
+exception ends the node, because a half-failed node would do more harm. An exception while a peer's
+message is handled drops only this peer, because otherwise one malformed message could stop the
 fleet. No decision is lost: the role returns its decisions as actions, and the peer may join again.
 """
 
@@ -71,24 +71,24 @@ from echo.wire.codec import Frame, describe, is_public
 from echo.wire.seals import SealKeys
 
 REPEAT_S = 60.0
-"""Seconds between two log lines on the same topic."""
+"""Least seconds between two log lines on the same topic."""
 
 INTERRUPTED = "interrupted"
-"""Reason for the end of a node that its operator has stopped."""
+"""The reason that a node ends with if its operator has stopped it."""
 STALL_S = 0.5
-"""A timer that fires this many seconds late shows that the loop was blocked."""
+"""If a timer fires this many seconds late, the loop counts as having been blocked."""
 CATCH_UP_S = 0.2
-"""Seconds for reading messages that arrived during a stall, before deadlines are checked."""
+"""Seconds for reading messages that arrived while the loop was blocked, before deadlines count."""
 LEAST_WAIT_S = 0.001
 """Shortest delay of a timer, seconds."""
 MAX_WORKERS = 8
-"""Threads that decode deltas and write chunks; each handles some GB of weights per second."""
+"""Most threads that decode deltas and write chunks; each handles some GB of weights per second."""
 LINGER_S = 2.0
-"""Seconds for the last messages of a node to leave after its work has ended."""
+"""Seconds for sending the last messages of a node after its work has ended."""
 
 
 class Topics:
-    """Logs the first note of a topic at once, and the following notes in one line a minute."""
+    """Logs the first note on a topic at once, and the number of further notes once a minute."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -96,7 +96,7 @@ class Topics:
         self._waiting: dict[str, tuple[Note, int]] = {}
 
     def log(self, note: Note, *, now: float) -> None:
-        """Log a note; if its topic was logged within REPEAT_S, only count it."""
+        """Log a note; if its topic was logged less than REPEAT_S ago, only count the note."""
         self.log_due(now=now)
         self._waiting.pop(note.ends, None)
         if note.topic in self._logged_at:
@@ -108,7 +108,7 @@ class Topics:
         self._write(note, note.text)
 
     def log_due(self, *, now: float) -> None:
-        """Log the notes counted during each topic's last minute; forget a topic without any."""
+        """Log the number of counted notes on each topic that is due; forget topics without any."""
         due = [topic for topic, at in self._logged_at.items() if now >= at + REPEAT_S]
         for topic in due:
             del self._logged_at[topic]
@@ -123,7 +123,7 @@ class Topics:
 
 
 class Node:
-    """The node of a process: a role, a transport, and threads for model work."""
+    """The node of a process: runs a role with a transport, and with threads for model work."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Node:
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Take a started transport; if `threads` is None, use real threads (`ThreadPools`)."""
+        """Connect a role and a started transport; if `threads` is None, use real threads."""
         self.transport = transport
         self.log = log
         self._role = role
@@ -149,37 +149,37 @@ class Node:
         self._weights_pool = self.threads.pool("weights", min(MAX_WORKERS, os.cpu_count() or 1))
         self._tasks: set[asyncio.Task[None]] = set()
         self.at_release: list[Callable[[], None]] = []
-        """Functions to call when the node has ended, for any reason."""
+        """Functions that are called when the node has ended, for any reason."""
         self.event_log: EventLog | None = None
         """Log of everything that the role receives and returns; None for no log."""
 
     # --- overridden by the nodes of each role ----------------------------------------------------
 
     def on_action(self, action: Action) -> None:
-        """Carry out an action that is specific to the role."""
+        """Carry out an action that only this kind of role returns."""
         raise TypeError(f"{type(action).__name__} is not for {type(self).__name__}")
 
     def before_expire(self) -> None:
-        """Update the role's counters before it reports them."""
+        """Update the role's counters; called before each `expire`, which may report them."""
 
     async def work(self) -> None:
-        """Do the role's work; after it returns, the node still relays until it is stopped."""
+        """Do this kind of node's work; after it returns, the node still relays until stopped."""
 
     async def drain(self) -> None:
         """Finish the work that must not be lost, after the first interrupt."""
 
     def release(self) -> None:
-        """Release the role's resources; called when the node ends, also after an error."""
+        """Release the resources of this kind of node; called at its end, also after an error."""
 
     # --- running ---------------------------------------------------------------------------------
 
     @property
     def now(self) -> float:
-        """The loop's clock, seconds: the only one that a role sees."""
+        """The time of the loop's clock, seconds: the only clock that a role sees."""
         return asyncio.get_running_loop().time()
 
     async def run(self) -> str:
-        """Run until stopped and return the reason.
+        """Run the node until it is stopped, and return the reason of its end.
 
         Raises:
             EchoError: if the node cannot go on; the message is for the user.
@@ -209,7 +209,7 @@ class Node:
             await self.transport.close()
 
     def interrupt(self) -> None:
-        """Stop at the operator's request: the first call drains, further calls do nothing."""
+        """Stop at the operator's request: the first call starts `drain`, later ones do nothing."""
         self._num_interrupts += 1
         if self._num_interrupts == 1:
             self.log.warning("stopping once unfinished work is safe (again to stop at once)")
@@ -225,7 +225,7 @@ class Node:
         return self._stopped is not None and self._stopped.done()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
-        """End `run`, cleanly or with an error."""
+        """Make `run` return `reason`, or raise `error` if it is given."""
         if self._stopped is None or self.has_ended:
             return
         if error is not None:
@@ -234,7 +234,7 @@ class Node:
             self._stopped.set_result(reason)
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Run a coroutine as a task; its failure ends the node, and the node's end cancels it."""
+        """Run a coroutine as a task; its failure ends the node, whose end cancels the task."""
         task = asyncio.create_task(self._guard(work), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -248,7 +248,7 @@ class Node:
 
     @contextlib.contextmanager
     def _ending_at_failure(self) -> Iterator[None]:
-        """End the node if the block raises."""
+        """End the node with the error if the `with` block raises one."""
         try:
             yield
         except EchoError as error:
@@ -282,12 +282,12 @@ class Node:
             self._finish_turn()
 
     def _refuse_public(self, event: Received) -> None:
-        """Drop a message that may arrive only over an encrypted connection."""
+        """Drop a message that arrived without encryption and may arrive only encrypted."""
         text = "dropped an unencrypted message that is no chunk: its sender is no node of this run"
         self._topics.log(Note("warning", text, text), now=self.now)
 
     def _receive(self, peer: str, frames: list[Frame]) -> list[Action]:
-        """Pass a message to the role; an exception drops the peer that has sent it."""
+        """Pass a message to the role; on an exception, drop the peer that has sent the message."""
         try:
             return self._role.receive(peer, frames, now=self.now)
         except Exception as error:
@@ -304,7 +304,7 @@ class Node:
     # --- acting ----------------------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Carry out actions in order, then set the timer (once after a burst of messages)."""
+        """Carry out actions in order, then set the timer, once after a burst of messages."""
         for action in actions:
             if self.event_log is not None:
                 self.event_log.write("returned", action, now=self.now)
@@ -333,7 +333,7 @@ class Node:
         self.perform(self._role.handle(event, now=self.now))
 
     def _finish_turn(self) -> None:
-        """Log due notes and set the timer, after one decision or a burst of them."""
+        """Log due notes and set the timer; called after one decision or a burst of decisions."""
         self._topics.log_due(now=self.now)
         self._arm()
 
@@ -348,7 +348,7 @@ class Node:
             self._role.dialled(action.address, action.purpose, peer)
 
     def _work(self, work: Work) -> None:
-        """Decode a block or write a chunk in a thread, and report the result to the role."""
+        """Do work, such as decoding a block, in a thread, and report the result to the role."""
         finished = self._weights_pool.run(work.run)
         finished.add_done_callback(functools.partial(self._on_finished, work))
 
@@ -410,7 +410,7 @@ class Node:
 
 
 class DialingNode(Node):
-    """A node whose role dials: a relay or a worker."""
+    """The node of a role that dials: of a relay or a worker."""
 
     def __init__(
         self,
@@ -421,17 +421,17 @@ class DialingNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Start like a `Node`; without a version store, stored bytes are not bounded."""
+        """Start like a `Node`; without a version store, bytes of stored versions are unbounded."""
         super().__init__(role, transport, threads=threads, log=log)
         self.role = role
         self.version_store = version_store
 
     async def work(self) -> None:
-        """Dial the learner; all other work follows from actions."""
+        """Make the role dial the learner; all other work follows from actions."""
         self.report(Started())
 
     async def recover(self) -> None:
-        """Recover the run's versions that an earlier process of this node has stored."""
+        """Give the broadcast the run's versions that an earlier process of this node has stored."""
         version_store, broadcast = self.version_store, self.role.broadcast
         if version_store is None:
             return
@@ -450,7 +450,7 @@ class DialingNode(Node):
             self.perform(broadcast.recover(saved.version, frame, storage, has_chunk, now=self.now))
 
     def release(self) -> None:
-        """Close the version store; the next process of this node recovers versions on disk."""
+        """Close the version store; the next process of this node recovers the versions on disk."""
         if self.version_store is not None:
             self.version_store.close()
 
@@ -463,7 +463,7 @@ class DialingNode(Node):
             super().stop(reason, error)
 
     async def drain(self) -> None:
-        """Send a goodbye, so that no node waits for this one; the transport delivers it."""
+        """Send Goodbye, so that no node waits for this one; the transport delivers the message."""
         self.role.is_leaving = True
         self.report(Leaving("stopped by its operator"))
 
@@ -474,16 +474,17 @@ class DialingNode(Node):
 _log = logging.getLogger(__name__)
 
 MAX_ASSET_BYTES = MAX_PAYLOAD_BYTES
-"""Bytes of the largest file that a worker may inherit; the largest tokenizers have some 35 MB."""
+"""Most bytes of a file that a worker may inherit; the largest tokenizers have some 35 MB."""
 MAX_STRANGERS = 4096
-"""Limit on connections that have sent no message yet; a quarter of the open files if lower."""
+"""Most connections that have sent no message yet; or a quarter of the open-file limit, if lower."""
 FIRST_WINDOW_CHUNKS = 4
-"""Chunks that a child requests ahead until the rate of its link is measured: several, to
-pipeline.
+"""Number of chunks that a child requests ahead until the rate of its link is measured: several, so
+that requests and chunks overlap.
 """
 MAX_FIRST_WINDOW_BYTES = 2 << 20
-"""Bytes that a child requests ahead at first. All of them may wait in the queue of a slow uplink,
-for four seconds at 4 Mbit/s. The broadcasts in bench/results were measured with this bound.
+"""Most bytes that a child requests ahead until the rate of its link is measured. All of them may
+wait in the queue of a slow uplink, for four seconds at 4 Mbit/s. The broadcasts in bench/results
+were measured with this bound.
 """
 MAX_IMAGE_SHARE = 0.9
 """Largest share of a node's memory that a version of the weights may take."""
@@ -496,10 +497,10 @@ async def start_transport(
     *,
     listens_later: bool = False,
 ) -> ZmqTransport:
-    """Return a ZeroMQ transport with the configuration's bounds, bound to its address.
+    """Return a started ZeroMQ transport with the configuration's bounds, bound to `listen`.
 
-    Without an address the transport only dials. With `listens_later` the caller opens the port
-    later, with the transport's `listen`. Without keys no link is encrypted.
+    If `listen` is None the transport only dials. With `listens_later` the port accepts connections
+    only once the caller calls the transport's `listen`. If `keys` is None, no link is encrypted.
 
     Raises:
         TransportError: if the address is in use or does not belong to this machine.
@@ -523,7 +524,7 @@ async def start_transport(
 
 
 def warn_of_kernel(*addresses: str | None, profile: str, log: logging.Logger) -> None:
-    """Log in one line the kernel settings that slow down long links.
+    """Log, in one line, the kernel settings that slow down links with a long delay.
 
     Nothing is logged if all links stay on this machine. The line is a warning only for links over a
     wide-area network.
@@ -543,10 +544,10 @@ def make_broadcast(
     *,
     keep_versions: int = KEEP_VERSIONS,
 ) -> Broadcast:
-    """Return a node's part of the weights plane with the configuration's bounds.
+    """Return the object for a node's part in the broadcast, with the configuration's bounds.
 
-    The learner receives no versions and has no store. The node keeps `keep_versions` whole images,
-    plus the images that a child is fetching.
+    The learner receives no versions and has no version store. The node keeps `keep_versions` whole
+    images, and also the images that a child is fetching.
     """
     return Broadcast(
         node_id=node_id,
@@ -559,7 +560,7 @@ def make_broadcast(
 
 
 def node_name(role: str, given: str | None) -> str:
-    """Return the node's name: the given name, or a unique name made from the host's name."""
+    """Return a node's name: the given name, or a unique name made from role and host's name."""
     if given is not None:
         return given
     host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:24] or "host"
@@ -567,7 +568,7 @@ def node_name(role: str, given: str | None) -> str:
 
 
 def advertised(listen: str | None, advertise: str | None) -> str | None:
-    """Return the address that other nodes can dial, or None if there is none.
+    """Return the address at which other nodes can dial this node; None if there is none.
 
     Other nodes cannot dial a wildcard address, so a node that listens on one needs `advertise`. The
     server key in `listen`, the transport's address, is added to it.
@@ -581,7 +582,7 @@ def advertised(listen: str | None, advertise: str | None) -> str | None:
 
 
 def new_seal_keys() -> SealKeys:
-    """Return a key pair for the seals of this process."""
+    """Return a new key pair for the seals of this process."""
     return SealKeys(secrets.token_bytes(32))
 
 
@@ -593,7 +594,7 @@ def node_settings(
     *,
     log: logging.Logger,
 ) -> NodeSettings:
-    """Return the settings of a relay's or worker's role; warn if other nodes cannot dial it."""
+    """Return the settings of a relay's or worker's role; warn if others cannot dial the node."""
     role = join.role
     advertise = advertised(listen, section.advertise)
     if listen is not None and advertise is None:
@@ -623,7 +624,7 @@ def node_settings(
 
 
 def stated_price(section: PricedSection) -> Price:
-    """Return the cost of a machine, as the configuration states it."""
+    """Return the cost of a node's machine and traffic, as its configuration states it."""
     return Price(
         per_h=section.price_per_h,
         per_gb=section.price_per_gb,

@@ -1,4 +1,4 @@
-"""Set up a relay from its sections of the configuration."""
+"""Sets up a relay from its sections of the configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from echo.wire.actions import Action, Note
 
 
 class RelayNode(DialingNode):
-    """A relay's node: sets up its role and logs which versions it holds."""
+    """The node of a relay: sets up its role, and logs which versions the relay holds."""
 
     def on_action(self, action: Action) -> None:
         match action:
@@ -34,7 +34,7 @@ class RelayNode(DialingNode):
                 raise LocalProtocolError(f"a relay cannot {type(action).__name__}")
 
     async def _set_up(self) -> None:
-        """Recover stored versions; a relay has no task and no engine to build."""
+        """Recover stored versions, then report Built: a relay has no task and engine to build."""
         await self.recover()
         self.report(Built({}))
 
@@ -47,7 +47,7 @@ async def build_relay(
     profile: str,
     log: logging.Logger,
 ) -> RelayNode:
-    """Return a relay that listens and is ready to run.
+    """Return the node of a relay that listens and is ready to run.
 
     Raises:
         EchoError: if the configuration or this machine does not permit it; the message is for the
@@ -74,7 +74,7 @@ def assemble_relay(
     threads: Threads | None = None,
     log: logging.Logger,
 ) -> RelayNode:
-    """Return a relay on a transport that has been started; does not open its port."""
+    """Return the node of a relay on a transport that has been started; does not open the port."""
     settings = node.node_settings(section, network, join, transport.listen_address, log=log)
     version_store = open_store(network.store_dir, network.store_bytes)
     role = Relay(

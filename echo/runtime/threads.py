@@ -17,7 +17,8 @@ from typing import Any, Protocol, TypeVar
 Returned = TypeVar("Returned")
 
 MAX_BLOCKING = min(32, (os.cpu_count() or 1) + 4)
-"""Threads for calls that mostly wait, such as rewards: the size of asyncio's default executor."""
+"""Number of threads for calls that mostly wait, such as rewards: as in asyncio's default executor.
+"""
 
 
 class Pool(Protocol):
@@ -34,18 +35,18 @@ class Threads(Protocol):
         """Return a new pool of threads; `close` ends it."""
 
     def close(self) -> None:
-        """Start no further calls; running calls continue to their end."""
+        """Start no further calls in any pool; running calls continue to their end."""
 
 
 class ThreadPools:
-    """The real threads of a process."""
+    """The real threads of a process, by pools."""
 
     def __init__(self) -> None:
         """Start without threads; each is started when a call needs it."""
         self._executors: list[ThreadPoolExecutor] = []
 
     def pool(self, name: str, num_threads: int = 1) -> Pool:
-        """Return a new pool, whose threads are named after it."""
+        """Return a new pool of `num_threads` threads, which are named after the pool."""
         executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._executors.append(executor)
         return _ExecutorPool(executor)

@@ -1,9 +1,9 @@
-"""The worker's side of outside agents: episodes, sampled calls, rewards.
+"""The worker's side of outside agents: hands out episodes, samples calls, takes rewards.
 
-The worker requests leases only when an agent waits for an episode, so no lease becomes stale in a
-queue. Calls of a session are sampled with the run's settings, since the learner computes
-probabilities with them. Calls without a session are sampled with the caller's settings and are not
-recorded.
+An outside agent is a program of the user that sends calls to the worker's endpoint. The worker
+requests leases only when an agent waits for an episode, so no lease becomes stale in a queue. Calls
+of a session are sampled with the run's settings, because the learner computes probabilities with
+these settings. Calls without a session are sampled with the caller's settings and are not recorded.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from echo.tasks.tokenization import UNUSABLE, unmarked
 from echo.wire.messages import Lease
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text, token ids or messages."""
+"""The context of a call: text, token ids or chat messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentParts:
-    """The settings and functions that agents need."""
+    """The settings and functions for serving outside agents."""
 
     dialogue: Dialogue
     sampling: Sampling
@@ -62,7 +62,7 @@ class AgentParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """The options of a call; calls of a session use `max_tokens` and `tools` alone."""
+    """The options of a call; calls of a session use only `max_tokens` and `tools`."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -71,7 +71,7 @@ class CallOptions:
     min_p: float | None = None
     seed: int | None = None
     tools: Sequence[Mapping[str, Any]] = ()
-    """Tools for the chat template."""
+    """The tools that the chat template describes to the model."""
 
 
 class StoppingError(SessionError):
@@ -79,7 +79,7 @@ class StoppingError(SessionError):
 
 
 class Agents:
-    """Serves outside agents: episodes, calls and rewards."""
+    """Serves outside agents: hands out episodes, samples calls, and takes rewards."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Agents:
         self._sampler = sampler
         self._node = node
         self._pool = pool
-        """Threads for tokenization and rewards."""
+        """The threads for tokenization and rewards."""
         self._episodes = Episodes(group_size=parts.group_size, timeout_s=parts.session_timeout_s)
         self._num_waiting = 0
         self._num_plain = 0
@@ -112,7 +112,7 @@ class Agents:
         self._has_news.set()
 
     async def watch(self) -> None:
-        """Renew open leases until cancelled; give up leases that agents do not finish in time."""
+        """Renew open leases until cancelled; give up those that agents do not finish in time."""
         num_ticks = 0
         while True:
             await asyncio.sleep(self.role.heartbeat_s / 2)
@@ -123,7 +123,7 @@ class Agents:
             self._demand()
 
     def close(self) -> None:
-        """Begin no more episodes; return leases without a session to the learner."""
+        """Begin no more episodes; drop leases without a session, so that they expire."""
         self._is_over = True
         for lease in self._episodes.leases:
             if not self._episodes.has_sessions(lease):
@@ -131,7 +131,7 @@ class Agents:
         self._has_news.set()
 
     def _demand(self) -> None:
-        """Request the leases that waiting agents need."""
+        """Report the number of leases that the waiting agents need to the role."""
         missing = max(0, self._num_waiting - self._episodes.num_free)
         held = len(self._episodes.leases) + len(self.role.outbox)
         wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
@@ -143,7 +143,7 @@ class Agents:
     # --- sessions --------------------------------------------------------------------------------
 
     async def begin(self, *, wait_s: float) -> Session | None:
-        """Return a new session, or None if no episode is available within `wait_s` seconds.
+        """Return a session with an episode; None if none is available within `wait_s` seconds.
 
         Raises:
             StoppingError: if the worker begins no more episodes.
@@ -168,14 +168,14 @@ class Agents:
             self._demand()
 
     async def reward(self, session_id: str, reward: float | None) -> float | None:
-        """End a session with a reward; if it is None, the task judges the last answer.
+        """End a session with a reward; if `reward` is None, the task scores the last answer.
 
         Returns:
             The reward; None if the task's reward function returns None.
 
         Raises:
             SessionError: if the session cannot be rewarded, or the reward is not permitted.
-            RewardError: if the task fails.
+            RewardError: if the task's reward function fails.
         """
         session = self._episodes.find(session_id, now=self._node.now)
         self._episodes.leaf_of(session)  # raises if there is nothing to reward
@@ -226,7 +226,7 @@ class Agents:
         prompt: Prompt,
         options: CallOptions,
     ) -> Turn:
-        """Sample an answer, and record it in its session.
+        """Sample the answer to a call, record it in the call's session, and return it.
 
         Args:
             session_id: None for a call that is not trained on.
@@ -269,7 +269,7 @@ class Agents:
         return turn
 
     def _session_of(self, session_id: str | None) -> Session | None:
-        """Return the session of a call, or None for a call without a session.
+        """Return the session of a call; None for a call without a session.
 
         Raises:
             SessionError: if there is no such session, or it has made MAX_SESSION_CALLS calls.
@@ -279,7 +279,10 @@ class Agents:
     def _tokens(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], known: Sequence[Turn]
     ) -> tuple[npt.NDArray[np.int32], Turn | None, str]:
-        """Return a context's tokens, the call that it continues, and its text; runs in a thread."""
+        """Return (tokens, continued call, text) of a context; runs in a thread.
+
+        The continued call is the earlier call that the context begins with; None if there is none.
+        """
         dialogue = self.parts.dialogue
         if isinstance(prompt, str):
             return *dialogue.continue_text(prompt, known, is_rendered=False), prompt

@@ -1,4 +1,4 @@
-"""Sampling of single requests from many callers by one engine.
+"""Sampling of single requests, which come from many callers, by one engine.
 
 A continuous engine gets each request in a separate call. Any other engine gets all waiting requests
 with the same sampling settings in one call, one batch after the other.
@@ -34,7 +34,7 @@ class _Waiting:
 
 
 class CallSampler:
-    """Samples single requests, in batches if the engine needs them."""
+    """Samples single requests, together in batches if the engine samples only in batches."""
 
     def __init__(self, engine: Engine, watcher: Watcher, *, threads: Threads) -> None:
         """Start without requests; `run` must run while calls are sampled."""
@@ -45,7 +45,7 @@ class CallSampler:
         self._pool = threads.pool("agent-call", num_threads)
 
     async def sample(self, request: Request, sampling: Sampling) -> Completion:
-        """Return the completion of a request.
+        """Sample a request, and return its completion.
 
         Raises:
             EchoError: if the engine fails, or cannot sample this request.
@@ -61,7 +61,7 @@ class CallSampler:
         return completion
 
     async def run(self) -> None:
-        """Sample waiting requests forever, each batch with the settings of the oldest request."""
+        """Sample waiting requests until cancelled, a batch with its oldest request's settings."""
         waiting: list[_Waiting] = []
         while True:
             if not waiting:

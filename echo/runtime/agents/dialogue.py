@@ -1,6 +1,6 @@
-"""Tokenization of agents' calls that keeps sampled tokens as they were sampled.
+"""Tokenization of agents' calls, which keeps sampled tokens as they were sampled.
 
-An agent sends its whole context as text. Encoding it again could give other tokens than were
+An agent sends its whole context as text. Encoding this text again could give other tokens than were
 sampled ("12" was sampled as "1", "2"), and the learner would train on a context that the sampler
 never had. So if the text begins with the context and completion of an earlier call, the tokens of
 that call are used, and only the rest is encoded.
@@ -22,14 +22,14 @@ class Dialogue:
     """Converts the text of calls to tokens and back, for one model."""
 
     def __init__(self, codec: TextCodec) -> None:
-        """Use the codec of prompts and completions."""
+        """Use this codec for prompts and completions."""
         self._codec = codec
         self._tokenizer: Any = codec.tokenizer
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return messages as text; see `TextCodec.render`.
+        """Return messages as the text that the chat template makes of them (`TextCodec.render`).
 
         Raises:
             DataError: if there is no chat template, if the template does not support tools, or if
@@ -43,18 +43,18 @@ class Dialogue:
         return self._codec.render(messages, tools)
 
     def other_arguments(self, arguments: Mapping[str, Any]) -> str:
-        """Return a template argument whose value differs from the run's, or an empty string."""
+        """Return the name of a template argument that differs from the run's; "" if none does."""
         own = self._codec.chat_template_kwargs
         return next((name for name, value in arguments.items() if own.get(name) != value), "")
 
     def continue_text(
         self, text: str, known: Sequence[Turn], *, is_rendered: bool
     ) -> tuple[Ids, Turn | None]:
-        """Return the tokens of a text, and the earlier call that it continues.
+        """Return the tokens of a text, and the earlier call that the text continues, or None.
 
         Args:
             text: the whole context.
-            known: earlier calls.
+            known: earlier calls of the session.
             is_rendered: whether a chat template wrote the text with its special tokens.
 
         Raises:
@@ -73,10 +73,10 @@ class Dialogue:
         return np.concatenate([call.ids, np.array(more, np.int32)]), call
 
     def continue_ids(self, ids: Sequence[int], known: Sequence[Turn]) -> tuple[Ids, Turn | None]:
-        """Return the tokens as an array, and the earlier call that they continue.
+        """Return token ids as an array, and the earlier call that they continue, or None.
 
         Raises:
-            DataError: for tokens outside the model's vocabulary.
+            DataError: if a token is outside the model's vocabulary.
         """
         context = np.array(self._codec.known(ids), np.int32)
         begun = [
@@ -87,11 +87,11 @@ class Dialogue:
         return context, max(begun, key=lambda call: len(call.ids), default=None)
 
     def text_of(self, ids: Iterable[int]) -> str:
-        """Return tokens as text, special tokens included."""
+        """Return tokens as text, including special tokens."""
         return decode(self._tokenizer, ids, ())
 
     def answer_of(self, ids: Iterable[int]) -> str:
-        """Return a completion as text, without its stop token."""
+        """Return the tokens of a completion as text, without the stop token."""
         return self._codec.decode(ids)
 
 

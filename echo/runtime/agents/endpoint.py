@@ -61,10 +61,12 @@ class SlowBodyError(EchoError):
 
 MAX_BODY_BYTES = 16 << 20
 LARGE_BODY_BYTES = 256 << 10
-"""Larger bodies, and bodies of unknown size, are read MAX_LARGE_BODIES at a time."""
+"""Of bodies above this size, and of bodies of unknown size, at most MAX_LARGE_BODIES are read at
+the same time.
+"""
 MAX_LARGE_BODIES = 4
 BODY_S = 30.0
-"""Seconds that a body may take to arrive."""
+"""Seconds within which a request's body must arrive."""
 TOKEN_S = 10.0
 """Seconds within which a connection must send the token, or it is closed."""
 MAX_UNKNOWN = 256
@@ -83,7 +85,7 @@ _STATUSES: tuple[tuple[type[EchoError], int], ...] = (
     (BodyError, 400),
     (DataError, 400),
 )
-"""HTTP status by error class, where the first match counts; 500 for other errors."""
+"""(Class of error, HTTP status): the first class that matches counts; 500 for other errors."""
 _SERVED = (
     "POST /v1/chat/completions, POST /v1/completions and GET /v1/models, also behind /sessions/ID; "
     "give a client a base URL that ends in /v1"
@@ -99,7 +101,7 @@ class _Reward(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Endpoint:
-    """The routes of the endpoint."""
+    """The routes of the endpoint, and the checks of requests."""
 
     def __init__(self, agents: Agents, *, token: str, log: logging.Logger) -> None:
         """Serve these agents; callers must send the token."""
@@ -185,7 +187,7 @@ class Endpoint:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Check the token, and turn errors into answers."""
+        """Handle a request: check its token and size, and turn errors into error answers."""
         refusal = self._refusal(request)
         if refusal is not None:
             refusal.force_close()  # the body is not read
@@ -207,7 +209,7 @@ class Endpoint:
             return answer
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """Return an error answer if the token is wrong or the body is too large, else None."""
+        """Return an error answer if a request's token is wrong or its body too large, else None."""
         header = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if hmac.compare_digest(header.encode(errors="surrogateescape"), self._token):
             timer = self._unknown.pop(request.protocol, None)
@@ -337,7 +339,7 @@ def _events(events: Iterable[object]) -> web.Response:
 
 
 def _error(status: int, message: str) -> web.Response:
-    """Return an error in the form that OpenAI's clients expect."""
+    """Return an error answer in the form that OpenAI's clients expect."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     # The message may repeat text of the caller that UTF-8 cannot encode.
     error = {"message": one_line(message), "type": kind, "code": None}

@@ -66,11 +66,11 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "write it into the prompt"),
     "prompt_embeds": ((), "send text or token ids"),
 }
-"""Unsupported fields that would change an answer: neutral values, and a remedy for other values."""
+"""Unsupported field that would change an answer -> its neutral values, and a remedy for others."""
 
 
 class _Body(msgspec.Struct):
-    """Fields of both kinds of calls; fields that are neither here nor in `_UNABLE` are ignored."""
+    """Fields that both kinds of calls have; any other fields not in `_UNABLE` are ignored."""
 
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None
@@ -134,7 +134,7 @@ def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
 
 
 def _check_numbers(body: Body) -> None:
-    """Refuse numbers outside their ranges.
+    """Check that the numbers in a body are within their ranges.
 
     Raises:
         BodyError: if a number is outside its range; the message names the field and the range.
@@ -171,7 +171,7 @@ def options_of(body: Body) -> CallOptions:
 
 
 class ChatAnswer:
-    """The JSON of the answer to a call, as one object or as events."""
+    """Makes the JSON of the answer to a call, as one object or as events."""
 
     def __init__(self, body: Body, dialogue: Dialogue, *, model: str, call_id: str) -> None:
         self._body = body
@@ -206,7 +206,7 @@ class ChatAnswer:
         }
 
     def events(self, turn: Turn) -> list[dict[str, Any]]:
-        """Return the answer to a call with `stream`: its text, its end, and usage if requested.
+        """Return the events of the answer to a call with `stream`: text, end, usage if requested.
 
         Text and end are separate events, as OpenAI sends them, since some clients ignore text in
         the last event.
@@ -283,7 +283,7 @@ class ChatAnswer:
 
 
 def usage_of(turn: Turn) -> dict[str, int]:
-    """Return the token counts in OpenAI's form."""
+    """Return the token counts of a call in OpenAI's form."""
     num_prompt, num_sampled = len(turn.context_ids), len(turn.completion.token_ids)
     return {
         "prompt_tokens": num_prompt,
@@ -293,5 +293,5 @@ def usage_of(turn: Turn) -> dict[str, int]:
 
 
 def fingerprint_of(turn: Turn) -> str:
-    """Return the policy version that sampled the last token, as text."""
+    """Return the policy version that sampled the last token of a call, as text."""
     return str(PolicyVersion(*turn.completion.policy_versions[-1].tolist()))

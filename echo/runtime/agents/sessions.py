@@ -1,11 +1,11 @@
-"""Sessions of outside agents, and the groups made of their calls.
+"""Sessions of outside agents, and the groups of rollouts made of their calls.
 
-A lease with group size G becomes G episodes. An agent that asks for an episode gets it as a
-session, which records the tokens of each call. If the context of a call begins with the context and
-completion of an earlier call, it continues that call's chain, token by token. Any other call starts
-a new chain, for example after the agent has rewritten its history. At the reward, the chain with
-the most sampled tokens becomes the rollout: its sampled tokens are trained on, the tokens between
-them are masked.
+A lease with group size G becomes G episodes. An agent that asks for an episode gets a session,
+which records the tokens of each call. If the context of a call begins with the context and
+completion of an earlier call, the call continues this earlier call's chain, token by token. Any
+other call starts a new chain, for example after the agent has rewritten its history. At the reward,
+the chain with the most sampled tokens becomes the rollout: its sampled tokens are trained on, the
+tokens between them are masked.
 
 The prompts of a group's sessions may differ (names, times, tools). Their common beginning becomes
 the group's prompt. The rest of each prompt becomes the masked beginning of its rollout.
@@ -29,7 +29,7 @@ from echo.leases.held import LeaseKey, key_of
 from echo.wire.messages import Lease
 
 MAX_EPISODE_ATTEMPTS = 3
-"""Number of attempts at an episode before its group is given up."""
+"""Number of attempts at an episode after which its group is given up."""
 MAX_SESSION_CALLS = 1024
 """Largest number of calls of a session; it stops an agent in a loop, as each call takes memory."""
 
@@ -37,7 +37,7 @@ Ids = npt.NDArray[np.int32]
 
 
 class SessionError(EchoError):
-    """A request that the agent's session does not allow."""
+    """The agent's session does not allow the request."""
 
 
 class UnknownSessionError(SessionError):
@@ -46,7 +46,7 @@ class UnknownSessionError(SessionError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A call and its completion."""
+    """A call of a session and its completion."""
 
     context_ids: Ids
     """[C] the tokens of the context."""
@@ -54,16 +54,16 @@ class Turn:
     text: str
     """Context and completion as text, special tokens included."""
     parent: Turn | None
-    """The call that it continues."""
+    """The call that this call continues; None if it begins a chain."""
 
     @property
     def ids(self) -> Ids:
-        """[C + T] context and completion."""
+        """[C + T] the tokens of context and completion."""
         return np.concatenate([self.context_ids, self.completion.token_ids])
 
     @property
     def chain(self) -> list[Turn]:
-        """The calls of its chain, oldest first, up to this one."""
+        """The calls of this call's chain, oldest first, up to this call."""
         turns, turn = [self], self.parent
         while turn is not None:
             turns.append(turn)
@@ -72,19 +72,19 @@ class Turn:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens sampled along the chain."""
+        """Number of tokens sampled along the call's chain."""
         return sum(len(turn.completion.token_ids) for turn in self.chain)
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """An episode that an agent plays."""
+    """One attempt of an agent at an episode."""
 
     session_id: str
     lease: Lease
     member: int
     touched_at: float
-    """Time of the agent's last request, seconds."""
+    """Time of the agent's last request."""
     num_running: int = 0
     """Number of calls that are being sampled."""
     num_calls: int = 0
@@ -100,7 +100,7 @@ class Session:
 
     @property
     def best(self) -> Turn | None:
-        """The newest of the calls whose chains have the most sampled tokens; None before a call."""
+        """The newest call among those whose chains have most sampled tokens; None before any."""
         return max(reversed(self.turns), key=lambda turn: turn.num_sampled, default=None)
 
 
@@ -111,12 +111,12 @@ class SessionOutcome:
     leaf: Turn
     reward: float
     num_sampled: int
-    """Tokens sampled in all calls of the session, not only in the chain of `leaf`."""
+    """Number of tokens sampled in all calls of the session, not only in the chain of `leaf`."""
 
 
 @dataclass(slots=True, eq=False)
 class _OpenLease:
-    """A lease and its episodes."""
+    """A lease and the state of its episodes."""
 
     lease: Lease
     waiting: deque[int]
@@ -153,14 +153,14 @@ class Episodes:
         return sum(len(entry.waiting) for entry in self._open_leases.values())
 
     def has_sessions(self, lease: Lease) -> bool:
-        """Return whether a lease has a session."""
+        """Return whether a lease has an open session."""
         return bool(self._open_leases[key_of(lease)].sessions)
 
     def add(self, lease: Lease, *, now: float) -> None:
         self._open_leases[key_of(lease)] = _OpenLease(lease, deque(range(self._group_size)), now)
 
     def begin(self, *, now: float) -> Session | None:
-        """Return a session for the oldest free episode; None if there is none."""
+        """Return a new session for the oldest free episode; None if no episode is free."""
         entry = next((entry for entry in self._open_leases.values() if entry.waiting), None)
         if entry is None:
             return None
@@ -174,7 +174,7 @@ class Episodes:
         return session
 
     def find(self, session_id: str, *, now: float) -> Session:
-        """Return an open session, and note the time of its agent's request.
+        """Return an open session, and record the time of its agent's request.
 
         Raises:
             UnknownSessionError: if there is no such session.
@@ -200,7 +200,7 @@ class Episodes:
     def begin_call(self, session: Session, *, now: float) -> None:
         """Record a call that is about to be sampled.
 
-        A refused call is not recorded, so an agent that repeats it forever times out.
+        A refused call is not recorded, so an agent that repeats a refused call forever times out.
         """
         self._touch(session, now)
         session.num_running += 1
@@ -223,10 +223,12 @@ class Episodes:
         return leaf
 
     def finish(self, session: Session, reward: float) -> list[SessionOutcome] | None:
-        """End a session with its reward; return the group's outcomes if all have ended.
+        """End a session with its reward; return the outcomes of its group if all episodes ended.
+
+        The result is None if an episode of the group has not ended.
 
         Raises:
-            SessionError: as in `leaf_of`.
+            SessionError: if the session has no completed call, or a call is running.
         """
         leaf = self.leaf_of(session)
         entry = self._close(session)
@@ -238,7 +240,10 @@ class Episodes:
         return [entry.outcomes[member] for member in range(self._group_size)]
 
     def abandon(self, session: Session) -> bool:
-        """End a session and free its episode; return False if its lease is given up instead."""
+        """End a session and free its episode for another attempt; return whether it was freed.
+
+        After MAX_EPISODE_ATTEMPTS attempts the whole lease is given up instead.
+        """
         entry = self._close(session)
         if entry.num_attempts[session.member] >= MAX_EPISODE_ATTEMPTS:
             self._drop(entry)
@@ -247,7 +252,7 @@ class Episodes:
         return True
 
     def expire(self, *, now: float) -> list[tuple[Lease, str]]:
-        """Free the episodes of silent agents; return the leases that are given up, and why."""
+        """Free the episodes of silent agents; return the given-up leases, each with the reason."""
         given_up = []
         late = [
             session
@@ -290,7 +295,7 @@ class Episodes:
 
 
 def group_of(lease: Lease, worker_id: str, outcomes: Sequence[SessionOutcome]) -> Group:
-    """Return the group of a lease's finished episodes.
+    """Return the group made of the finished episodes of a lease.
 
     Raises:
         SessionError: if the first contexts of the episodes do not begin with the same token.
@@ -345,7 +350,7 @@ def _after(sets: TokenSets | None, start: int) -> TokenSets | None:
 
 
 def _num_shared(contexts: Sequence[Ids]) -> int:
-    """Return the length of the common beginning of contexts."""
+    """Return the number of tokens with which all contexts begin alike."""
     length = min(map(len, contexts))
     table = np.stack([context[:length] for context in contexts])
     differs = np.flatnonzero((table != table[0]).any(axis=0))

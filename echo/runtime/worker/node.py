@@ -1,12 +1,12 @@
-"""The worker's node: carries out the role's actions in threads.
+"""The worker's node: carries out the actions of the worker's role in threads.
 
 The role (`roles/worker.py`) decides what to sample, stop, score, install and save. The node makes
 each of these actions a call in a thread, and reports the outcome to the role as an event
 (`report`). Meanwhile the loop receives weights, forwards them to children and delivers results. A
-version is installed only when it is complete. If the learner's seal came first, the image is hashed
-again in memory before it is loaded. If outside agents produce the run's rollouts, the engine
-samples for the agents (`runtime/agents`). At the end the node gives the machine back
-(`release.py`).
+version is installed only when it is complete. If the learner's seal arrived before the
+installation, the image is hashed again in memory before it is loaded. If outside agents produce the
+run's rollouts, the engine samples for these agents (`runtime/agents`). At the end the node gives
+the machine back (`release.py`).
 """
 
 from __future__ import annotations
@@ -95,38 +95,38 @@ from echo.wire.messages import Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """The parts of a worker that it builds once it knows the run."""
+    """The parts of a worker that are built once the worker has the run's settings."""
 
     engine: Engine
     host: TaskHost
-    """Computes the rewards of answers."""
+    """Runs the task's code, which computes the rewards of answers."""
     runner: EpisodeRunner | None
     """Plays the episodes of an environment; None if an answer is a single turn."""
     decode: Callable[[Sequence[int]], str]
-    """Token ids -> text without stop and padding tokens."""
+    """Function: token ids -> text without stop and padding tokens."""
     sampling: Sampling
     group_size: int
     max_prompt_tokens: int
-    """Longest prompt that leaves space for a completion, tokens."""
+    """Tokens of the longest prompt that leaves space for a completion."""
     prompt_bound: str = "the model's window"
-    """The reason for `max_prompt_tokens`: the model's window, or this worker's memory."""
+    """What bounds `max_prompt_tokens`: the model's window, or this worker's memory."""
     groups_per_batch: int
-    """Groups that the engine holds concurrently."""
+    """Number of groups that the engine's memory holds at the same time."""
     note: str = ""
-    """Notice about the engine for the user, if any."""
+    """Notice about the engine for the user; "" if there is none."""
     rules: PartialRules
-    """Handling of unfinished rollouts."""
+    """The rules for unfinished rollouts."""
     partials_path: Path
-    """File of the unfinished groups, for the next process of this worker."""
+    """File for unfinished groups, which the next process of this worker reads."""
     installed_path: Path
-    """File with the hash of each installed version, for comparison with the published ones."""
+    """File for the hash of each installed version, to compare with the published versions."""
     agents: AgentParts | None
-    """Endpoint for outside agents; None if rollouts do not come from agents."""
+    """Settings and functions of the endpoint for outside agents; None if the run has no agents."""
     digests: dict[str, str]
     engine_name: str = ""
-    """Kind and data type of the engine, for the comparison with other workers."""
+    """Kind and data type of the engine, to compare workers by."""
     read_local_image: Callable[[], tuple[bytearray, bytes] | None]
-    """Returns the worker's own model as a version's image, and the image's hash; slow."""
+    """Returns the worker's own model as a version's image, and the image's hash, or None; slow."""
 
     @property
     def facts(self) -> EngineFacts:
@@ -147,11 +147,13 @@ class WorkerParts:
         )
 
     def install(self, transfer: Transfer) -> str | None:
-        """Load a version into the engine; return its hash, None if it arrived before its seal.
+        """Load a version into the engine, and return the hex hash of its image.
+
+        If the version has no seal yet, it is not hashed and the result is None.
 
         Raises:
-            EngineError: if the bytes differ from those that the learner signed, or the engine
-                refuses them.
+            EngineError: if the image's bytes differ from the bytes that the learner signed, or if
+                the engine refuses the version.
         """
         manifest, digest = transfer.manifest, None
         if transfer.is_hashed:
@@ -166,13 +168,14 @@ class WorkerParts:
         return digest
 
     def install_patch(self, work: ApplyPatch, specs: Sequence[TensorSpec], is_loaded: bool) -> None:
-        """Turn a version into the next one, in place.
+        """Turn an image in memory, and the engine's weights, into the next version in place.
 
         Args:
-            work: the changed words and their places.
-            specs: the tensors in the image.
-            is_loaded: whether the engine was last loaded from this memory. Otherwise it may have
-                loaded the same version from other memory, before the version was fetched again.
+            work: the patch (the changed words and their places), and the image to change.
+            specs: the descriptions of the tensors in the image.
+            is_loaded: whether the engine was last loaded from this image. Otherwise the engine may
+                have loaded the same version from other memory, before the version was fetched
+                again.
 
         Raises:
             EngineError: if the patch cannot be applied; then the image and the engine are
@@ -196,10 +199,10 @@ class WorkerParts:
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
-    """Append the hash of an installed version, for comparison with the published one.
+    """Append the hash of an installed version to a file, to compare with the published one.
 
     Raises:
-        OSError: if the disk refuses it.
+        OSError: if the file cannot be written.
     """
     record = {"version": [version.lineage, version.step], "image_hash": image_hash}
     with path.open("a", encoding="utf-8") as file:
@@ -207,7 +210,7 @@ def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> Non
 
 
 class NodeWatcher(Watcher):
-    """Stops a call of the engine when its node has ended."""
+    """Stops a call of the engine when the worker's node has ended."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -217,33 +220,33 @@ class NodeWatcher(Watcher):
 
 
 class EpisodeWatcher(NodeWatcher):
-    """Reports the progress of episodes to their call."""
+    """Adds the progress of episodes to the call that plays them."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
         super().__init__(node)
         self.call = call
 
     def on_tokens(self, number: int) -> None:
-        """Add sampled tokens to the progress of the call."""
+        """Add a number of sampled tokens to the call's progress."""
         self.call.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Add to the progress of the call."""
+        """Add a number of signs of life to the call's progress."""
         self.call.on_progress(number)
 
 
 class CallWatcher(EpisodeWatcher):
-    """Hands a call's completions from the engine's thread to the loop; stops a recalled call."""
+    """Passes a call's completions from the engine's thread to the loop; stops recalled calls."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
         """Watch a call; must be created in the node's loop."""
         super().__init__(node, call)
         self.ended: asyncio.Queue[Completion | None] = asyncio.Queue()
-        """Completions of the call; None after the last one."""
+        """The call's completions in the order in which they end; None after the last one."""
         self._loop = asyncio.get_running_loop()
 
     def should_stop(self) -> bool:
-        """Return whether the node has ended or the role has recalled the call."""
+        """Return whether to stop: the node has ended, or the role has recalled the call."""
         return self.call.is_recalled or self.node.has_ended
 
     def on_tokens(self, number: int) -> None:
@@ -258,7 +261,7 @@ class WorkerNode(DialingNode):
     """A worker's node: runs its role's actions on the engine, the rewards and the disk."""
 
     _sample_pool: Pool
-    """Created after the engine, which decides how many groups are sampled concurrently."""
+    """Threads for calls of the engine; created after the engine, which determines their number."""
 
     def __init__(
         self,
@@ -271,16 +274,17 @@ class WorkerNode(DialingNode):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Connect the parts; `run` starts them.
+        """Connect role, transport and threads; `run` starts the node.
 
         Args:
-            role: decides the node's actions.
-            transport: the node's connections.
-            build: (inherited settings, inherited files) -> parts; slow, so called in a thread.
+            role: the worker's role, which decides the node's actions.
+            transport: the transport with the node's connections.
+            build: function (inherited settings, inherited files) -> parts; slow, so called in a
+                thread.
             on_release: shell command that gives the machine back; None for none.
-            version_store: see `DialingNode`.
-            threads: see `Node`.
-            log: log of this node.
+            version_store: the store of received versions; see `DialingNode`.
+            threads: the pools of threads; None for real threads.
+            log: the log of this node.
         """
         super().__init__(role, transport, version_store=version_store, threads=threads, log=log)
         self.role: Worker = role
@@ -294,12 +298,12 @@ class WorkerNode(DialingNode):
         self._machine = RentedMachine(on_release, log=log)
         self._drained = asyncio.Event()
         self._calls: set[EngineCall] = set()
-        """Running calls of the engine."""
+        """The running calls of the engine."""
         self._is_damaged = False
         """Whether the installed version was found to be damaged in memory."""
 
     def view(self) -> WorkerView:
-        """Return the status of this worker, for its operator."""
+        """Return the status of this worker for its operator: version, counts and activity."""
         role = self.role
         version = role.installed_version
         has_learner = role.state not in (NodeState.DIALLING, NodeState.JOINING)
@@ -312,7 +316,7 @@ class WorkerNode(DialingNode):
 
     @property
     def parts(self) -> WorkerParts:
-        """Parts of this worker, once it is configured."""
+        """The parts of this worker, which exist once the worker is configured."""
         assert self._parts is not None
         return self._parts
 
@@ -381,7 +385,7 @@ class WorkerNode(DialingNode):
         self.report(EngineBuilt(parts.facts, parts.digests))
 
     def before_expire(self) -> None:
-        """Add the threads' counts to the role's counters, before the heartbeat reports them."""
+        """Add counts of the task and engine to the role's counters, before a heartbeat."""
         if self._parts is None:
             return
         for call in self._calls:
@@ -449,7 +453,7 @@ class WorkerNode(DialingNode):
         self.report(CallReturned(call, num_tokens))
 
     async def _play(self, call: EngineCall) -> None:
-        """Play the episodes of groups, which take several turns, and report their results."""
+        """Play the episodes of a call's groups, which take several turns; report the results."""
         parts = self.parts
         assert parts.runner is not None
         runner, leases = parts.runner, [group.lease for group in call.groups]
@@ -479,10 +483,10 @@ class WorkerNode(DialingNode):
         self.report(CallReturned(call, num_tokens))
 
     async def _raised(self, call: EngineCall, error: Exception) -> None:
-        """Report the error that a call has raised.
+        """Report the error that a call of the engine has raised to the role.
 
         Raises:
-            EchoError: if the engine no longer samples.
+            EchoError: if the engine can no longer sample, so that the node must end.
         """
         if self.has_ended:
             return
@@ -527,7 +531,7 @@ class WorkerNode(DialingNode):
                 self.report(GroupScored(group, rewards))
 
     def _score_all(self, group: PartialGroup) -> list[float]:
-        """Return a reward per completion, or fewer if the group becomes unwanted; blocks."""
+        """Return one reward per completion, or fewer if the group becomes unwanted; blocks."""
         parts, rewards = self.parts, []
         texts = [parts.decode(member.token_ids.tolist()) for member in group.members]
         for reward in parts.host.score_all(Example(**group.lease.example), texts):
@@ -595,7 +599,7 @@ class WorkerNode(DialingNode):
     # --- stopping --------------------------------------------------------------------------------
 
     async def run(self) -> str:
-        """Run until stopped; give the machine back if the run has ended."""
+        """Run until the node is stopped; then give its machine back, unless it was interrupted."""
         reason = await super().run()
         # Also wait for a release command that is running already, even after an interrupt.
         if self._num_interrupts == 0 or self._machine.is_releasing:
@@ -606,7 +610,7 @@ class WorkerNode(DialingNode):
         self.report(MachineReleased(await self._machine.give_back(reason)))
 
     async def drain(self) -> None:
-        """Finish or hand over the current groups, then send a goodbye."""
+        """Finish the current groups or hand them over, then send Goodbye."""
         self.report(DrainRequested())
         await self._drained.wait()
         await super().drain()

@@ -1,9 +1,9 @@
-"""Release of a rented worker machine: the drain and the command.
+"""Release of a rented worker machine: when it happens, and the command that is run.
 
 A worker on standby still costs money. So with `worker.release_after_s` a worker leaves by itself
-after that time on standby or without the learner (`roles/departure.py`). It then takes no more
-leases, delivers its results, runs the user's command that gives the machine back, and reports in
-its goodbye whether the command has succeeded: the learner stops counting the cost only if it has.
+after this time on standby or without the learner (`roles/departure.py`). It then takes no more
+leases, delivers its results, and runs the user's command that gives the machine back. Its Goodbye
+reports whether the command has succeeded: only then the learner stops counting the machine's cost.
 
 The command also runs when the learner reports the end of the run. It does not run after Ctrl-C or
 an error, because the operator may want to look at the machine.
@@ -22,16 +22,18 @@ from echo.config.schema import NetworkSection, WorkerSection
 from echo.roles.departure import ReleaseTerms
 
 RELEASE_TIMEOUT_S = 60.0
-"""Time limit of worker.on_release, seconds: a provider answers within seconds, so retries fit."""
+"""Time limit of the command worker.on_release, seconds: providers answer in seconds, so retries
+fit.
+"""
 MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
 """Bytes and lines of the end of the release command's output that are logged."""
 
 
 def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
-    """Return the times on standby and without the learner after which a worker leaves.
+    """Return how long a worker stays on standby, and without the learner, before it leaves.
 
     A worker waits at least `dead_after_s` for a silent learner. It waits at most `reconnect_for_s`,
-    because after that it would end with an error and keep the machine.
+    because after that the worker would end with an error and keep the machine.
     """
     after_s = section.release_after_s
     if after_s is None:
@@ -44,17 +46,17 @@ class RentedMachine:
     """The machine that a worker runs on; `give_back` runs the release command at most once."""
 
     def __init__(self, command: str | None, *, log: logging.Logger) -> None:
-        """Take the shell command that gives the machine back; None for no command."""
+        """Use this shell command to give the machine back; None if there is no command."""
         self._command, self._log = command, log
         self._releasing: asyncio.Task[bool] | None = None
 
     @property
     def is_releasing(self) -> bool:
-        """Whether the command has started; it continues after the worker's node has ended."""
+        """Whether the release command has started; it goes on after the worker's node has ended."""
         return self._releasing is not None
 
     async def give_back(self, reason: str) -> bool:
-        """Run the command, at most once; return whether it has succeeded."""
+        """Run the release command, only at the first call; return whether it has succeeded."""
         if self._command is None:
             return False
         if self._releasing is None:

@@ -1,4 +1,4 @@
-"""Set up a worker from its configuration and the learner's."""
+"""Sets up a worker from its own configuration and the learner's settings."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class WorkerTask:
 
     host: TaskHost
     turns: int | None
-    """Most turns of an episode; None if an answer is a single turn."""
+    """Largest number of turns in an episode; None if an answer is a single turn."""
     digests: dict[str, str]
-    """Hashes of the task's code and data; only those that this node has."""
+    """Name -> hash of the task's code and data, as far as this node has them."""
 
 
 def make_worker_task(config: Config) -> WorkerTask:
-    """Return a worker's task: the host that runs its code, turns and digests.
+    """Return a worker's task: the host that runs its code, its number of turns, its hashes.
 
     Raises:
         ConfigError: if the task cannot be loaded.
@@ -80,16 +80,17 @@ def make_worker_task(config: Config) -> WorkerTask:
 
 
 DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
-"""Most rollouts sampled at once, even if memory holds more: further ones add little speed."""
+"""Most rollouts sampled at the same time, even if memory holds more: further ones add little speed.
+"""
 
 
 def join_source(config: Config) -> JoinSource:
-    """Return the source of the learner's addresses and keys for a worker."""
+    """Return the settings from which a worker gets the learner's addresses and keys."""
     return JoinSource("worker", config.worker.connect, config.security, config.run_dir)
 
 
 async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
-    """Return a worker that is ready to run, and that listens if worker.listen is set.
+    """Return the node of a worker that is ready to run, and listens if worker.listen is set.
 
     Raises:
         EchoError: if the configuration or this machine does not permit it; the message is for the
@@ -120,7 +121,7 @@ def assemble_worker(
     threads: Threads | None = None,
     log: logging.Logger,
 ) -> WorkerNode:
-    """Return a worker on a transport that has been started; does not open its port."""
+    """Return the node of a worker on a started transport; does not open the transport's port."""
     network = config.network
     if config.model.name is not None and not has_own_model(config):
         log.info(
@@ -163,7 +164,9 @@ def build_parts(
     settings: Mapping[str, Any],
     assets: Mapping[str, bytes],
 ) -> WorkerParts:
-    """Build task and engine from the worker's own configuration and the learner's settings.
+    """Build and return a worker's parts from its configuration and the inherited settings.
+
+    `node_dir` gets the inherited files `assets`.
 
     Raises:
         ConfigError: if the worker's own settings contradict the learner's.
@@ -219,10 +222,10 @@ def build_parts(
 
 
 def own_model(config: Config) -> Path | None:
-    """Return the directory of the worker's own model; None if it inherits the learner's.
+    """Return the directory of the worker's own model; None if the worker has none.
 
     Raises:
-        DataError: if the directory cannot be found.
+        DataError: if the configured directory cannot be found.
     """
     name = config.model.name
     if name is None or not has_own_model(config):
@@ -231,10 +234,10 @@ def own_model(config: Config) -> Path | None:
 
 
 def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
-    """Return the shape of a worker's adapter and its base model; None without LoRA.
+    """Return the shape and the base model of a worker's adapter; None if LoRA is off.
 
     Raises:
-        ConfigError: if no base model with the learner's hash is found here.
+        ConfigError: if no base model with the learner's hash is found on this machine.
     """
     if not config.lora.rank:
         return None
@@ -243,11 +246,12 @@ def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
 
 
 def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
-    """Return the number and length of the rollouts that a worker's memory is planned for.
+    """Return the number and length of the rollouts for which a worker's memory is planned.
 
     Args:
         config: the worker's configuration, with the inherited settings.
-        expected: the learner's `EXPECTED` settings: "prompt_tokens" and "rollouts".
+        expected: the learner's settings under `EXPECTED`: "prompt_tokens", the length of the
+            longest prompt, and "rollouts", their number.
     """
     # Twice the longest prompt that the learner has tokenized so far: later prompts may be longer.
     prompt_tokens = 2 * expected["prompt_tokens"] if expected else 1024
@@ -300,7 +304,7 @@ def _agent_parts(
     window: int,
     likely_ids: int,
 ) -> AgentParts:
-    """Return the parts of the endpoint for outside agents."""
+    """Return the settings and functions of the endpoint for outside agents."""
     return AgentParts(
         dialogue=Dialogue(text),
         sampling=make_sampling(config.sampling, text.stop_ids, likely_ids=likely_ids),
@@ -317,7 +321,7 @@ def _agent_parts(
 
 
 def make_rules(config: Config) -> PartialRules:
-    """Return the rules for unfinished rollouts."""
+    """Return the rules for unfinished rollouts that the configuration sets."""
     rollout = config.rollout
     return PartialRules(
         over_submission=rollout.over_submission,
@@ -329,9 +333,9 @@ def make_rules(config: Config) -> PartialRules:
 
 
 def import_engine(config: Config, *, log: logging.Logger) -> None:
-    """Import the code of the engine (slow for vLLM) and of the worker's own model.
+    """Import the code of the engine, which is slow for vLLM, and of the worker's own model.
 
-    The architecture of an inherited model is not known yet; its module is imported later.
+    The architecture of an inherited model is not known yet, so its module is imported later.
     """
     model_dir = own_model(config)
     if model_dir is not None:
@@ -352,7 +356,7 @@ def import_engine(config: Config, *, log: logging.Logger) -> None:
 
 
 def engine_dtype(config: Config) -> str:
-    """Return the data type that a worker's engine computes in."""
+    """Return the name of the data type in which a worker's engine computes."""
     section = config.worker
     if section.dtype != "auto":
         return section.dtype
@@ -360,13 +364,14 @@ def engine_dtype(config: Config) -> str:
 
 
 def check_own_model(config: Config, model_dir: Path) -> None:
-    """Check that a worker can use its own copy of the model, without reading the weights.
+    """Check, without reading the weights, that a worker can use its own copy of the model.
 
-    Reads its config.json, tokenizer and the headers of its weight files, and imports the model's
-    code. A directory without weight files is valid: the learner sends the weights.
+    This reads the copy's config.json, its tokenizer and the headers of its weight files, and
+    imports the model's code. A directory without weight files is valid: the learner sends the
+    weights.
 
     Raises:
-        EchoError: the error that would otherwise be raised in the set-up after joining.
+        EchoError: if it cannot; the error that would otherwise be raised after joining.
     """
     is_vllm = isinstance(config.engine, VllmSection)
     model = build_shapes(model_dir, "auto" if is_vllm else config.model.attn_implementation)
@@ -376,14 +381,17 @@ def check_own_model(config: Config, model_dir: Path) -> None:
 
 
 def has_weight_files(model_dir: Path) -> bool:
-    """Return whether a directory has safetensors files or their index."""
+    """Return whether a directory contains safetensors files or an index of them."""
     return any(model_dir.glob("*.safetensors*"))
 
 
 def make_engine(
     config: Config, model_dir: Path, lora: Lora | None = None, demand: Demand | None = None
 ) -> Engine:
-    """Return a worker's rollout engine; it loads adapters if `lora` is given, else all weights."""
+    """Return a worker's engine; it loads adapters if `lora` is given, else all weights.
+
+    `demand` is the number and length of the rollouts for which its memory is planned.
+    """
     section, how = config.worker, config.engine
     device = pick_device(section.device)
     is_gpu = device.startswith("cuda")
@@ -418,8 +426,9 @@ def make_engine(
 def read_local_image(config: Config) -> tuple[bytearray, bytes] | None:
     """Return the worker's own model as a version's image, and the hash of the image.
 
-    If the first announced version has the same hash, the worker need not fetch it. The result is
-    None if the worker has no weights of its own, or if the learner publishes an adapter.
+    If the first version that is announced has the same hash, the worker need not fetch this
+    version. The result is None if the worker has no weights of its own, or if the learner publishes
+    an adapter.
     """
     model_dir = None if config.lora.rank else own_model(config)
     if model_dir is None:
