@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 STD_FLOOR = 1e-4
-"""Added to the standard deviation, as in TRL, so that near-equal rewards stay finite."""
+"""Number added to the standard deviation of a group's rewards, as in TRL, so that advantages stay
+finite if the rewards are nearly equal.
+"""
 
 
 def group_advantages(
@@ -19,7 +21,7 @@ def group_advantages(
     leave_one_out: bool = False,
     value_beta: float | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Return each rollout's reward less its group's mean reward.
+    """Return each rollout's advantage: its reward less the mean reward of its group.
 
     A_ng = r_ng - mean_g(r_n), divided by (std_g(r_n) + 1e-4) if normalised, std unbiased. With
     leave-one-out the mean is over the other rollouts: r_ng - mean_{h != g}(r_nh), which is G / (G -
@@ -85,14 +87,14 @@ def overlong_penalties(
 
     Args:
         num_tokens: any shape, completion tokens, 0..max_tokens.
-        max_tokens: the limit.
+        max_tokens: limit of a completion's tokens.
         buffer_tokens: tokens before the limit over which the penalty grows, 1..max_tokens.
 
     Returns:
         Array in the shape of `num_tokens`.
 
     Raises:
-        ValueError: if the buffer does not fit.
+        ValueError: if `buffer_tokens` is not in 1..max_tokens.
 
     Source: DAPO, arXiv:2503.14476, eq. 13.
     Differs from the paper: nothing.

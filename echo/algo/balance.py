@@ -30,7 +30,7 @@ def balanced_rounds(
     """Divide rows into rounds of one micro-batch per rank.
 
     The heaviest round comes first, so that a lack of memory shows at once. A row is never cut: a
-    row longer than the budget gets a micro-batch of its own. With `group_index` a group is never
+    row longer than `max_tokens` gets a micro-batch of its own. With `group_index` a group is never
     cut either.
 
     Args:
@@ -67,7 +67,10 @@ def balanced_rounds(
 def _fewest(
     units: Sequence[tuple[float, int, Bin]], max_tokens: int, num_ranks: int
 ) -> list[tuple[float, Bin]]:
-    """Return the bins of the fewest rounds that `_fill` succeeds with, found by bisection."""
+    """Return the work and the rows of each bin, for the fewest rounds into which the units fit.
+
+    The number of rounds is found by bisection with `_fill`. Each unit is (work, tokens, rows).
+    """
     total = sum(min(tokens, max_tokens) for _, tokens, _ in units)
     num_alone = sum(2 * tokens > max_tokens for _, tokens, _ in units)  # a bin holds one at most
     num_rounds = -(-max(-(-total // max_tokens), num_alone) // num_ranks)
@@ -87,7 +90,7 @@ def _fewest(
 def _fill(
     units: Sequence[tuple[float, int, Bin]], num_bins: int, max_tokens: int
 ) -> list[tuple[float, Bin]] | None:
-    """Put each (work, tokens, rows), heaviest first, into the lightest bin that can hold it.
+    """Put each unit (work, tokens, rows), heaviest first, into the lightest bin that can hold it.
 
     Returns:
         The work and the rows of each bin; None if a unit fits into no bin.

@@ -34,8 +34,8 @@ PAD_ID = 0
 """Input id of padding; it may be any id of the vocabulary, since no scored token attends to it."""
 
 MIN_SAVED = 0.2
-"""Smallest share of their tokens that rollouts must save by sharing a prompt. Attention is slower
-with shared prompts: below this share a CPU loses more time there than it saves.
+"""Rollouts share a prompt only if that saves at least this share of their tokens. Attention is
+slower with shared prompts: below this share a CPU loses more time there than it saves.
 """
 
 
@@ -48,17 +48,19 @@ class TrainingRow:
     rollout: Rollout
     advantage: float
     group_index: int = 0
-    """Index of its group in the batch."""
+    """Index of the rollout's group in the batch."""
     log_expectation: float = 0.0
-    """Log of the group expectation of the sampler's probability (losses.py); 0 if the loss needs
-    none.
+    """Log of the group expectation of the sampler's probability (`losses.group_log_expectation`); 0
+    if the loss does not use it.
     """
     proximal_logprobs: npt.NDArray[np.float32] | None = None
-    """[T] nats under the policy at the start of the step; None if that is the present policy."""
+    """[T] log-probability of each completion token under the policy at the start of the step, nats;
+    None if that policy is the present one.
+    """
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that go through the model: P + T - 1."""
+        """Number of the rollout's tokens that go through the model: P + T - 1."""
         return len(self.prompt_ids) + self.rollout.num_tokens - 1
 
     @property
@@ -69,33 +71,39 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segments:
-    """Segments of a packed row of L tokens: rollouts, or shared prompts and their completions."""
+    """Segments of a packed row of L tokens.
+
+    A segment is a rollout, a prompt that several rollouts share, or a completion after such a
+    prompt.
+    """
 
     lengths: tuple[int, ...]
-    """Tokens of each segment; on the host, so that reading them does not wait for a GPU."""
+    """Number of tokens of each segment; on the host, so that no reader has to wait for a GPU."""
     prefixes: tuple[tuple[int, int], ...]
-    """For each segment, start in the row and tokens of the prompt that it shares; (0, 0) without a
-    shared prompt.
+    """For each segment, where the prompt that it shares starts in the row, and the number of that
+    prompt's tokens; (0, 0) if the segment shares no prompt.
     """
     ends: Tensor
-    """[n + 1] int32: the start of each of n segments, then L."""
+    """[n + 1] int32: the place in the row where each of the n segments starts, then L."""
     position_ids: Tensor
-    """[1, L] int64: positions within a segment, from 0 or from the end of its shared prompt."""
+    """[1, L] int64: position of each token in its segment; counts from 0, or from the end of the
+    prompt that the segment shares.
+    """
     keys: Tensor | None
-    """[K] int64: for each segment, the places in the row that it attends to: its shared prompt and
-    itself; None if no prompt is shared.
+    """[K] int64: the places in the row that each segment attends to, one segment after another: its
+    shared prompt and itself; None if no segment shares a prompt.
     """
     key_ends: Tensor
-    """[n + 1] int32: the start of each segment in `keys`, then K."""
+    """[n + 1] int32: the place in `keys` where the list of each segment starts, then K."""
 
     @staticmethod
     def of(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = None) -> Segments:
-        """Return segments on the CPU.
+        """Return the segments of these lengths, with their tensors on the CPU.
 
         Args:
-            lengths: tokens of each segment, > 0.
-            prefixes: for each segment, start and tokens of the prompt that it shares; None if no
-                prompt is shared.
+            lengths: number of tokens of each segment, > 0.
+            prefixes: for each segment, where the prompt that it shares starts in the row, and the
+                number of that prompt's tokens; None if no prompt is shared.
         """
         sizes = np.cumsum([0, *lengths])
         if prefixes is None or not any(size for _, size in prefixes):
@@ -130,18 +138,18 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LikelyTokens:
-    """The sampler's most likely ids of the scored tokens, M of all tokens together."""
+    """The sampler's most likely ids at each scored token; M ids for all tokens together."""
 
     ids: FurtherIds
-    """[M] scored token, 0..N-1, and id of each."""
+    """The M ids; the row of an id is the number of its scored token, 0..N-1."""
     places: Tensor
-    """[M] int64: the place of that token in the flattened [B, T]."""
+    """[M] int64: for each id, the place of its scored token in the flattened [B, T]."""
     sampler_logprobs: Tensor
-    """[M] float32 nats."""
+    """[M] float32: log-probability of each id under the sampler, nats."""
 
     @staticmethod
     def of(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> LikelyTokens | None:
-        """Return the likely ids of the scored tokens, on the CPU; None if no rollout has any.
+        """Return the likely ids of the scored tokens, on the CPU; None if no rollout has such ids.
 
         Args:
             rollouts: the rollouts of a micro-batch.
@@ -179,50 +187,55 @@ class LikelyTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Rollouts that go through the model together."""
+    """The tensors of some rollouts that go through the model together."""
 
     input_ids: Tensor
     """[B, L] int64, padded on the right; a filled micro-batch has further rows of padding. [1, L]
     if packed.
     """
     token_ids: Tensor
-    """[B, T] int64 completion tokens."""
+    """[B, T] int64: ids of the completion tokens."""
     predictors: Tensor
-    """[B, T] int64: the place in the flattened input whose output predicts the token."""
+    """[B, T] int64: place in the flattened input whose output predicts each completion token."""
     sampler_logprobs: Tensor
-    """[B, T] float32 nats."""
+    """[B, T] float32: log-probability of each completion token under the sampler, nats."""
     completion_mask: Tensor
-    """[B, T] bool, False in padding."""
+    """[B, T] bool: whether each token is trained (or scored, see `collate`); False in padding."""
     scored: Tensor
-    """[N] int64: places of the N trained tokens in the flattened [B, T]. They come from the host,
-    since finding them on a GPU would make the host wait.
+    """[N] int64: the places in the flattened [B, T] where `completion_mask` is True: the scored
+    tokens. The host computes them, since it would have to wait for a GPU to find them.
     """
     advantages: Tensor
-    """[B] float32."""
+    """[B] float32: advantage of each rollout."""
     version_steps: Tensor
-    """[B, T] int64, step of the policy version that sampled the token; 0 in padding."""
+    """[B, T] int64: step of the policy version that sampled each token; 0 in padding."""
     group_index: Tensor
-    """[B] int64, equal within a group."""
+    """[B] int64: index of each rollout's group in the batch, equal within a group."""
     log_expectations: Tensor
-    """[B] float32."""
+    """[B] float32: `TrainingRow.log_expectation` of each rollout."""
     proximal_logprobs: Tensor | None = None
-    """[B, T] float32 nats; None if the proximal policy is the present one."""
+    """[B, T] float32: log-probability of each token under the proximal policy, nats; None if the
+    proximal policy is the present one.
+    """
     supports: IdSets | None = None
-    """The ids that scored tokens were drawn from, for those that were drawn from a part of the
-    vocabulary; None if there are none.
+    """For each scored token that was drawn from a part of the vocabulary, the ids of that part;
+    None if all were drawn from the whole vocabulary.
     """
     likely: LikelyTokens | None = None
-    """The sampler's most likely ids of the scored tokens; None if workers send none."""
+    """The sampler's most likely ids at each scored token; None if workers send no likely ids."""
     segments: Segments | None = None
     """Segments of a packed row; None for padded rows."""
     num_filled: int = 0
-    """Tokens at the end of a packed row that belong to no rollout; each is a segment."""
+    """Number of tokens at the end of a packed row that belong to no rollout; each of them is a
+    segment.
+    """
 
     def spans(self, rows: Sequence[TrainingRow]) -> list[tuple[int, int]]:
-        """Return the tokens of each rollout or segment, and the tokens of its shared prompt.
+        """Return the tokens of each rollout or segment, and of the prompt that it shares, or 0.
 
         Args:
-            rows: the rows that the micro-batch was made of; without rows the result is empty.
+            rows: the rows that the micro-batch was made from; if there are none, the result is
+                empty.
         """
         if not rows or self.segments is None:
             return [(row.num_inputs, 0) for row in rows]
@@ -231,16 +244,16 @@ class MicroBatch:
         return spans[: len(spans) - self.num_filled]
 
     def pick(self, values: Tensor) -> Tensor:
-        """Return the [N] values of [B, T] values at the scored tokens, in order."""
+        """Return the [N] values at the scored tokens of [B, T] values, in the order of `scored`."""
         return values.flatten().index_select(0, self.scored)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return [B, T] with the [N] values at the scored tokens, in order, and 0 elsewhere."""
+        """Return a [B, T] tensor with the [N] values at the scored tokens, and 0 elsewhere."""
         shape = self.completion_mask.shape
         return values.new_zeros(shape.numel()).index_copy(0, self.scored, values).view(shape)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch with its tensors on `device`."""
+        """Return a copy of the micro-batch whose tensors are on `device`."""
         tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in tensors.items():
             if isinstance(value, Tensor):
@@ -253,7 +266,7 @@ class MicroBatch:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor on `device`, without waiting for a GPU."""
+    """Return a copy of a CPU tensor on `device`, without waiting for a GPU."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # a copy from other memory waits until the GPU is idle
     return tensor.to(device, non_blocking=True)
@@ -270,14 +283,14 @@ def _moved_sets(sets: IdSets, device: torch.device) -> IdSets:
 
 
 def id_sets(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> IdSets | None:
-    """Return the supports of the scored tokens of rollouts; None if no scored token has one.
+    """Return the supports of the scored tokens; None if no scored token has a support.
 
     Args:
-        rollouts: rollouts whose tokens are in their supports.
+        rollouts: the rollouts; the support of a token is the set of ids that it was drawn from.
         is_scored: [B, T] whether a token is scored.
 
     Raises:
-        ValueError: if a token is not in its support.
+        ValueError: if a scored token is not in its support.
     """
     if all(rollout.support is None for rollout in rollouts):
         return None
@@ -318,12 +331,12 @@ def pack_micro_batches(
     """Divide rows into micro-batches of at most `max_tokens` tokens, padding counted.
 
     Rows of similar length are put together, longest first, so that there is little padding and a
-    lack of memory shows in the first micro-batch. A row is never cut: a row longer than the budget
-    gets a micro-batch of its own. With `group_index` a group is never cut either.
+    lack of memory shows in the first micro-batch. A row is never cut: a row longer than
+    `max_tokens` gets a micro-batch of its own. With `group_index` a group is never cut either.
 
     Args:
-        lengths: tokens of each row with the padding that each has alone, >= 1.
-        max_tokens: bound on rows times longest row of a micro-batch, inclusive.
+        lengths: tokens of each row, including the padding that the row would have alone, >= 1.
+        max_tokens: bound on a micro-batch's number of rows times its longest row, inclusive.
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.
         by_powers: whether each micro-batch has a power of two of rows, unless groups are kept
             whole.
@@ -350,7 +363,7 @@ def pack_micro_batches(
 
 
 def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
-    """Divide a micro-batch into parts of a power of two of rows each, the largest first."""
+    """Divide a micro-batch into parts of a power of two of rows each, the largest part first."""
     while indices:
         number = 1 << len(indices).bit_length() - 1
         yield indices[:number]
@@ -360,19 +373,21 @@ def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
 def share_prompts(
     rows: Sequence[TrainingRow], *, max_tokens: int, whole: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Gather the rows of each prompt into units that share it, of half a micro-batch at most.
+    """Gather the rows of each prompt into units, in which the prompt can be shared.
 
-    Units of that size can be put together in one micro-batch. The rows of a unit share their prompt
-    only if that saves at least MIN_SAVED of the tokens that the rows have without sharing.
+    A unit has at most half the tokens of a micro-batch, so that units can be put together in one.
+    The rows of a unit share their prompt only if that saves at least MIN_SAVED of the tokens that
+    the rows have without sharing.
 
     Args:
         rows: rows of one prompt have the same array object as `prompt_ids`.
-        max_tokens: limit of a micro-batch.
+        max_tokens: limit of a micro-batch's tokens.
         whole: group of each row, if groups must not be cut; None otherwise.
 
     Returns:
-        The tokens that each row adds to a packed row, where a shared prompt counts for the first
-        row of its unit; and the unit of each row. Rows with the same unit share their prompt.
+        The number of tokens that each row adds to a packed row, where a shared prompt counts for
+        the first row of its unit; and a number for the unit of each row. Rows with the same unit
+        share their prompt.
     """
     gathered: list[list[int]] = []
     sizes: list[int] = []  # tokens of each unit
@@ -399,14 +414,14 @@ def share_prompts(
 
 @dataclass(slots=True)
 class _Row:
-    """A packed row under construction."""
+    """The segments of a packed row under construction."""
 
     lengths: list[int] = field(default_factory=list)
     prefixes: list[tuple[int, int]] = field(default_factory=list)
     size: int = 0
 
     def add(self, length: int, prefix: tuple[int, int] = (0, 0)) -> int:
-        """Append a segment, unless it is empty; return its start."""
+        """Append a segment, unless its length is 0; return the place where it starts in the row."""
         start = self.size
         if length:
             self.lengths.append(length)
@@ -423,7 +438,7 @@ def _lay_out(
     sizes: RowSizes,
     max_tokens: int,
 ) -> tuple[_Row, list[tuple[int, int]]]:
-    """Return one row of all samples, and the start of each sample's prompt and completion.
+    """Return one row of all samples, and where each sample's prompt and completion start in it.
 
     If rows are not packed, each sample has a segment as long as the longest sample.
     """
@@ -486,12 +501,12 @@ def collate(
 
     Args:
         samples: at least one; either all have proximal log-probabilities or none has.
-        score_all: whether to score every completion token, not only the trained ones.
+        score_all: whether `completion_mask` covers every completion token, not only trained tokens.
         is_packed: whether to put all samples into one row.
         units: unit of each sample in a packed row; neighbours of the same unit share their prompt.
             None if no prompt is shared.
-        row_sizes: sizes that rows are filled to; None to fill none.
-        max_tokens: limit of a micro-batch, for `row_sizes`.
+        row_sizes: sizes that rows are filled to; None to fill no row.
+        max_tokens: limit of a micro-batch's tokens, which `row_sizes` keeps.
     """
     units = range(len(samples)) if units is None else units
     row_sizes = row_sizes or RowSizes()
@@ -542,7 +557,10 @@ def collate(
 def _input_ids(
     samples: Sequence[TrainingRow], places: Sequence[tuple[int, int]], size: int
 ) -> npt.NDArray[np.int64]:
-    """Return the [size] input ids of the row that `_lay_out` returned."""
+    """Return the [size] input ids of the row that `_lay_out` returned, with PAD_ID between samples.
+
+    `places` has the start of each sample's prompt and completion.
+    """
     input_ids = np.full(size, PAD_ID, dtype=np.int64)
     for sample, (prompt, start) in zip(samples, places, strict=True):
         input_ids[prompt : prompt + len(sample.prompt_ids)] = sample.prompt_ids
@@ -554,7 +572,10 @@ def _input_ids(
 def _padded(
     is_token: npt.NDArray[np.bool_], values: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike
 ) -> npt.NDArray[Any]:
-    """Return [B, T] with the values of each rollout in its row, 0 in padding."""
+    """Return a [B, T] array with the values of each rollout in its row, and 0 in padding.
+
+    `is_token` is False in padding.
+    """
     rows = np.zeros(is_token.shape, dtype)
     rows[is_token] = np.concatenate(values)
     return rows

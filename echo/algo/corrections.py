@@ -38,7 +38,7 @@ ImportanceWeight = Literal["token_tis", "sequence_tis", "token_mis", "sequence_m
 def importance_weights(
     log_ratio: Tensor, mask: Tensor, kind: ImportanceWeight, *, cap: float
 ) -> Tensor:
-    """Return the bounded importance weight of every token, without gradient.
+    """Return the bounded importance weight of every token, a constant for autograd.
 
     token_tis     min(r_t, cap)                    truncated importance sampling
     sequence_tis  min(prod_t r_t, cap)             the same for every token of a rollout
@@ -105,7 +105,7 @@ class RolloutMasks:
         return self == RolloutMasks()
 
     def dropped(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Return [B] bool by reason: whether the mask of that name drops the rollout."""
+        """Return [B] bool by name of the mask: whether that mask drops each rollout."""
         mask = inputs.completion_mask
         log_ratio = masked_log_ratio(inputs).detach()
         mean = sequence_mean(log_ratio, mask)

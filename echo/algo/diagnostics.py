@@ -32,32 +32,36 @@ if TYPE_CHECKING:
 
 
 WINDOW = 256
-"""Largest number of groups in each of the two samples."""
+"""Largest number of groups whose lengths are kept in each of the two samples: delivered and
+trained.
+"""
 MIN_GROUPS = 8
-"""Smallest number of groups in each sample for metrics to be reported."""
+"""Smallest number of groups that each of the two samples must have for metrics to be reported."""
 
 
 class LengthBias:
     """Lengths of delivered completions, compared with the lengths of trained completions."""
 
     def __init__(self, *, window: int = WINDOW) -> None:
-        """Start without groups."""
+        """Start without groups; each sample keeps the lengths of its last `window` groups."""
         self.window = window
         self._delivered: dict[int, tuple[int, ...]] = {}
         self._trained: deque[tuple[int, ...]] = deque(maxlen=window)
 
     def delivered(self, group: Group) -> None:
-        """Note a group that a worker has finished, whether or not it is trained later."""
+        """Record the lengths of a group that a worker has finished, trained later or not."""
         self._delivered[group.group_id] = _lengths(group)
 
     def trained(self, groups: Iterable[Group]) -> None:
         self._trained.extend(_lengths(group) for group in groups)
 
     def metrics(self, *, oldest_open: int | None) -> dict[str, float]:
-        """Return the comparison of the two samples; empty while either has too few groups.
+        """Return metrics that compare both samples; empty until both have MIN_GROUPS groups.
 
         Args:
             oldest_open: id of the first granted group that has not ended; None if all have ended.
+                Later groups are left out of the delivered sample, in which short completions would
+                come first.
 
         Returns:
             `lengths/{trained,sampled}/{mean,p90}` in tokens; `lengths/bias`, the difference of the
@@ -90,7 +94,7 @@ def _flat(groups: Iterable[tuple[int, ...]]) -> npt.NDArray[np.int64]:
 
 
 def _distance(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
-    """Return the Kolmogorov-Smirnov distance of two sorted samples."""
+    """Return the Kolmogorov-Smirnov distance, 0 to 1, of two samples sorted in ascending order."""
     points = np.concatenate([a, b])
     below_a = np.searchsorted(a, points, side="right") / len(a)
     below_b = np.searchsorted(b, points, side="right") / len(b)
@@ -104,7 +108,7 @@ def _distance(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """Sums over groups; empty by default."""
+    """Counts and sums over groups, all 0 by default, from which metrics of rewards are computed."""
 
     num_groups: int = 0
     num_rollouts: int = 0
@@ -112,19 +116,19 @@ class GroupStats:
     reward_square_sum: float = 0.0
     num_tokens: int = 0
     num_cut_off: int = 0
-    """Completions cut off at the token limit."""
+    """Number of completions that ended at the token limit."""
     num_all_right: int = 0
-    """Groups with equal rewards above 0."""
+    """Number of groups whose rewards are all equal and above 0."""
     num_all_wrong: int = 0
-    """Groups with equal rewards of 0 or less."""
+    """Number of groups whose rewards are all equal, and 0 or less."""
     num_unscored: int = 0
-    """Groups with fewer than two rewards; they count here and in no other sum."""
+    """Number of groups with fewer than two rewards; such groups count here and in no other sum."""
     num_mixed: int = 0
-    """Groups sampled by several policy versions."""
+    """Number of groups whose tokens were sampled by more than one policy version."""
 
     @classmethod
     def of(cls, groups: Iterable[Group]) -> Self:
-        """Return the sums over `groups`."""
+        """Return the counts and sums over `groups`, each of which has at least one reward."""
         groups = list(groups)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rewards = [rollout.reward for rollout in rollouts]
@@ -150,7 +154,7 @@ class GroupStats:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return rewards, lengths and shares of groups by metric; empty without groups."""
+        """Return the metrics reward/*, completions/* and groups/*; empty if there are no groups."""
         if not self.num_groups:
             return {}
         mean = self.reward_sum / self.num_rollouts
@@ -224,17 +228,17 @@ ROLLOUT_SUMS = NUM_ROLLOUTS, ROLLOUT_RATIO, ROLLOUT_SQUARE = (
     "rollout_ratio",
     "rollout_ratio_square",
 )
-"""Names of the sums that `rollout_ratio_sums` returns."""
+"""Names of the sums that `rollout_ratio_sums` returns, in order."""
 MAX_ROLLOUT_LOG_RATIO = 20.0
 """Bound on the absolute log-ratio of a rollout in nats, so that sums stay finite."""
 
 
 def rollout_ratio_sums(log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the number of rollouts, the sum of their ratios and of the squares, as float64.
+    """Return three float64 scalars: number of rollouts, sum of their ratios, sum of the squares.
 
     Args:
         log_ratios: [B, T] log(learner / sampler) of each token, nats.
-        mask: [B, T] bool, trained tokens; a rollout without any does not count.
+        mask: [B, T] bool, trained tokens; a rollout without trained tokens does not count.
     """
     has_tokens = mask.any(1)
     of_rollout = log_ratios.detach().double().where(mask, 0.0).sum(1)
@@ -251,7 +255,7 @@ def rollout_ess(sums: Mapping[str, float]) -> float:
     """Return the effective sample size of B rollouts, as a share of B; NaN without rollouts.
 
     w_i = prod_t pi(t) / mu(t) over the rollout's tokens;  ess = (sum_i w_i)^2 / (B sum_i w_i^2), 1
-    if all are equal, and 1 / B if one outweighs all others.
+    if all w_i are equal, and 1 / B if one rollout outweighs all others.
 
     Args:
         sums: from `rollout_ratio_sums`.
@@ -279,7 +283,7 @@ MAX_LOG_RATIO = 50.0
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over the trained tokens of one or several groups."""
+    """Sums over the trained tokens of some groups, from which their mismatch is computed."""
 
     num_tokens: float = 0.0
     log_ratio: float = 0.0
@@ -294,11 +298,11 @@ class Mismatch:
 
     @property
     def mean_kl(self) -> float:
-        """Estimate of KL(sampler, learner), nats per token; 0 without tokens."""
+        """Estimate of KL(sampler || learner), nats per token; 0 if there are no tokens."""
         return self.kl / self.num_tokens if self.num_tokens else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Return means per token, and the effective sample size; empty without tokens."""
+        """Return means per token, and the effective sample size (a share); empty without tokens."""
         if not self.num_tokens:
             return {}
         return {
@@ -317,7 +321,7 @@ def mismatch_by_group(
     group_of: Tensor,
     num_groups: int,
 ) -> Tensor:
-    """Return [G, 6] float64 sums, in the order of the fields of `Mismatch`.
+    """Return the sums of each group, [G, 6] float64, in the order of the fields of `Mismatch`.
 
     Args:
         learner_logprobs: [N] nats under the policy being trained.

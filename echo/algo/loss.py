@@ -33,30 +33,34 @@ class LossNeeds:
     """Inputs that a loss needs from the caller, beside the inputs that every loss gets."""
 
     every_rollout: bool = False
-    """Whether rollouts without an advantage are needed as well: the loss has a gradient for
-    them.
+    """Whether rollouts without an advantage must be given to the loss too, since it has a gradient
+    for them.
     """
     whole_groups: bool = False
     """Whether all rollouts of a group must be in one micro-batch, also rollouts without an
     advantage. A large group may exceed the limit of tokens and take more memory.
     """
     group_expectation: bool = False
-    """Whether `log_expectation` is needed; a group that has lost a member is left out."""
+    """Whether `LossInputs.log_expectation` is needed; groups that have lost a member are then left
+    out.
+    """
     batch_scores: bool = False
-    """Whether `batch_scores` is needed, from a first pass over the batch without gradient, which
-    takes a third more time.
+    """Whether `LossInputs.batch_scores` is needed, from a first pass over the batch without
+    gradient. That pass takes a third more time.
     """
     proximal_logprobs: bool = False
-    """Whether `proximal_logprobs` is needed; if a step makes several updates, a pass scores the
-    rows of all but the first.
+    """Whether `LossInputs.proximal_logprobs` is needed. If a step makes several updates, an
+    additional pass scores the rows of all updates but the first.
     """
     entropies: bool = False
-    """Whether `entropies` is needed, with gradient."""
+    """Whether `LossInputs.entropies` is needed, with gradient."""
     reference_logprobs: bool = False
-    """Whether `reference_logprobs` is needed, from a pass through a frozen model in memory."""
+    """Whether `LossInputs.reference_logprobs` is needed, from a pass through a frozen model that is
+    kept in memory.
+    """
     likely_ids: int = 0
-    """Number of the sampler's most likely ids of each token for which `likely` is needed; 0 if not.
-    Workers then send these ids with their log-probabilities.
+    """How many of the sampler's most likely ids of each token the loss needs in
+    `LossInputs.likely`; 0 for none. Workers then send these ids with their log-probabilities.
     """
 
 
@@ -65,31 +69,33 @@ class BatchScores:
     """Scores of the N trained tokens of a batch, before the gradient is computed."""
 
     log_ratios: Tensor
-    """[N] learner minus sampler, nats; without gradient."""
+    """[N] log-probability of each token under the learner minus that under the sampler, nats;
+    without gradient.
+    """
     advantages: Tensor
-    """[N] the advantage of each token's rollout."""
+    """[N] advantage of each token's rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LikelyIds:
-    """The sampler's most likely ids of the tokens of a micro-batch, M of all tokens together."""
+    """The sampler's most likely ids at each token of a micro-batch; M ids for all tokens."""
 
     places: Tensor
-    """[M] int64, ascending: the place of the id's token in the flattened [B, T]."""
+    """[M] int64, ascending: for each id, the place of its token in the flattened [B, T]."""
     learner_logprobs: Tensor
     """[M] nats of each id under the policy being trained; carries the gradient."""
     sampler_logprobs: Tensor
     """[M] nats of each id under the distribution that was sampled from; without gradient."""
 
     def sum(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """Return the [B, T] sums of [M] values by token, 0 for a token without ids."""
+        """Return, for each token of [B, T], the sum of the [M] values of its ids; 0 without ids."""
         ends = torch.arange(shape.numel() + 1, device=self.places.device)
         offsets = torch.searchsorted(self.places, ends)
         return _SegmentSums.apply(values, offsets, self.places).view(shape)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SegmentSums(torch.autograd.Function):
-    """Sums of consecutive values, in a fixed order on every device."""
+    """Sums of consecutive values by segment, added in a fixed order on every device."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, offsets: Tensor, places: Tensor) -> Tensor:
@@ -104,52 +110,64 @@ class _SegmentSums(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """Inputs of a loss: one micro-batch."""
+    """The inputs of a loss for one micro-batch."""
 
     learner_logprobs: Tensor
-    """[B, T] nats under the policy being trained; carries the gradient."""
+    """[B, T] log-probability of each token under the policy being trained, nats; carries the
+    gradient.
+    """
     sampler_logprobs: Tensor
-    """[B, T] nats under the policy that sampled; without gradient."""
+    """[B, T] log-probability of each token under the policy that sampled it, nats; without
+    gradient.
+    """
     advantages: Tensor
-    """[B] one per rollout."""
+    """[B] advantage of each rollout."""
     completion_mask: Tensor
     """[B, T] bool, True where a token is trained; the other tensors may hold anything elsewhere."""
     num_tokens: int
-    """Trained tokens of the whole batch, also of rollouts that were left out; >= 1."""
+    """Number of trained tokens in the whole batch, including rollouts that were left out; >= 1."""
     num_rollouts: int
-    """Rollouts of the whole batch with a trained token, also those left out; >= 1."""
+    """Number of rollouts in the whole batch that have a trained token, including rollouts that were
+    left out; >= 1.
+    """
     group_index: Tensor | None = None
-    """[B] int64, equal for the rollouts of one group."""
+    """[B] int64: index of each rollout's group, equal within a group."""
     proximal_logprobs: Tensor | None = None
-    """[B, T] nats under the policy at the start of the step, without gradient; None if not
-    needed.
+    """[B, T] log-probability of each token under the policy at the start of the step, nats, without
+    gradient; None if the loss does not need it.
     """
     staleness: Tensor | None = None
-    """[B, T] int64 optimizer steps from the policy that sampled a token to the learner's policy."""
+    """[B, T] int64: number of optimizer steps from the policy that sampled a token to the learner's
+    policy.
+    """
     log_expectation: Tensor | None = None
     """[B] log of the group expectation of the sampler's probability (losses.py), without
     gradient.
     """
     batch_scores: BatchScores | None = None
-    """Scores of the whole batch; None if not needed."""
+    """Scores of the trained tokens of the whole batch; None if the loss does not need them."""
     entropies: Tensor | None = None
-    """[B, T] nats of the policy being trained, with gradient; None if not needed."""
+    """[B, T] entropy of the trained policy's distribution at each token, nats, with gradient; None
+    if the loss does not need it.
+    """
     reference_logprobs: Tensor | None = None
-    """[B, T] nats under the frozen reference policy, without gradient; None if not needed."""
+    """[B, T] log-probability of each token under the frozen reference policy, nats, without
+    gradient; None if the loss does not need it.
+    """
     likely: LikelyIds | None = None
-    """The sampler's most likely ids of each token; None if not needed."""
+    """The sampler's most likely ids at each token; None if the loss does not need them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutput:
-    """The result of a loss."""
+    """The result of a loss for one micro-batch."""
 
     loss: Tensor
-    """Scalar; the sum over micro-batches is the loss of the batch."""
+    """Scalar; the loss of the batch is the sum of this scalar over its micro-batches."""
     token_counts: dict[str, Tensor]
-    """Scalars without gradient by metric: the number of trained tokens for which its condition
-    held, or the sum of its value over them. The trainer divides by the tokens that went through the
-    loss.
+    """Scalars without gradient by metric: the number of trained tokens for which the metric's
+    condition held, or the sum of the metric's value over the trained tokens. The trainer divides
+    each by the number of tokens that went through the loss.
     """
 
 
@@ -157,16 +175,16 @@ Loss = Callable[[LossInputs], LossOutput]
 
 
 def needs_of(loss: Loss) -> LossNeeds:
-    """Return a loss's attribute `needs`; the default if the loss has no such attribute."""
+    """Return the `needs` of a loss; `LossNeeds()` if the loss has no such attribute."""
     needs: LossNeeds = getattr(loss, "needs", LossNeeds())
     return needs
 
 
 def required(value: T | None, name: str, loss: object) -> T:
-    """Return an optional input that this loss needs.
+    """Return `value`, an optional input that this loss needs, if it was provided.
 
     Raises:
-        ValueError: if the caller left it out; the text names the input and the loss.
+        ValueError: if the value is None; the text names the input and the loss.
     """
     if value is None:
         raise ValueError(f"LossInputs.{name} is missing, and {type(loss).__name__} needs it")
@@ -174,7 +192,7 @@ def required(value: T | None, name: str, loss: object) -> T:
 
 
 def masked_log_ratio(inputs: LossInputs) -> Tensor:
-    """Return [B, T] log(learner / sampler), limited to 20 either way, 0 outside the mask.
+    """Return [B, T] log(learner / sampler), limited to -20..20, and 0 outside the mask.
 
     `torch.where` selects, so that even a NaN in padding has no effect; a product would keep it.
     """
@@ -184,7 +202,7 @@ def masked_log_ratio(inputs: LossInputs) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return [B] the mean of [B, T] values over each row's mask; 0 for an empty mask."""
+    """Return the mean of each row of [B, T] values over its mask, [B]; 0 for an empty mask."""
     return torch.where(mask, values, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 

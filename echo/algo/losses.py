@@ -60,17 +60,17 @@ MAX_KL_LOG_RATIO = 5.0
 
 
 def kl_k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return log p - log other, in nats, in the shape of the arguments."""
+    """Return the estimator k1, log p - log other, in nats, in the shape of the arguments."""
     return logprobs - other_logprobs
 
 
 def kl_k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return half the squared log-ratio, in nats squared, in the shape of the arguments."""
+    """Return the estimator k2, half the squared log-ratio, in nats squared."""
     return (other_logprobs - logprobs).square() / 2
 
 
 def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return r - 1 - log r with log r limited to -20..5, in the shape of the arguments."""
+    """Return the estimator k3, r - 1 - log r with r = other / p and log r limited to -20..5."""
     log_ratio = (other_logprobs - logprobs).clamp(MIN_LOG_RATIO, MAX_KL_LOG_RATIO)
     return log_ratio.expm1() - log_ratio
 
@@ -87,7 +87,7 @@ def clipped_surrogate(
     clip_high: float | None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the pessimistic surrogate of each element and where each clip was active.
+    """Return the clipped loss l of each element, and by metric where each clip was active.
 
     l = -min(r A, clip(r, 1 - low, 1 + high) A);  for A < 0 with dual clip c also l <= -c A.
     `clip_ratio/low` marks A < 0 and r < 1 - low, `clip_ratio/high` A > 0 and r > 1 + high,
@@ -96,11 +96,11 @@ def clipped_surrogate(
 
     Args:
         ratio: any shape; carries the gradient.
-        advantages: broadcasts to it.
-        mask: bool, same shape as `ratio`, where to look for clips.
-        clip_low: range below 1, None for no bound.
-        clip_high: range above 1, None for no bound.
-        dual_clip: bound on the ratio where the advantage is negative, None for none.
+        advantages: any shape that broadcasts to the shape of `ratio`.
+        mask: bool, same shape as `ratio`; only masked elements are marked as clipped.
+        clip_low: width of the range below 1; None for no bound.
+        clip_high: width of the range above 1; None for no bound.
+        dual_clip: bound on the ratio where the advantage is negative, None for no bound.
 
     Source: PPO, arXiv:1707.06347, eq. 7; dual clip: arXiv:1912.09729.
     """
@@ -124,7 +124,7 @@ def find_clips(
     clip_high: float | None,
     dual_clip: float | None,
 ) -> dict[str, Tensor]:
-    """Return where each clip is active, for the arguments of `clipped_surrogate`."""
+    """Return, by metric, where each clip is active; arguments as for `clipped_surrogate`."""
     low = 0.0 if clip_low is None else 1.0 - clip_low
     high = float("inf") if clip_high is None else 1.0 + clip_high
     is_negative = advantages < 0
@@ -159,7 +159,7 @@ class ClippedTokenLoss:
 
     @property
     def fused_clip(self) -> RatioClip | None:
-        """The range for a fused kernel; None if the loss cannot be fused."""
+        """The range of ratios for a fused kernel; None if a kernel cannot compute this loss."""
         if self.clip_low is None or self.clip_high is None:
             return None
         return RatioClip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
@@ -169,11 +169,12 @@ class ClippedTokenLoss:
         raise NotImplementedError
 
     def from_tokens(self, token_losses: Tensor, ratios: Tensor, inputs: LossInputs) -> LossOutput:
-        """Return the loss from what a fused kernel has computed.
+        """Return the loss of one micro-batch from token losses that a fused kernel computed.
 
         Args:
             token_losses: [B, T] clipped surrogates, 0 outside the mask; they carry the gradient.
-            ratios: [B, T] learner over sampler; without gradient.
+            ratios: [B, T] probability under the learner over that under the sampler; without
+                gradient.
             inputs: the micro-batch.
         """
         clips = find_clips(
@@ -190,7 +191,7 @@ class ClippedTokenLoss:
         )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch and how often each clip was active."""
+        """Return the loss of one micro-batch, and the number of tokens that each clip marks."""
         losses, clips = clipped_surrogate(
             masked_log_ratio(inputs).exp(),
             inputs.advantages[:, None],
@@ -225,7 +226,7 @@ class GrpoLoss(ClippedTokenLoss):
     dual_clip: float | None = 3.0
     """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number."""
+    """How the token losses are reduced to one number (`aggregate`)."""
 
     def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
         return aggregate(token_losses, inputs, self.aggregation)
@@ -250,7 +251,7 @@ class DapoLoss(GrpoLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrGrpoLoss(ClippedTokenLoss):
-    """GRPO without its two biases: no division by a rollout's length or the rewards' deviation.
+    """GRPO without its two biases: division by a rollout's length and by the rewards' deviation.
 
     l_t as in GRPO;  loss = sum_t l_t / (num_rollouts * L_max), with L_max the constant bound on
     completion tokens. It is used with the advantages r - mean(r), not normalised.
@@ -266,7 +267,7 @@ class DrGrpoLoss(ClippedTokenLoss):
     """L_max, the bound on completion tokens; >= 1."""
 
     def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
-        """Return the sum divided by the largest number of tokens that the batch could have."""
+        """Return the sum of token losses, divided by the most tokens the batch could have."""
         divisor = inputs.num_rollouts * self.max_completion_tokens
         return torch.where(inputs.completion_mask, token_losses, 0.0).sum() / divisor
 
@@ -274,15 +275,15 @@ class DrGrpoLoss(ClippedTokenLoss):
 def loglinear_logprobs(
     learner_logprobs: Tensor, sampler_logprobs: Tensor, staleness: Tensor
 ) -> Tensor:
-    """Return estimated log-probs of the version before the learner's, without gradient.
+    """Return [B, T] log-probs estimated for the version before the learner's, without gradient.
 
     log prox = log mu + a (log pi - log mu), a = clip((s - 1) / s, 0, 1), 0 for s <= 0. It assumes
     that the policy has moved evenly, in log space, over the s steps since the token was sampled.
 
     Args:
-        learner_logprobs: [B, T] nats.
-        sampler_logprobs: [B, T] nats.
-        staleness: [B, T] whole optimizer steps.
+        learner_logprobs: [B, T] nats under the learner's policy, pi.
+        sampler_logprobs: [B, T] nats under the policy that sampled, mu.
+        staleness: [B, T] s, number of optimizer steps since each token was sampled.
 
     Source: AReaL's `prox_logp_method = "loglinear"`; with v the learner's version and v_b the
     sampler's, a = (v - 1 - v_b) / (v - v_b) and s = v - v_b.
@@ -315,25 +316,30 @@ class DecoupledPpoLoss:
     """
 
     clip_low: float | None = 0.2
-    """Range of u below 1 in which a token still has a gradient, 0..1; None for no bound."""
+    """Width of the range of u below 1 in which a token still has a gradient, 0..1; None for no
+    bound.
+    """
     clip_high: float | None = 0.28
-    """Width of the range above 1, >= 0; None for no bound."""
+    """Width of the range of u above 1, >= 0; None for no bound."""
     dual_clip: float | None = None
     """Bound on u where the advantage is negative, > 1 + clip_high; None for no bound."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
-    """Source of the proximal policy's log-probabilities."""
+    """How the proximal policy's log-probabilities are obtained: recomputed or interpolated."""
     importance_weight: ImportanceWeight = "token_tis"
-    """How prox / mu is bounded."""
+    """How the weight prox / mu is bounded."""
     importance_cap: float = 2.0
     """Largest value of a truncating weight, and ratio above which a masking weight is 0; >= 1."""
 
     @property
     def needs(self) -> LossNeeds:
-        """Needs of the loss: the proximal policy, unless it is interpolated."""
+        """The inputs that the loss needs: proximal log-probabilities, unless interpolated."""
         return LossNeeds(proximal_logprobs=self.proximal == "recompute")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, its clips, and `dropped/importance`."""
+        """Return the loss of one micro-batch, counts of its clips, and of weights of 0.
+
+        `dropped/importance` counts the tokens whose importance weight is 0.
+        """
         mask = inputs.completion_mask
         if self.proximal == "recompute":
             proximal = required(inputs.proximal_logprobs, "proximal_logprobs", self).detach()
@@ -389,13 +395,19 @@ class DecoupledPpoLoss:
 
 
 MIN_TAIL = 1e-6
-"""Least probability outside of H, under the learner, that counts."""
+"""Smallest probability of the tail (the ids outside of H) under the learner at which rho is
+computed; below it rho is 1.
+"""
 MAX_TAIL_RATIO = 100.0
-"""Bound on rho."""
+"""Largest value of rho, the sampler's probability of the tail over the learner's."""
 
 
 def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
-    """Return [B, T] rho of each token, without gradient; 1 where the learner's tail is empty."""
+    """Return rho of each token, [B, T], without gradient; 1 where the learner's tail is empty.
+
+    rho is the tail's probability under the sampler over that under the learner; the tail are the
+    ids that are not among the likely ones.
+    """
     learner, sampler = (
         (1.0 - likely.sum(logprobs.detach().exp(), shape)).clamp(min=0.0)
         for logprobs in (likely.learner_logprobs, likely.sampler_logprobs)
@@ -405,14 +417,17 @@ def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
 
 
 def expected_scores(likely: LikelyIds, m: Tensor, alpha: Tensor) -> Tensor:
-    """Return [B, T] C of each token, from [M] m of each id and [B, T] alpha."""
+    """Return the centering term C of each token, [B, T]; m is [M] by id, alpha is [B, T]."""
     of_id = alpha.flatten().index_select(0, likely.places)
     weights = m - of_id * likely.learner_logprobs.detach().exp()
     return likely.sum(weights.detach() * likely.learner_logprobs, alpha.shape)
 
 
 def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, high: float) -> Tensor:
-    """Return [B, T] C for weights clip(pi / mu, low, high) of tokens; `high` may be infinite."""
+    """Return the centering term C of each token, [B, T], for weights of tokens.
+
+    The weights are clip(pi / mu, low, high); `high` may be infinite.
+    """
     learner = likely.learner_logprobs.detach().exp()
     sampler = likely.sampler_logprobs.exp()
     rho = tail_ratio(likely, shape)
@@ -425,7 +440,10 @@ def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, hig
 
 
 def centering_of_rollouts(likely: LikelyIds, mask: Tensor, weights: Tensor) -> Tensor:
-    """Return [B, T] C for [B] weights of rollouts, without gradient; 0 for a clipped rollout."""
+    """Return the centering term C of each token, [B, T], for one weight of each rollout, [B].
+
+    The weights are used without gradient; a rollout whose weight is 0 (clipped) has a C of 0.
+    """
     of_token = weights.detach()[:, None].expand(mask.shape)
     of_id = of_token.flatten().index_select(0, likely.places)
     m = of_id * likely.sampler_logprobs.exp()
@@ -456,15 +474,17 @@ class CispoLoss:
     clip_high: float | None = 4.0
     """The weight is at most 1 + clip_high, >= 0; None for no bound."""
     score_centering: int = 0
-    """Ids of each token by which scores are centered, see above; 0 for none."""
+    """Number of likely ids at each token by which scores are centered (comment "score centering");
+    0 to center no score.
+    """
 
     @property
     def needs(self) -> LossNeeds:
-        """Return what the loss needs: the likely ids that it centers by."""
+        """The inputs that the loss needs: the likely ids, if scores are centered."""
         return LossNeeds(likely_ids=self.score_centering)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch and how often the weight was clipped."""
+        """Return the loss of one micro-batch, and the number of tokens whose weight was clipped."""
         mask = inputs.completion_mask
         low = 0.0 if self.clip_low is None else 1.0 - self.clip_low
         high = float("inf") if self.clip_high is None else 1.0 + self.clip_high
@@ -510,11 +530,11 @@ class DppoTvLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """Return what the loss needs: every rollout if it has a penalty (c > 0)."""
+        """The inputs that the loss needs: every rollout if the penalty is on (c > 0)."""
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch and the tokens outside the region (`dropped/tv`)."""
+        """Return the loss of one micro-batch, and the number of dropped tokens (`dropped/tv`)."""
         mask = inputs.completion_mask
         advantages = inputs.advantages[:, None]
         log_ratio = masked_log_ratio(inputs)
@@ -542,13 +562,13 @@ class SapoLoss:
     """
 
     tau_positive: float = 1.0
-    """How fast the gate closes where A > 0, > 0."""
+    """tau where A > 0: the larger it is, the faster the gate closes as r leaves 1; > 0."""
     tau_negative: float = 1.05
-    """How fast the gate closes where A < 0; larger than `tau_positive` in the paper, since tokens
-    with A < 0 are less stable.
+    """tau where A < 0; larger than `tau_positive` in the paper, since tokens with A < 0 make
+    training less stable.
     """
     aggregation: Aggregation = "sequence_mean"
-    """How token losses become one number."""
+    """How the token losses are reduced to one number (`aggregate`)."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch, without counts: no token is clipped."""
@@ -566,7 +586,7 @@ class SapoLoss:
 
 
 def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
-    """Return the limit below which squared log-ratios are kept.
+    """Return the limit; squared log-ratios below it are kept, and their mean is within the bound.
 
     The largest values are dropped until the mean of the rest is at most the bound. The limit is
     half-way between the smallest dropped value and the largest kept one, so that rounding cannot
@@ -577,7 +597,7 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
         max_second_moment: bound on their mean, inclusive.
 
     Returns:
-        Scalar: infinity if all are kept, 0 if none is.
+        Scalar: infinity if all values are kept, 0 if no value is kept.
     """
     if not len(moments):
         return moments.new_full((), torch.inf)
@@ -614,7 +634,7 @@ class M2poLoss:
     """Bound on the mean of (log r)^2 over the tokens that PPO could clip, nats squared, >= 0."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch and the tokens that were masked (`dropped/m2`)."""
+        """Return the loss of one micro-batch, and the number of masked tokens (`dropped/m2`)."""
         scores = required(inputs.batch_scores, "batch_scores", self)
         mask = inputs.completion_mask
         is_candidate = scores.log_ratios * scores.advantages > 0
@@ -636,7 +656,10 @@ class M2poLoss:
 
 
 def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Return the number of trained tokens in the rollouts that each [B] clip marks, by clip."""
+    """Return, for each clip by name, the number of trained tokens in the rollouts that it marks.
+
+    Each clip is [B] bool; the mask is [B, T].
+    """
     lengths = mask.sum(1)
     return {name: (where * lengths).sum() for name, where in clips.items()}
 
@@ -662,15 +685,17 @@ class GspoLoss:
     clip_high: float | None = 0.03
     """Width of the range above 1, >= 0; None for no bound."""
     score_centering: int = 0
-    """Ids of each token by which scores are centered, see above; 0 for none."""
+    """Number of likely ids at each token by which scores are centered (comment "score centering");
+    0 to center no score.
+    """
 
     @property
     def needs(self) -> LossNeeds:
-        """Return what the loss needs: the likely ids that it centers by."""
+        """The inputs that the loss needs: the likely ids, if scores are centered."""
         return LossNeeds(likely_ids=self.score_centering)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch and the tokens of clipped rollouts."""
+        """Return the loss of one micro-batch, and the number of tokens in clipped rollouts."""
         mask = inputs.completion_mask
         has_tokens = mask.any(1)
         ratios = sequence_mean(masked_log_ratio(inputs), mask).exp()
@@ -696,14 +721,14 @@ class GspoLoss:
 class OaplLoss:
     """Regression of a rollout's log-ratio on its advantage; no importance weight, no clip.
 
-    R_i = sum_t ln(pi(t) / mu(t));  loss = sum_i (beta R_i - A_i)^2 / num_rollouts, with
-    A_i = r_i - V and V = b ln mean exp(r / b) over the group, b = baseline_beta (advantages.py).
-    The policy that maximises reward - beta KL(pi || mu) has beta R = r - V* on every rollout. So it
+    R_i = sum_t ln(pi(t) / mu(t));  loss = sum_i (beta R_i - A_i)^2 / num_rollouts, with A_i = r_i -
+    V and V = b ln mean exp(r / b) over the group, b = baseline_beta (advantages.py). The policy
+    that maximises reward - beta KL(pi || mu) has beta R = r - V* on every rollout. So that policy
     is the minimum of the loss, whatever policy the rollouts were sampled from.
 
     Source: OAPL, arXiv:2602.19362, eq. 2 and 3, with b = 1 and beta = 1e-3. The paper was not at
-    hand: formula and constants are as two implementations in forks of NeMo RL have them, whose
-    tests quote it.
+    hand: formula and constants are taken from two implementations in forks of NeMo RL, whose tests
+    quote the paper.
     Differs from the paper: mu is the policy that sampled, which changes with every version; in the
     paper it changes every L steps. Groups of equal rewards, whose A is 0, are left out. |log r| of
     a token is limited to 20.
@@ -712,7 +737,7 @@ class OaplLoss:
     """
 
     beta: float = 1e-3
-    """Reward that one nat of log-ratio is worth, > 0."""
+    """Reward that is worth as much as one nat of a rollout's log-ratio, > 0."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch, without counts: nothing is clipped."""
@@ -744,7 +769,8 @@ def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
 
     Args:
         mean_logprobs: [N] mean log-prob per token of each rollout under its sampler, nats; finite.
-        group_index: [N] int64 from 0, equal within a group; groups are complete, of two or more.
+        group_index: [N] int64 from 0, equal within a group; groups are complete and have two or
+            more members.
 
     Returns:
         [N] in the dtype of `mean_logprobs`, equal within a group, without gradient.
@@ -813,11 +839,11 @@ class GepoLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """Needs of the loss: the group expectation, and with a KL term every rollout."""
+        """The inputs that the loss needs: the group expectation, and every rollout if c > 0."""
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, and the tokens of clipped and of gated rollouts."""
+        """Return the loss of one micro-batch, and the tokens in clipped and in gated rollouts."""
         mask = inputs.completion_mask
         has_tokens = mask.any(1)
         learner = torch.where(mask, inputs.learner_logprobs, 0.0)
@@ -852,7 +878,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 MAX_KL_WEIGHT = 2.0
-"""Bound on the importance weight of a token's penalty, the cap of truncated importance sampling."""
+"""Largest importance weight of a token's KL penalty (cap of truncated importance sampling)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -877,18 +903,20 @@ class ReferenceKlLoss:
     """
 
     loss: Loss
-    """The loss inside, with its masks; rollouts that the masks drop still have the KL term."""
+    """The loss that the penalty is added to, with its masks; rollouts that the masks drop still
+    have the KL term.
+    """
     coef: float
-    """c, > 0."""
+    """c, the weight of the penalty, > 0."""
     estimator: KlEstimator = "k3"
 
     @property
     def needs(self) -> LossNeeds:
-        """The needs of the loss inside, every rollout, and the reference's log-probabilities."""
+        """The needed inputs: those of the inner loss, every rollout, and reference log-probs."""
         return replace(needs_of(self.loss), every_rollout=True, reference_logprobs=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss with the penalty, and the mean penalty of a token (`kl/reference`)."""
+        """Return the loss with the penalty, and the sum of the penalties (`kl/reference`)."""
         reference = required(inputs.reference_logprobs, "reference_logprobs", self)
         output = self.loss(inputs)
         penalties = self._penalties(inputs, reference)
@@ -898,7 +926,7 @@ class ReferenceKlLoss:
         )
 
     def _penalties(self, inputs: LossInputs, reference: Tensor) -> Tensor:
-        """Return [B, T] w_t k_t, 0 outside the mask."""
+        """Return the [B, T] penalties w_t k_t of the tokens, before c; 0 outside the mask."""
         mask = inputs.completion_mask
         learner = torch.where(mask, inputs.learner_logprobs, 0.0)
         values = KL_ESTIMATORS[self.estimator](learner, torch.where(mask, reference, 0.0))
@@ -921,17 +949,19 @@ class EntropyBonusLoss:
     """
 
     loss: Loss
-    """The loss inside, with its masks; rollouts that the masks drop still have the bonus."""
+    """The loss that the bonus is subtracted from, with its masks; rollouts that the masks drop
+    still have the bonus.
+    """
     coef: float
-    """c, > 0."""
+    """c, the weight of the entropy, > 0."""
 
     @property
     def needs(self) -> LossNeeds:
-        """The needs of the loss inside, every rollout, and entropies."""
+        """The inputs that the loss needs: those of the inner loss, every rollout, and entropies."""
         return replace(needs_of(self.loss), every_rollout=True, entropies=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch minus the bonus."""
+        """Return the loss of one micro-batch less c times the entropy."""
         entropies = required(inputs.entropies, "entropies", self)
         output = self.loss(inputs)
         return replace(
@@ -955,11 +985,11 @@ LOSSES: Mapping[str, Callable[..., Loss]] = {
     "sapo": SapoLoss,
     "dppo_tv": DppoTvLoss,
 }
-"""Every loss by its usual name; a loss's options are its fields."""
+"""The class of every loss by its usual name; a loss's options are the fields of its class."""
 
 
 def make_loss(kind: str, **options: Any) -> Loss:
-    """Return the loss called `kind`; options are its fields."""
+    """Return the loss called `kind` with these options, which are fields of its class."""
     return LOSSES[kind](**options)
 
 
@@ -968,13 +998,13 @@ class CustomLoss:
     """A loss that a user's function computes, with the function's options."""
 
     kind: str
-    """Import path of the function."""
+    """Import path of the function, from loss.kind of the configuration."""
     function: Callable[..., LossOutput]
     options: Mapping[str, Any]
     needs: LossNeeds
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return what the function returns.
+        """Return the function's result for one micro-batch.
 
         Raises:
             ConfigError: if the result is not a `LossOutput`.

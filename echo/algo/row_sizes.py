@@ -1,4 +1,4 @@
-"""Sizes that rows are filled to, so that a model meets few of them.
+"""Sizes that rows of tokens are filled to, so that a model computes rows of few different sizes.
 
 In 16 bits a CPU keeps code and buffers for each number of tokens that a product has seen. There
 packed and padded rows are filled. A GPU keeps a plan for each length of padded rows, so there
@@ -14,23 +14,25 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SIZES_PER_OCTAVE = (16, 32, 64)
-"""Numbers of sizes between a number of tokens and its double. The first one that keeps the filling
-below MAX_FILLED counts; with 16 sizes, on average 2 % of a row is filling.
+"""Numbers of sizes between a number of tokens and its double. The first number is used that keeps
+the filling below MAX_FILLED; with 16 sizes, on average 2 % of a row is filling.
 """
 
 MAX_FILLED = 0.028
-"""Largest share of a run's tokens that fills packed rows."""
+"""Largest share of a run's tokens that may be filling at the end of packed rows."""
 
 MAX_REUSED = 0.025
-"""Largest share for a row that takes a size of an earlier row; the rest is left to new sizes."""
+"""Largest share of filling, of a run's tokens, at which a row takes the size of an earlier row. The
+difference to MAX_FILLED is left for rows of new sizes.
+"""
 
 NUM_CREDITED = 4
-"""Number of further rows of the same size that the first rows are counted with: a run's first row
-would otherwise have to be nearly full.
+"""Number of further rows of the same size that are assumed when the share of filling is computed.
+Without them, a run's first row would have to be nearly full.
 """
 
 LONG_TOKENS = 4096
-"""Number of tokens from which a GPU computes attention by plans of cuDNN in packed rows, too."""
+"""Number of tokens of a padded row from which a GPU computes attention by plans of cuDNN."""
 
 PLAN_TOKENS = 512
 """On a GPU, padded rows of LONG_TOKENS and more are lengthened to a multiple of this number."""
@@ -41,18 +43,20 @@ MAX_LENGTHENED.
 """
 
 MAX_LENGTHENED = 0.1
-"""Largest share of its tokens that lengthens a short row."""
+"""Largest share of a short padded row's tokens that may be added to lengthen it."""
 
 Fills = Literal["nothing", "rows", "widths"]
-"""What is filled: nothing; rows of all kinds, for a CPU; the widths of padded rows, for a GPU."""
+"""Which rows are filled: "nothing"; "rows", all kinds of rows, for a CPU; "widths", the widths of
+padded rows, for a GPU.
+"""
 
 
 def filled_size(num_tokens: int, *, max_tokens: int, per_octave: int = SIZES_PER_OCTAVE[0]) -> int:
-    """Return the size that a row of `num_tokens` is filled to.
+    """Return the size in tokens that a row of `num_tokens` is filled to.
 
     Args:
-        num_tokens: >= 1.
-        max_tokens: limit of a micro-batch; filling never exceeds it.
+        num_tokens: number of tokens of the row before it is filled, >= 1.
+        max_tokens: limit of a micro-batch's tokens; filling never exceeds this limit.
         per_octave: number of sizes between a number of tokens and its double.
     """
     step = max(1, (1 << num_tokens.bit_length() - 1) // per_octave)
@@ -62,21 +66,23 @@ def filled_size(num_tokens: int, *, max_tokens: int, per_octave: int = SIZES_PER
 
 @dataclass(slots=True, kw_only=True)
 class RowSizes:
-    """Sizes of the rows of one model.
+    """Chooses the sizes that the rows of one model are filled to.
 
-    `max_tokens` of its methods is the limit of a micro-batch, which filling never exceeds.
+    `max_tokens` of the methods is the limit of a micro-batch's tokens, which filling never exceeds.
     """
 
     fills: Fills = "nothing"
     window: int | None = None
-    """Largest length that padded rows are filled to, the model's number of positions."""
+    """Largest length that padded rows are filled to: the model's number of positions; None for no
+    limit.
+    """
     _sizes: set[int] = field(default_factory=set)
-    """Sizes of the run's packed rows so far."""
+    """The sizes, in tokens, that the run's packed rows have had so far."""
     _num_tokens: int = 0
     _num_filled: int = 0
 
     def packed(self, num_tokens: int, *, max_tokens: int) -> int:
-        """Return the size of the run's next packed row, which has `num_tokens` of rollouts."""
+        """Return the size of the run's next packed row, whose rollouts have `num_tokens` tokens."""
         if self.fills != "rows":
             return num_tokens
         limit = max(num_tokens, max_tokens)
@@ -98,7 +104,7 @@ class RowSizes:
         return self._num_filled + size - num_tokens <= share * tokens
 
     def width(self, length: int, *, max_tokens: int) -> int:
-        """Return the length that padded rows get whose longest has `length` tokens."""
+        """Return the length that padded rows are filled to, if the longest has `length` tokens."""
         size = length
         if self.fills == "rows":
             size = filled_size(length, max_tokens=max_tokens)
@@ -112,7 +118,7 @@ class RowSizes:
         return size if self.window is None else max(length, min(size, self.window))
 
     def number(self, num_rows: int, width: int, *, max_tokens: int) -> int:
-        """Return the number of padded rows of a micro-batch that has `num_rows` rollouts."""
+        """Return the number of padded rows for `num_rows` rollouts, with rows that only fill."""
         filled = 1 << (num_rows - 1).bit_length()
         is_filled = self.fills == "rows" and filled * width <= max_tokens
         return filled if is_filled else num_rows

@@ -27,19 +27,19 @@ class ControlSettings:
     """Limits of the signals and of the bound."""
 
     least: int
-    """Smallest bound, >= 0."""
+    """Smallest value of the bound in steps, >= 0."""
     most: int
-    """Largest bound; at most the hard bound."""
+    """Largest value of the bound in steps; at most the hard bound on staleness."""
     ess_low: float = 0.8
-    """Effective sample size, as a share, below which the bound is too high."""
+    """Effective sample size, as a share, below which the staleness bound is too high."""
     kl_high: float = 0.05
-    """Mismatch in nats per token above which the bound is too high."""
+    """Mismatch of learner and sampler, nats per token, above which the bound is too high."""
     clip_high: float = 0.1
-    """Share of clipped tokens above which the bound is too high."""
+    """Share of clipped tokens above which the staleness bound is too high."""
     patience: int = 5
-    """Steps between decisions, >= 1."""
+    """Number of steps between decisions, and of steps in a row with room before a rise; >= 1."""
     smoothing: float = 0.7
-    """Weight of the past in the smoothed signals, 0..1."""
+    """Weight of the earlier steps in the smoothed signals, 0..1."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most:
@@ -55,7 +55,7 @@ class ControlSettings:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """Signals of one step; None for a signal that the step did not report."""
+    """The signals of one step; a signal is None if the step did not report it."""
 
     ess: float | None
     mismatch_kl: float | None
@@ -66,20 +66,20 @@ class Signals:
 
 @dataclass(frozen=True, slots=True)
 class BoundDecision:
-    """A change of the bound."""
+    """A change of the staleness bound."""
 
     step: int
     before: int
     bound: int
     cause: str
-    """The reason in words, with the values of the signals."""
+    """The reason for the change in words, with the values of the signals."""
 
 
 class StalenessController:
-    """Proposes the bound from the signals of each step."""
+    """Raises and lowers the staleness bound from the signals of each step."""
 
     def __init__(self, settings: ControlSettings) -> None:
-        """Start at the largest bound."""
+        """Start with the largest bound, `settings.most`."""
         self.settings = settings
         self.bound = settings.most
         self._smoothed: dict[str, float] = {}
@@ -87,10 +87,10 @@ class StalenessController:
         self._quiet_until = 0
 
     def observe(self, step: int, signals: Signals) -> BoundDecision | None:
-        """Take the signals of a step; return the change of the bound, None if it stays.
+        """Take in the signals of a step; return the change of the bound, or None if it stays.
 
         Args:
-            step: optimizer steps done.
+            step: number of optimizer steps done.
             signals: signals of the last of these steps.
         """
         for name in ("ess", "mismatch_kl", "clip_ratio"):

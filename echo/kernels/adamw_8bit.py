@@ -25,30 +25,32 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Numbers that share a scale. The widths of models are multiples of 64, but often not of 256."""
+"""Number of consecutive values of a moment that share a scale. The widths of models are multiples
+of 64, but often not of 256.
+"""
 DECADES = 7
 MIN_SCALE = 1e-12
-"""Smallest scale, so that a block of zeros can be divided by its scale."""
+"""Smallest scale, so that a block of zeros can still be divided by its scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodedMoment:
-    """A moment in 8 bits, whose tensors an update changes in place."""
+    """A moment of AdamW, coded in 8 bits; an update changes its tensors in place."""
 
     codes: Tensor
-    """uint8, any shape of n * BLOCK numbers, contiguous."""
+    """uint8 code of each number; any shape of n * BLOCK numbers, contiguous."""
     scales: Tensor
-    """float32, any shape of n numbers, contiguous."""
+    """float32 scale of each block; any shape of n numbers, contiguous."""
     is_signed: bool
 
     def decoded(self) -> Tensor:
-        """Return the values, float32, in the shape of the codes."""
+        """Return the values of the moment, float32, in the shape of the codes."""
         values = code_values(is_signed=self.is_signed, device=self.codes.device)
         found = values[self.codes.view(-1, BLOCK).int()] * self.scales.view(-1, 1)
         return found.view(self.codes.shape)
 
     def encode(self, values: Tensor) -> None:
-        """Set codes and scales from values, float32, in the shape of the codes."""
+        """Replace the codes and scales by those of `values`: float32, in the shape of the codes."""
         table = code_values(is_signed=self.is_signed, device=values.device)
         blocks = values.reshape(-1, BLOCK)
         scales = blocks.abs().amax(1).clamp(min=MIN_SCALE)
@@ -62,18 +64,18 @@ class CodedMoment:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The numbers of one update, rounded to float32."""
+    """The numbers that one AdamW update needs beside the tensors, each rounded to float32."""
 
     learning_rate: float
     beta1: float
     beta2: float
     decay: float
-    """Decay of the weights: the learning rate times the weight decay."""
+    """Share by which the weights shrink: the learning rate times the weight decay."""
     epsilon: float
     correction1: float
-    """1 - beta1^t."""
+    """Correction of the mean's bias: 1 - beta1^t."""
     root_correction2: float
-    """Square root of 1 - beta2^t."""
+    """Root of the correction of the mean square's bias: sqrt(1 - beta2^t)."""
 
     @classmethod
     def of(
@@ -85,7 +87,7 @@ class Update:
         weight_decay: float,
         epsilon: float,
     ) -> Update:
-        """Return the numbers of the `step`-th update, from 1."""
+        """Return the numbers of the update number `step`, counted from 1."""
         number, rate = torch.tensor(float(step)), torch.tensor(learning_rate)
         return cls(
             learning_rate=float(rate),
@@ -119,13 +121,13 @@ def update_weights(
     *,
     backend: str = "auto",
 ) -> None:
-    """Make one update of a tensor and its moments, in place.
+    """Make one AdamW update of `weights` and of the two moments, in place.
 
     Args:
         weights: float32, any shape of n * BLOCK numbers, contiguous.
         gradients: gradients in the same shape.
-        mean: running mean of the gradients.
-        mean_square: running mean of the squared gradients.
+        mean: running mean of the gradients, changed in place.
+        mean_square: running mean of the squared gradients, changed in place.
         update: the numbers of this update.
         backend: "triton", "torch", or "auto" for Triton on a GPU where it is installed.
     """

@@ -1,4 +1,4 @@
-"""Contract of kernel backends: functions and records.
+"""Contract of kernel backends: the functions that a backend has, and their records.
 
 A backend is a module with the functions of `Kernels`: torch_kernels.py for any device, which is
 also the reference, and triton_kernels.py. The operations in kernels/logprob.py check the input, so
@@ -24,26 +24,26 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioClip:
-    """Range of the ratio in which a token has a gradient; the loss has checked the bounds."""
+    """The range of the ratio in which a token has a gradient; the loss has checked its bounds."""
 
     clip_low: float = 0.2
-    """Width of the range below 1, in 0..1."""
+    """Width of the range of the ratio below 1, in 0..1."""
     clip_high: float = 0.28
-    """Width of the range above 1, >= 0."""
+    """Width of the range of the ratio above 1, >= 0."""
     dual_clip: float | None = 3.0
     """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyTerms:
-    """Results of the policy loss for each token; [N] each, without gradient."""
+    """Terms of the policy loss for each token; [N] each, without gradient."""
 
     losses: Tensor
     """The token's clipped surrogate, not normalised."""
     coefficients: Tensor
-    """d loss / d logprob; exactly 0 where a clip is active."""
+    """d loss / d log-probability of each token; exactly 0 where a clip is active."""
     ratios: Tensor
-    """Learner over sampler, exp of the bounded log ratio."""
+    """Probability under the learner over that under the sampler: exp of the bounded log ratio."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class PolicyRows:
     """Inputs of the policy loss for each token besides its log-probability."""
 
     sampler_logprobs: Tensor
-    """[N] nats under the policy that sampled."""
+    """[N] log-probability of each token under the policy that sampled it, nats."""
     advantages: Tensor
     """[N] advantage of each token's rollout."""
     clip: RatioClip
@@ -59,22 +59,23 @@ class PolicyRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FurtherIds:
-    """Further ids that are scored, any number for each row; M ids of all rows together."""
+    """Ids that are scored besides a row's own id: any number for each row, M for all rows."""
 
     rows: Tensor
     """[M] int64 in 0..N-1, ascending: the row of each id."""
     ids: Tensor
-    """[M] int64 in 0..V-1, distinct within a row."""
+    """[M] int64 in 0..V-1: the ids, distinct within a row."""
 
     def sum(self, values: Tensor, num_rows: int) -> Tensor:
-        """Return the [num_rows] sums of [M] values by row, added in a fixed order on any device."""
+        """Return, for each of `num_rows` rows, the sum of its ids' [M] values, in a fixed order."""
         ends = torch.arange(num_rows + 1, device=self.rows.device)
         offsets = torch.searchsorted(self.rows, ends)
         return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
 
     def add_at(self, matrix: Tensor, values: Tensor, *, start: int) -> None:
-        """Add [M] values at each row and id of a chunk of columns, the first of which is `start`.
+        """Add the [M] values in place to the matrix, each at the row and the column of its id.
 
+        The matrix holds a chunk of the vocabulary's columns; `start` is the id of its first column.
         Values of ids outside of the chunk are left out.
         """
         columns = self.ids - start
@@ -86,16 +87,18 @@ class FurtherIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Statistics of each row that the forward pass computes; [N] each but for the sets'."""
+    """Statistics of each row that the forward pass computes; [N] each, but `set_logprobs`."""
 
     logprobs: Tensor
     """Log-probability of the row's id, nats."""
     entropies: Tensor | None
-    """Entropy of the row's distribution, nats; None unless `with_entropy`."""
+    """Entropy of the row's distribution, nats; None unless `forward` was called with
+    `with_entropy`.
+    """
     peak: Tensor
-    """Largest logit over temperature, in a unit of the backend's choice."""
+    """Largest logit over temperature of the row, in a unit that the backend chooses."""
     total: Tensor
-    """Sum over the vocabulary of exp(logit over temperature - peak)."""
+    """Sum over the vocabulary of exp(logit over temperature - peak), for each row."""
     terms: PolicyTerms | None
     """Terms of the policy loss; None unless policy rows were given."""
     set_logprobs: Tensor | None = None
@@ -104,35 +107,39 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveRows:
-    """The n <= N rows of a backward pass, with their statistics from the forward.
+    """The n <= N rows that a backward pass computes, with their statistics from the forward pass.
 
-    They are the rows that have a gradient, or all rows (`logprob.py`).
+    These are the rows that have a gradient, or all rows (`logprob._live_rows`).
     """
 
     states: Tensor
     """[n, D] hidden states."""
     ids: Tensor
-    """[n] in 0..V-1."""
+    """[n] the scored id of each row, in 0..V-1."""
     scale: Tensor
-    """[n] inverse temperatures."""
+    """[n] inverse temperature of each row."""
     peak: Tensor
-    """[n] from `Scores`."""
+    """[n] `Scores.peak` of each row."""
     total: Tensor
-    """[n] from `Scores`."""
+    """[n] `Scores.total` of each row."""
     grad: Tensor
-    """[n] gradient of the log-probabilities."""
+    """[n] gradient of the loss with respect to each row's log-probability."""
     grad_entropy: Tensor | None
-    """[n] gradient of the entropies; None if they have no gradient."""
+    """[n] gradient of the loss with respect to each row's entropy; None if entropies have no
+    gradient.
+    """
     entropies: Tensor | None
-    """[n] from `Scores`; None only if `grad_entropy` is None."""
+    """[n] `Scores.entropies` of each row; None only if `grad_entropy` is None."""
     sets: FurtherIds | None = None
-    """Sets of these rows; None if they have no gradient."""
+    """The further ids of these rows, m in all; None if their log-probabilities have no gradient."""
     grad_sets: Tensor | None = None
-    """[m] gradient of the log-probabilities of the sets' ids; None only if `sets` is None."""
+    """[m] gradient of the loss with respect to the log-probabilities of `sets`; None only if `sets`
+    is None.
+    """
 
     @property
     def grad_all(self) -> Tensor:
-        """[n] sum of the gradients of all log-probabilities of each row."""
+        """[n] sum of the gradients of a row's log-probabilities: its own id's and the sets'."""
         if self.sets is None or self.grad_sets is None:
             return self.grad
         return self.grad + self.sets.sum(self.grad_sets, len(self.grad))
@@ -143,13 +150,13 @@ class Pairs:
     """M pairs of a row of hidden states and an id."""
 
     rows: Tensor
-    """[M] int64 in 0..N-1, ascending."""
+    """[M] int64 in 0..N-1, ascending: the row of each pair."""
     ids: Tensor
-    """[M] int64 in 0..V-1; the same id may stand in several pairs."""
+    """[M] int64 in 0..V-1: the id of each pair; the same id may be in several pairs."""
 
 
 class Kernels(Protocol):
-    """The functions of a backend."""
+    """The functions that a backend must have."""
 
     def forward(
         self,
@@ -163,7 +170,7 @@ class Kernels(Protocol):
         sets: FurtherIds | None = None,
         vocab_chunk: int,
     ) -> Scores:
-        """Score `ids` [N] and the ids of the sets.
+        """Return the scores of each row's id, `ids` [N], and of the further ids in `sets`.
 
         They are scored under hidden [N, D], weight [V, D] and inverse temperatures [N].
         """
@@ -178,11 +185,11 @@ class Kernels(Protocol):
         needs_weight: bool,
         vocab_chunk: int,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the rows' states [n, D] and of the weight [V, D], if needed."""
+        """Return the gradients of the states [n, D] and the weight [V, D]; None if not needed."""
         ...
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-        """Return [M] logits over temperature, in the dtype of `scale` [N]."""
+        """Return the [M] logits of the pairs over temperature, in the dtype of `scale` [N]."""
         ...
 
     def pair_gradients(
@@ -195,15 +202,15 @@ class Kernels(Protocol):
         needs_states: bool,
         needs_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the states [N, D] and of the weight [V, D], if needed.
+        """Return the gradients of the states [N, D] and the weight [V, D]; None if not needed.
 
         Args:
-            hidden: [N, D].
-            weight: [V, D].
+            hidden: [N, D] hidden states.
+            weight: [V, D], the LM head.
             pairs: the M pairs.
             grad: [M] gradient of each pair's logit, times the inverse temperature of its row.
-            needs_states: whether the first is needed.
-            needs_weight: whether the second is needed.
+            needs_states: whether the gradient of the states is needed.
+            needs_weight: whether the gradient of the weight is needed.
         """
         ...
 
@@ -220,5 +227,5 @@ def is_describable(matrix: Tensor) -> bool:
 
 
 def aligned(matrix: Tensor) -> Tensor:
-    """Return the matrix, copied only if a descriptor could not read it."""
+    """Return the matrix, or a copy of it if a tensor descriptor could not read it."""
     return matrix if is_describable(matrix) else matrix.clone(memory_format=torch.contiguous_format)

@@ -55,7 +55,7 @@ def load_kernels(backend: BackendName, hidden: Tensor, weight: Tensor) -> Kernel
     unless the loss is scaled.
 
     Raises:
-        ValueError: if the name is unknown, or Triton is demanded and cannot compute this input.
+        ValueError: if the name is unknown, or "triton" is named and cannot compute this input.
     """
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"backend = {backend!r}: use 'auto', 'triton' or 'torch'")
@@ -73,7 +73,7 @@ def load_kernels(backend: BackendName, hidden: Tensor, weight: Tensor) -> Kernel
 
 
 def _obstacle_of_device(device: torch.device) -> str | None:
-    """Return why Triton cannot compute on this device, None if it can."""
+    """Return the reason why Triton cannot compute on this device; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if device.type == "cuda" and torch.version.cuda:
@@ -89,7 +89,7 @@ def _obstacle_of_device(device: torch.device) -> str | None:
 
 
 def _obstacle_of_head(hidden: Tensor, weight: Tensor) -> str | None:
-    """Return why Triton cannot multiply these two, None if it can."""
+    """Return the reason why Triton cannot multiply hidden states and head; None if it can."""
     if hidden.dtype != weight.dtype:
         return f"hidden is {hidden.dtype}, but weight is {weight.dtype}"
     if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -123,7 +123,7 @@ def _obstacle_of_head(hidden: Tensor, weight: Tensor) -> str | None:
 
 
 EntropyMode = Literal["none", "value", "grad"]
-"""Whether the entropy is computed, and whether it can be differentiated."""
+"""Whether the entropy is not computed, is a constant ("value"), or carries a gradient."""
 
 
 def linear_logprob(
@@ -139,7 +139,7 @@ def linear_logprob(
     """Return the log-probability of each id under softmax(hidden @ weight.T * inv_temperature).
 
     Args:
-        hidden: [N, D] floating point, the states that predict the ids.
+        hidden: [N, D] floating point, the hidden states that predict the ids.
         weight: [V, D], the LM head.
         ids: [N] integer in 0..V-1.
         inv_temperature: 1 / temperature, > 0; one number or [N], a constant for autograd.
@@ -150,8 +150,8 @@ def linear_logprob(
             elsewhere.
 
     Returns:
-        Log-probabilities and entropy (None unless asked for), both [N] in nats; float32, or float64
-        if `hidden` is float64.
+        Log-probabilities and entropies (None if `entropy` is "none"), both [N] in nats; float32, or
+        float64 if `hidden` is float64.
 
     Raises:
         ValueError: if shapes disagree, an id on the CPU is outside the vocabulary, a setting is
@@ -176,15 +176,16 @@ def linear_further_logprobs(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return what `linear_logprob` returns, and the log-probabilities of further ids of each row.
+    """Return the results of `linear_logprob`, and the log-probabilities of further ids of rows.
 
-    All are from one pass over the head, and from one pass backward. Memory grows by [M] numbers.
+    All are computed by one forward pass over the LM head, and one backward pass. Memory grows by
+    [M] numbers.
 
     Args:
         hidden: as for `linear_logprob`.
         weight: as for `linear_logprob`.
         ids: as for `linear_logprob`.
-        sets: M further ids in 0..V-1 of any rows; on a CPU, ids outside raise.
+        sets: M further ids of any rows; on a CPU an id outside of 0..V-1 raises.
         inv_temperature: as for `linear_logprob`.
         entropy: as for `linear_logprob`.
         vocab_chunk: as for `linear_logprob`.
@@ -214,16 +215,16 @@ def linear_further_logprobs(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLosses:
-    """Result of `linear_policy_loss`; [N] each."""
+    """The result of `linear_policy_loss`; [N] each."""
 
     losses: Tensor
-    """Clipped surrogate of each token, not normalised, with gradient."""
+    """Clipped policy loss of each token, not normalised, with gradient."""
     logprobs: Tensor
-    """Log-probabilities in nats, with gradient."""
+    """Log-probability of each token in nats, with gradient."""
     ratios: Tensor
-    """Learner over sampler, without gradient."""
+    """Probability of each token under the learner over that under the sampler, without gradient."""
     entropies: Tensor
-    """Entropies in nats, without gradient."""
+    """Entropy of the distribution at each token in nats, without gradient."""
 
 
 def linear_policy_loss(
@@ -240,8 +241,8 @@ def linear_policy_loss(
 ) -> TokenLosses:
     """Return each token's clipped policy loss, with its log-probability, ratio and entropy.
 
-    The result equals the policy loss above, computed from `linear_logprob`'s log-probabilities;
-    here one kernel computes ratio, clip and coefficient with the log-probability. The loss of a
+    The result equals the policy loss computed from the log-probabilities of `linear_logprob`; here
+    one kernel computes ratio, clip and coefficient together with the log-probability. The loss of a
     batch is the sum of `losses` over its trained tokens, divided by their number.
 
     Args:
@@ -319,15 +320,15 @@ class IdSets:
     """
 
     pairs: Pairs
-    """[M] row and id of each member; `rows` counts the rows that have a set, 0..S-1."""
+    """Row and id of each of the M members; here `rows` counts only rows with a set, 0..S-1."""
     sizes: Tensor
-    """[S] int64 members of each set, at least 1."""
+    """[S] int64: number of ids in each set, at least 1."""
     own: Tensor
-    """[S] int64 the place among the M pairs of the id that is scored."""
+    """[S] int64: for each set, which of the M pairs has the row's own id, which is scored."""
     within: Tensor
-    """[S] int64 the row of each set, 0..N-1."""
+    """[S] int64: the row that each set belongs to, 0..N-1."""
     beyond: Tensor
-    """[N - S] int64 the rows without a set."""
+    """[N - S] int64: the rows without a set."""
 
 
 def linear_set_logprob(
@@ -341,15 +342,16 @@ def linear_set_logprob(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `linear_logprob` does, with the softmax of each row over its set of ids.
+    """Return the results of `linear_logprob`, with the softmax of a row taken over its set of ids.
 
     Args:
         hidden: as for `linear_logprob`.
         weight: as for `linear_logprob`.
         ids: as for `linear_logprob`; only those of rows without a set are read.
-        sets: the set of each row that has one, its own id included.
+        sets: the sets of the rows that have a set, each with the row's own id.
         inv_temperature: as for `linear_logprob`.
-        entropy: as for `linear_logprob`; of a row with a set it is that of the set's distribution.
+        entropy: as for `linear_logprob`; for a row with a set, the entropy of the distribution over
+            the set.
         vocab_chunk: as for `linear_logprob`.
         backend: as for `linear_logprob`.
 
@@ -383,7 +385,10 @@ def linear_set_logprob(
 def _within_sets(
     logits: Tensor, sets: IdSets, entropy: EntropyMode
 ) -> tuple[Tensor, Tensor | None]:
-    """Return [S] log-probabilities and entropies from the [M] logits of the sets' members."""
+    """Return log-probability and entropy of each set, [S], from the [M] logits of its members.
+
+    The entropy is None if `entropy` is "none".
+    """
 
     def each(values: Tensor) -> Tensor:
         return values.index_select(0, sets.pairs.rows)
@@ -401,14 +406,14 @@ def _within_sets(
 
 
 def _reduced(values: Tensor, sizes: Tensor, reduce: Literal["max", "sum"]) -> Tensor:
-    """Return the [S] maxima or sums of the [M] values of each set, in a fixed order."""
+    """Return the maximum or the sum of each set's values, [S] from [M], in a fixed order."""
     if not len(values):  # a reduction of nothing has no gradient
         return values.new_zeros(0) + values.sum()
     return torch.segment_reduce(values, reduce, lengths=sizes, unsafe=True)
 
 
 class _PairLogits(torch.autograd.Function):
-    """The logits of chosen pairs for autograd."""
+    """The logits of chosen pairs of row and id, as an operation of autograd."""
 
     @staticmethod
     def forward(
@@ -446,7 +451,7 @@ _Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | N
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """The operation for autograd: forward and backward pass."""
+    """Log-probabilities from hidden states and LM head, as an operation of autograd."""
 
     @staticmethod
     def forward(
@@ -546,7 +551,7 @@ class _LinearLogprob(torch.autograd.Function):
 def _live_rows(
     grad: Tensor, grad_entropy: Tensor | None, sets: FurtherIds | None, grad_sets: Tensor | None
 ) -> Tensor | None:
-    """Return the indices of the rows that have a gradient; None to compute all rows.
+    """Return the indices of the rows that have a gradient; None if all rows must be computed.
 
     The result is also None where the host would have to wait for a device to find these rows: a row
     without a gradient adds exactly 0.

@@ -34,7 +34,10 @@ def forward(
     sets: FurtherIds | None = None,
     vocab_chunk: int,
 ) -> Scores:
-    """Score the ids with N * vocab_chunk logits at a time; statistics have the dtype of `scale`."""
+    """Return the scores of the ids, computed from N * vocab_chunk logits at a time.
+
+    The statistics have the dtype of `scale`.
+    """
     dtype = scale.dtype
     # A finite start value: -inf would give inf - inf in the first rescaling.
     peak = torch.full_like(scale, torch.finfo(dtype).min)
@@ -72,7 +75,10 @@ def forward(
 def backward(
     rows: LiveRows, weight: Tensor, *, needs_states: bool, needs_weight: bool, vocab_chunk: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return both gradients; each row of the weight's gradient is written once, by one product."""
+    """Return the gradients of states and weight, each None if not needed.
+
+    Each row of the weight's gradient is written once, by one product.
+    """
     scale, grad_all = rows.scale, rows.grad_all
     states = rows.states.to(scale.dtype)
     grad_states = torch.zeros_like(states) if needs_states else None
@@ -93,11 +99,11 @@ def backward(
 
 
 PAIR_NUMBERS = 1 << 22
-"""Numbers of gathered states or weights that are in memory at a time."""
+"""Number of values of gathered states or weights that are in memory at a time."""
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-    """Return [M] logits over temperature, some thousand pairs at a time."""
+    """Return the [M] logits of the pairs over temperature, some thousand pairs at a time."""
     logits = scale.new_empty(len(pairs.rows))
     for part in _parts(hidden, pairs):
         rows, ids = pairs.rows[part], pairs.ids[part]
@@ -116,7 +122,7 @@ def pair_gradients(
     needs_states: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return both gradients, summed in the dtype of `grad`."""
+    """Return the gradients of states and weight, in the dtype of `grad`; None if not needed."""
     grad_states = torch.zeros_like(hidden, dtype=grad.dtype) if needs_states else None
     grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs_weight else None
     for part in _parts(hidden, pairs):
@@ -134,7 +140,7 @@ def _parts(hidden: Tensor, pairs: Pairs) -> list[slice]:
 
 
 def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
-    """Return losses, coefficients and ratios by their definition (kernels/logprob.py)."""
+    """Return losses, coefficients and ratios of the policy loss, by their definition."""
     clip, advantages = policy.clip, policy.advantages
     log_ratio = logprobs - policy.sampler_logprobs
     ratios = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -159,16 +165,18 @@ def _scaled_logits(states: Tensor, chunk: Tensor, scale: Tensor) -> Tensor:
 
 
 def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
-    """Overwrite logits relative to their peak with their gradient, without the ids' own terms.
+    """Overwrite logits, relative to their peak, with their gradient, and return them.
+
+    The terms of the scored ids themselves are left out.
 
     d logp_y / d z_j = 1[j = y] - p_j  and  d entropy / d z_j = -p_j (log p_j + entropy), where
     p_j = exp(z_j) / total. Constants of a row are folded into its factors: fewer passes, and exact
     where logits are large, because no logarithm is added to their peak.
 
     Args:
-        logits: [N, columns] of a chunk.
-        rows: the rows.
-        grad: their `grad_all`, which the caller computes once for all chunks.
+        logits: [N, columns] logits of a chunk of the vocabulary, less the peak of each row.
+        rows: the rows of the backward pass, with their statistics.
+        grad: `rows.grad_all`, which the caller computes once for all chunks.
     """
     total = rows.total
     if rows.grad_entropy is None or rows.entropies is None:
@@ -181,20 +189,20 @@ def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
 
 
 def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return [N] logits, one at each row's column; 0 where the column is in another chunk."""
+    """Return [N] logits, each row's logit at its column; 0 where the column is in another chunk."""
     is_inside = (columns >= 0) & (columns < logits.shape[1])
     picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
     return torch.where(is_inside, picked, 0.0)
 
 
 def _pick_of_rows(logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return [M] logits, each at its row and column; 0 where the column is in another chunk."""
+    """Return [M] logits, each at its row and column; 0 where another chunk has the column."""
     is_inside = (columns >= 0) & (columns < logits.shape[1])
     return logits[rows, columns.clamp(0, logits.shape[1] - 1)].where(is_inside, 0.0)
 
 
 def _add_at(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add one value per row at its column, nothing where the column is in another chunk."""
+    """Add each row's value to the matrix at the row's column, unless another chunk has it."""
     is_inside = (columns >= 0) & (columns < matrix.shape[1])
     columns = columns.clamp(0, matrix.shape[1] - 1)[:, None]
     matrix.scatter_add_(1, columns, torch.where(is_inside, values, 0.0)[:, None])

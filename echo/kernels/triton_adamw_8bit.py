@@ -18,7 +18,7 @@ BLOCKS_PER_PROGRAM = 16
 
 @triton.jit
 def _lerp(start: Any, end: Any, weight: Any) -> Any:
-    """Interpolate from the nearer end, as torch.lerp does."""
+    """Interpolate from the end that is nearer, so that the rounding is that of torch.lerp."""
     near_start = start + weight * (end - start)
     near_end = end - (end - start) * (1.0 - weight)
     return tl.where(weight < 0.5, near_start, near_end)
@@ -26,7 +26,7 @@ def _lerp(start: Any, end: Any, weight: Any) -> Any:
 
 @triton.jit
 def _encode(values: Any, table: Any, min_scale: Any) -> Any:
-    """Return codes int32 [blocks, block] of the nearest values, and scales [blocks]."""
+    """Return the nearest codes of the values, int32 [blocks, block], and scales [blocks]."""
     scales = tl.maximum(tl.max(tl.abs(values), axis=1), min_scale)
     values = tl.div_rn(values, scales[:, None] + tl.zeros_like(values))
     codes = tl.zeros_like(values).to(tl.int32)
@@ -98,13 +98,13 @@ def launch_update(
     *,
     block: int,
 ) -> None:
-    """Make one update of a tensor and its moments, in place.
+    """Make one AdamW update of a tensor and of its two moments, in place.
 
     Args:
         weights: float32, n * block numbers, contiguous.
         gradients: gradients in the same shape.
-        mean: codes and scales.
-        mean_square: codes and scales.
+        mean: codes and scales of the running mean of gradients.
+        mean_square: codes and scales of the running mean of squared gradients.
         tables: code values of `mean` and of `mean_square`, float32 [256] each.
         numbers: the kernel's arguments from `learning_rate` to `min_scale`, in order.
         block: numbers that share a scale, a power of two.

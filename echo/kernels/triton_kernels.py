@@ -63,14 +63,14 @@ class LaunchConfig:
     """Launch parameters of a kernel that multiplies tiles."""
 
     rows: int
-    """Tokens of a tile, a power of two like the other two sizes."""
+    """Rows (tokens) of a tile; like the other two sizes, a power of two."""
     columns: int
-    """Vocabulary entries of a tile."""
+    """Columns (vocabulary entries) of a tile."""
     depth: int
-    """Model width of one step of the product."""
+    """Part of the model width that one step of the product reads."""
     num_warps: int
     num_stages: int
-    """Steps of the product that are loaded ahead, each (rows + columns) * depth elements."""
+    """Number of product steps that are loaded ahead, (rows + columns) * depth elements each."""
     group_rows: int = 8
     """Number of row tiles that run together on the same columns, to share these in the cache."""
 
@@ -84,18 +84,19 @@ HOPPER: dict[tuple[int, int], dict[KernelName, LaunchConfig]] = {
     # do not.
     (3, 9): {"scores": _TALL, "grad_logits": _WIDE},
 }
-"""Configurations by version of Triton, and by kernel. A version without an entry uses the entry of
-the next older version. Each entry holds for scores with and without entropy.
+"""Launch configurations of Hopper GPUs, by version of Triton and by kernel. A version without an
+entry uses the entry of the next older version. Each entry holds for scores with and without
+entropy.
 """
 
 PORTABLE = LaunchConfig(128, 64, 32, num_warps=8, num_stages=3)
-"""Configuration of all other GPUs. Before Hopper, operands pass through registers, which must not
-spill either; every GPU has the 36 KiB of shared memory that it needs.
+"""Configuration of all GPUs without an entry of their own. Before Hopper, operands pass through
+registers, which must not spill either; every GPU has the 36 KiB of shared memory that it needs.
 """
 
 FLOAT32 = LaunchConfig(64, 64, 32, num_warps=8, num_stages=2)
-"""Configuration of float32, which tensor cores cannot multiply exactly: for comparisons, not for
-speed.
+"""Configuration for inputs in float32, which tensor cores cannot multiply exactly: for comparisons,
+not for speed.
 """
 
 
@@ -121,7 +122,9 @@ IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 _ROWS_PER_PROGRAM = 32
 _IDS_PER_PROGRAM, _ID_DEPTH = 32, 128
-"""Tile of the kernel that scores further ids: ids, and model width of one step."""
+"""Sizes of a tile of the kernel that scores further ids: number of ids, and model width of one
+step.
+"""
 _LN2 = tl.constexpr(0.6931471805599453)
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Finite, so that 0 * (masked - peak) stays 0; -inf would make it NaN.
@@ -212,7 +215,7 @@ def _store_policy_terms(
     logprobs, rows, is_row, sampler_ptr, advantage_ptr, loss_ptr, coefficient_ptr, ratio_ptr,
     LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
 ):  # fmt: skip
-    """Store loss, coefficient and ratio of each row; the comparisons keep a NaN."""
+    """Store loss, coefficient and ratio of each row; a ratio that is NaN stays NaN."""
     sampler_logprobs = tl.load(sampler_ptr + rows, mask=is_row, other=0.0)
     advantages = tl.load(advantage_ptr + rows, mask=is_row, other=0.0)
     log_ratio = logprobs - sampler_logprobs
@@ -394,7 +397,7 @@ _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
 
 def _on_its_device(launch: _Launcher) -> _Launcher:
-    """Make a launcher use the GPU of its first argument: Triton uses the current GPU."""
+    """Return a launcher that runs on the GPU of its first argument, not on Triton's current GPU."""
 
     @wraps(launch)
     def launch_there(first: Tensor | LiveRows, *rest: Any, **options: Any) -> Any:
@@ -418,7 +421,7 @@ def forward(
     sets: FurtherIds | None = None,
     vocab_chunk: int,
 ) -> Scores:
-    """Score the ids, with memory of 12 bytes per row and split."""
+    """Return the scores of the ids, with 12 bytes of memory per row and split of the vocabulary."""
     num_rows, num_columns = len(hidden), len(weight)
     config = _config("scores", hidden)
     num_tiles = triton.cdiv(num_columns, config.columns)
@@ -470,7 +473,9 @@ def _set_logits(hidden: Tensor, weight: Tensor, sets: FurtherIds) -> Tensor:
 def backward(
     rows: LiveRows, weight: Tensor, *, needs_states: bool, needs_weight: bool, vocab_chunk: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return both gradients; each row of the weight's gradient is written once, by one product.
+    """Return the gradients of states and weight, each None if not needed.
+
+    Each row of the weight's gradient is written once, by one product.
 
     Outputs are float32, so that products are summed in float32: with outputs of 16 bits cuBLAS may
     split a sum and add its parts in 16 bits.
@@ -514,12 +519,12 @@ def backward(
 
 
 _PAIRS = 32
-"""Pairs whose products are summed at a time."""
+"""Number of pairs whose products are summed at a time."""
 
 
 @_on_its_device
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-    """Return [M] logits over temperature; each pair reads its row of the LM head."""
+    """Return the [M] logits of the pairs over temperature; a pair reads one row of the head."""
     hidden = hidden.contiguous()
     logits = scale.new_empty(len(pairs.rows))
     if len(logits):
@@ -541,7 +546,10 @@ def pair_gradients(
     needs_states: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return both gradients; each of their rows is written once, from one float32 sum."""
+    """Return the gradients of states and weight, None if not needed.
+
+    Each row of a gradient is written once, from one float32 sum.
+    """
     grad_states = grad_weight = None
     if needs_states:
         grad_states = hidden.new_empty(hidden.shape, dtype=torch.float32)
@@ -554,14 +562,14 @@ def pair_gradients(
 
 
 def _sum_pairs(matrix: Tensor, rows: Tensor, places: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Write to each row of `out` the sum of factor times row of `matrix` over the row's pairs.
+    """Write to each row of `out` the sum, over its pairs, of the factor times the row of `matrix`.
 
     Args:
-        matrix: [R, D].
+        matrix: [R, D] the rows to be summed.
         rows: [M] the row of `out` of each pair, ascending.
         places: [M] the row of `matrix` of each pair.
-        factors: [M] float32.
-        out: [N, D].
+        factors: [M] float32 factor of each pair.
+        out: [N, D], overwritten.
     """
     if not out.numel():
         return
@@ -575,7 +583,7 @@ def _sum_pairs(matrix: Tensor, rows: Tensor, places: Tensor, factors: Tensor, ou
 
 
 def _row_factors(rows: LiveRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return rate, peak, base, slope and hit, the factors of a row in the gradient of its logits.
+    """Return rate, peak, base, slope and hit: [n] factors of each row in its logits' gradient.
 
     With x = logit * rate - peak and e = 2^x the probability is e / total, and the gradient
     hit * 1[column = id] - e * (base + slope * x) is the sum of the gradients of both outputs
