@@ -128,7 +128,7 @@ class PartialGroup:
 
     @property
     def oldest_step(self) -> int | None:
-        """Step of the oldest version that sampled a token of the group; None without tokens."""
+        """Step of the oldest version that sampled a token; None if the group has no tokens."""
         steps = [int(m.policy_versions[:, 1].min()) for m in self.members if m.num_tokens]
         return min(steps, default=None)
 

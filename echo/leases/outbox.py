@@ -50,7 +50,7 @@ class Outbox:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which the next delivery is due; 0.0 if one was never sent, None without any."""
+        """Time of the next due delivery; 0.0 if one was never sent, None if the outbox is empty."""
         if not self._deliveries:
             return None
         sent = [delivery.sent_at for delivery in self._deliveries.values()]

@@ -48,7 +48,7 @@ class RunState:
     leases: LeaseBook
     """The leases that workers hold, as far as the ledger shows after a restart."""
     lineages: tuple[Lineage, ...]
-    """The lineages so far, the present one last."""
+    """The run's lineages so far, the present one last; each resume begins a lineage."""
     step: int = 0
     """Number of optimizer steps done."""
     next_group_id: int = 0

@@ -67,7 +67,7 @@ class Throughput:
 
     @property
     def early_tokens_per_s(self) -> float | None:
-        """The estimated tokens per second from any number of reports; None before the first."""
+        """The estimated tokens per second, from any number of reports; None before a report."""
         if self._loaded_s <= 0:
             return None
         return self._tokens / (self._loaded_s + max(0.0, self._silent_s - self._longest_s))

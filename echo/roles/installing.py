@@ -79,7 +79,7 @@ class LearnerProgress:
     step: int
     """Number of optimizer steps done."""
     lineages: tuple[Lineage, ...]
-    """The learner's lineages, oldest first."""
+    """The run's lineages, oldest first; each resume begins a lineage."""
 
 
 class EngineVersions:

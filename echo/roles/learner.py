@@ -336,7 +336,7 @@ class Learner(Role):
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle a message of a node that is not about joining, or is a Goodbye."""
+        """Handle a Goodbye of a node, or another message that is not about joining."""
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
@@ -394,7 +394,7 @@ class Learner(Role):
 
     @property
     def prompt_fault(self) -> DataError | None:
-        """The error for which no prompt can be made, so no group is granted; None without error."""
+        """The error that prevents making prompts, so no group is granted; None if there is none."""
         return self.scheduler.prompt_fault
 
     def validate(self) -> None:

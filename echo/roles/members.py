@@ -142,7 +142,7 @@ class Member:
         return (tokens_now - tokens) / elapsed_s, (bytes_now - num_bytes) / elapsed_s
 
     def _state(self, num_leases: int) -> str:
-        """Return the last reported state; if it is IDLE, but the node has leases, another text."""
+        """Return the last reported state, but "leases under way" for IDLE if there are leases."""
         state = self.stats.state
         return "leases under way" if num_leases and state == IDLE else state
 
@@ -201,7 +201,7 @@ class Roster:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which the next node counts as gone if it stays silent; None without nodes."""
+        """Time at which the next node counts as gone if it stays silent; None if none is known."""
         return self._deadlines.first
 
     def deadline_of(self, member: Member) -> float | None:

@@ -173,7 +173,7 @@ class CallRaised:
     """The error, in one line."""
     traceback: str
     is_usable: bool
-    """Whether the engine still samples."""
+    """Whether the engine can still sample."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -530,7 +530,7 @@ class DiskStore(MemoryStore):
     # --- allocation and release ------------------------------------------------------------------
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        """Return pages of a preallocated file under a temporary name, or else of memory."""
+        """Return pages of a preallocated file with a temporary name; of memory if that fails."""
         assert self._run_hash
         try:
             try:

@@ -201,7 +201,7 @@ class EpisodeRunner:
         plays: Sequence[_Play],
         watcher: Watcher,
     ) -> None:
-        """Call a function for each episode in threads; store a RewardError as episode's `fault`."""
+        """Call a function for each episode in threads; store a RewardError in its `fault`."""
 
         def guarded(play: _Play) -> None:
             try:

@@ -46,7 +46,10 @@ how much later a worker with fewer groups may be ready and still be preferred.
 
 
 def slowdown(num_groups: float, num_places: int) -> float:
-    """Return the factor by which a group takes longer among `num_groups` than alone."""
+    """Return the factor by which a group takes longer among `num_groups` than alone.
+
+    The engine has places for `num_places` groups.
+    """
     return 1 + (FULL_SLOWDOWN - 1) * min(1.0, num_groups / num_places)
 
 

@@ -74,7 +74,7 @@ MAX_MARGIN = 4.0
 """The largest margin, in times of a step."""
 
 SPARE_SHARE = 0.05
-"""Part of the least spare time of recent batches by which the margin shrinks at each step."""
+"""At each step the margin shrinks by this part of the least spare time of recent batches."""
 
 REST = 1 / 32
 """Part of a step's time after which the number of groups that are due is decided again."""

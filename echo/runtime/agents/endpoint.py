@@ -61,8 +61,8 @@ class SlowBodyError(EchoError):
 
 MAX_BODY_BYTES = 16 << 20
 LARGE_BODY_BYTES = 256 << 10
-"""Of bodies above this size, and of bodies of unknown size, at most MAX_LARGE_BODIES are read at
-the same time.
+"""Size in bytes above which a request's body is large; at most MAX_LARGE_BODIES large bodies, or
+bodies of unknown size, are read at the same time.
 """
 MAX_LARGE_BODIES = 4
 BODY_S = 30.0

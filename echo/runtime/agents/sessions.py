@@ -100,7 +100,7 @@ class Session:
 
     @property
     def best(self) -> Turn | None:
-        """The newest call among those whose chains have most sampled tokens; None before any."""
+        """The newest call among those with most sampled tokens in their chains; None if no call."""
         return max(reversed(self.turns), key=lambda turn: turn.num_sampled, default=None)
 
 

@@ -213,8 +213,9 @@ class Progress:
     ) -> None:
         """Count an optimizer step.
 
-        `waited_s` and `trained_s` are the seconds of its wait and of its training. `staleness` maps
-        staleness in steps to the number of the step's tokens that had it.
+        `waited_s` and `trained_s` are the seconds for which the learner waited for the step's
+        groups and trained on them. `staleness` maps staleness in steps to the number of the step's
+        tokens that had it.
         """
         self.lengths.trained(groups)
         # Groups left out since the step before belong to the same prompts' rewards.

@@ -25,7 +25,7 @@ class AdaptiveBound:
         *,
         log: logging.Logger,
     ) -> None:
-        """Start at the hard bound, sync.max_staleness.
+        """Start with the bound at the hard bound, sync.max_staleness.
 
         The bound never moves if `sync` is not adaptive, or if its least and largest staleness are
         equal.

@@ -139,7 +139,7 @@ class Activation:
 
     @property
     def train_s(self) -> float | None:
-        """T_train: median seconds of the last steps without waiting; None before MIN_STEPS."""
+        """T_train: median seconds of the last steps without waits; None before MIN_STEPS steps."""
         if len(self.steps) < MIN_STEPS:
             return None
         return median(times.step_s - times.waited_s for times in self.steps)

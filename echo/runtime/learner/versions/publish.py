@@ -177,7 +177,7 @@ class ImageHelper(Protocol):
         blocks: Sequence[tuple[int, int, WordBytes]],
         /,
     ) -> list[CodedBlock]:
-        """Return these blocks of an image, each coded as `code_block` does."""
+        """Return these blocks of an image, each coded against `base` as `code_block` does."""
 
     def hash(
         self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes, /
