@@ -97,7 +97,7 @@ class PartialKeeper:
         return [Note("warning", text)]
 
     def on_found(self, saved: Frame, run_id: str) -> list[Action]:
-        """Add the groups of this run that a former process of this worker has saved."""
+        """Add the groups of this run that a former process of this worker saved; return a note."""
         try:
             partials = decode_groups(saved, run_id=run_id)
         except RemoteProtocolError as error:

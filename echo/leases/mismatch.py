@@ -109,7 +109,10 @@ class Mismatches:
         return found
 
     def _medians(self) -> dict[_Place, dict[str, float]]:
-        """Return place -> worker -> median mismatch, for workers with MIN_EQUAL groups there."""
+        """Return place -> worker -> median mismatch of the worker's groups at this place.
+
+        Workers with fewer than MIN_EQUAL groups at a place are left out of it.
+        """
         values: dict[_Place, dict[str, list[float]]] = {}
         for name, window in self._windows.as_dict().items():
             for place, kl in window.groups:

@@ -263,7 +263,7 @@ class ShippedPartials:
 
 _HEADER_LENGTH_BYTES = 4
 _SAVED_BYTES_PER_TOKEN = 4 + 4 + 1
-"""int32 id, float32 log-prob, one byte of mask."""
+"""Bytes per token in a worker's file: int32 id, float32 log-probability, one byte of mask."""
 
 
 class MemberHeader(msgspec.Struct, frozen=True, array_like=True):

@@ -337,7 +337,7 @@ class Results:
         return [Note("warning", text) for text in texts]
 
     def _cancel(self, leases: Sequence[LeaseRecord]) -> list[Action]:
-        """Send the holders of these leases that they are unwanted; record that the leases end."""
+        """End these leases: send their holders an Ack, so that they stop, and record each end."""
         actions: list[Action] = []
         for record in leases:
             group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id

@@ -154,7 +154,7 @@ class EpisodeRunner:
         return results
 
     def close(self) -> None:
-        """End the threads that wait for replies, without waiting for them."""
+        """Make the threads that wait for replies end, but do not wait until they have ended."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _play(

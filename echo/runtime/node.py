@@ -78,7 +78,7 @@ INTERRUPTED = "interrupted"
 STALL_S = 0.5
 """If a timer fires this many seconds late, the loop counts as having been blocked."""
 CATCH_UP_S = 0.2
-"""Seconds for reading messages that arrived while the loop was blocked, before deadlines count."""
+"""Seconds for reading messages that arrived while the loop was blocked; then deadlines count."""
 LEAST_WAIT_S = 0.001
 """Shortest delay of a timer, seconds."""
 MAX_WORKERS = 8
@@ -571,7 +571,7 @@ def advertised(listen: str | None, advertise: str | None) -> str | None:
     """Return the address at which other nodes can dial this node; None if there is none.
 
     Other nodes cannot dial a wildcard address, so a node that listens on one needs `advertise`. The
-    server key in `listen`, the transport's address, is added to it.
+    server key in `listen`, the transport's address, is added to the result.
     """
     if listen is not None and advertise is not None:
         key = parse_key(listen)

@@ -187,7 +187,7 @@ class JustInTime:
             self._delay_s[worker_id] = delay_s if known_s is None else (known_s + delay_s) / 2
 
     def _adjust_margin(self, waited_s: float, spare_s: float) -> None:
-        """Raise the margin by a wait that held groups have caused, or lower it a little."""
+        """Raise the margin by a wait that holding groups back has caused, or else lower it."""
         step_s = self._step_s
         margin_s = FIRST_MARGIN * step_s if self._margin_s is None else self._margin_s
         caused_s = min(waited_s, self._delayed_s.pop(self._step, 0.0))
@@ -290,7 +290,7 @@ class JustInTime:
 
     @property
     def _is_open(self) -> bool:
-        """Whether the learner has waited so long recently that no group is held back."""
+        """Whether the learner has recently waited so long that no group is to be held back."""
         # A single wait is for the margin to prevent.
         waited_s = sum(self._waited_s) - max(self._waited_s)
         return waited_s > OPEN_SHARE * len(self._waited_s) * self._step_s

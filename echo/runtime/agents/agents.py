@@ -51,9 +51,9 @@ class AgentParts:
     session_timeout_s: float
     model_name: str
     listen: str
-    """tcp://host:port of the endpoint."""
+    """Address of the endpoint, tcp://host:port."""
     endpoint_path: Path
-    """File with the address and the token for agents."""
+    """File to which the endpoint's address and the token for agents are written."""
     reward: Callable[[Example, str], float | None]
     """The task's reward function, used if an agent reports no reward; it blocks."""
     max_abs_reward: float

@@ -21,7 +21,7 @@ from echo.tasks.environment import find_calls, without_calls
 from echo.wire.codec import DECODE_ERRORS
 
 MAX_TEMPERATURE = 1e3
-"""At higher temperatures all logits are practically equal."""
+"""Highest permitted temperature: above it all logits are practically equal."""
 
 Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 

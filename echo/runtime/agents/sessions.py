@@ -106,7 +106,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionOutcome:
-    """The result of a finished episode."""
+    """The result of a finished episode: the last call of its chain, its reward, its tokens."""
 
     leaf: Turn
     reward: float

@@ -101,7 +101,7 @@ class Reporter:
         self._follower.write_metrics(role.step, row)
 
     def _task_code_metrics(self) -> dict[str, float]:
-        """Return counts of events in the task's code since the last step, as of failed rewards."""
+        """Return counts of the task's code since the last step, for example of failed rewards."""
         roster = self._role.roster
         totals = {
             **roster.take_counts_left(),

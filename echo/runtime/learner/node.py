@@ -102,7 +102,7 @@ class OpenedRun:
     ledger: LedgerQueue
     checkpoints: Checkpoints
     activation: ActivationSettings | None
-    """The rules by which workers are activated; None if every worker generates, at any cost."""
+    """The rules by which workers are activated; None if all workers are active, at any cost."""
     progress: Progress
     trainer: AnyTrainer
     attribution: Attribution | None

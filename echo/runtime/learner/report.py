@@ -313,7 +313,7 @@ class Progress:
         return row
 
     def _describe_wait(self, role: Learner) -> str:
-        """Return what the learner waits for, and whether the last groups had no signal."""
+        """Return a text on what the learner waits for, and whether the last groups were useless."""
         waiting, num_zero_signal = role.describe_wait(), self.zero_signal.num_groups
         if not waiting or num_zero_signal < role.settings.leases.groups_per_step:
             return waiting

@@ -252,7 +252,7 @@ def load_prompts(
 
 
 def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
-    """Log oddities of the stop tokens, and unused arguments and the time of the chat template."""
+    """Log notices on stop tokens, and on the chat template's unused arguments and time."""
     for line in tokenization.describe_stops(text.tokenizer, model_dir):
         _log.warning("%s", line)
     if unused := text.unused_arguments():

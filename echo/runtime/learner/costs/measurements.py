@@ -114,7 +114,7 @@ class Measurements:
     def note_installed(
         self, role: Learner, state: MeasuredWorker, version: PolicyVersion, now: float
     ) -> None:
-        """Record the time that a worker needed to install a version, which ends now."""
+        """Record the seconds that a worker needed for a version that it has just installed."""
         state.took_s = now - max(self.published_at.get(version, now), state.free_at)
         if state.installed is not None and version == role.broadcast.newest_complete:
             # Not for a worker's first version, which it may have kept from before.
@@ -162,8 +162,8 @@ class Measurements:
     def _uplink(self, role: Learner) -> float | None:
         """Return the bytes per second that the learner can send; None if no rate is known.
 
-        It is the highest of the rates measured by installs and by the broadcast; without the
-        latter, the configured rate counts.
+        The result is the highest of the rates measured by installations and by the broadcast. If
+        the broadcast has measured none, the configured rate takes its place.
 
         The broadcast's estimate is too low if the learner's children are slow, and missing if
         versions are small.

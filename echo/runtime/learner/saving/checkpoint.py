@@ -153,7 +153,7 @@ class Checkpoints:
             )
 
     def drop_later(self, step: int) -> None:
-        """Delete the checkpoints of later steps than `step`, from which the run continues.
+        """Delete the checkpoints of steps after `step`, because the run continues from `step`.
 
         Raises:
             StorageError: if `latest` cannot be written.

@@ -657,7 +657,7 @@ class PublishedVersions:
         await self._encoder.wait()
 
     async def make_unpublished(self) -> Publication:
-        """Return the trainer's current weights as a publication that is not published."""
+        """Make and return a publication of the trainer's current weights, but do not publish it."""
         # Wait until the previous version is coded: then only the previous version's image is in
         # memory, and the memory of older images can be reused.
         await self.wait()
