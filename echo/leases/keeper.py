@@ -43,7 +43,7 @@ class PartialsSaved:
 
 
 class PartialKeeper:
-    """Decides when which unfinished groups are shipped to the learner and saved in the file."""
+    """Decides which unfinished groups to ship to the learner and to save in the file, and when."""
 
     def __init__(self, held: HeldLeases, counts: Counter[str]) -> None:
         """Start without copies; the number of shipped groups is added to `counts["shipped"]`."""

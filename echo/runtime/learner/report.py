@@ -29,7 +29,7 @@ from echo.weights.schedule import PublishPace
 IDLE_WINDOW_S = 60.0
 """Least seconds over which the display averages the share of time that the learner waits."""
 IDLE_WINDOW_STEPS = 10
-"""Least steps over which the display averages this share: within one step it is 0 or 1."""
+"""Least steps over which the display averages the share of waiting: within a step it is 0 or 1."""
 MAX_HISTORY = 10_000
 """Largest number of points of a curve that are kept for the display."""
 
@@ -160,7 +160,7 @@ class Progress:
         return min(1.0, waited_s / max(now - since, 1e-9))
 
     def accepted(self, group: Group, *, now: float) -> None:
-        """Count a group that was stored in the ledger; it ends a stretch without signal."""
+        """Count a group that was stored in the ledger; empty `zero_signal`."""
         newest = group.versions[-1]
         self.newest_sampled = max(self.newest_sampled or newest, newest)
         self.zero_signal = GroupStats()

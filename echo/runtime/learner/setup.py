@@ -1,4 +1,4 @@
-"""Set up a learner, for a new run or after a crash."""
+"""Sets up a learner, for a new run or to resume one."""
 
 from __future__ import annotations
 
@@ -525,7 +525,7 @@ def check_models(config: Config, model_dir: Path, *, has_weights: bool = True) -
 
 
 def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
-    """Return the source of a run's initial weights; a new adapter has no tensors in it."""
+    """Return the source of a run's initial weights; it has no tensors for a new adapter."""
     given = config.learner.init_from
     adapter = initial_adapter(config.lora, given)
     return ModelSource(
@@ -823,7 +823,7 @@ def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
 
 
 def _max_rollout_tokens(config: Config) -> int:
-    """Return the most completion tokens of a rollout; for agents, those of a whole conversation."""
+    """Return the most completion tokens of a rollout; for agents, of a whole conversation."""
     longest, agent = config.sampling.max_completion_tokens, config.agent
     return longest if agent.listen is None else max(longest, agent.max_session_tokens)
 

@@ -51,7 +51,7 @@ class FailedSteps:
         self._num_in_a_row = 0
 
     async def end_faulty(self, groups: list[Group], error: StepError) -> None:
-        """End the groups that made a step fail; return the others of its batch to the buffer.
+        """End the groups that made a step fail; return the batch's other groups to the buffer.
 
         If no group fails alone, all groups of the batch are ended.
 

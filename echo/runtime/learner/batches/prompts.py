@@ -50,7 +50,7 @@ CHECKED_PROMPTS = 32
 """Number of prompts checked before a run begins; a mixture of tasks has prompts of several kinds.
 """
 MADE_TWICE = 4
-"""Number of these prompts that are made twice: a task must make the same prompt for an index."""
+"""Number of the checked prompts made twice: a task must make the same prompt for an index."""
 MESSAGE_TOKENS = 64
 """Largest number of tokens that a chat template is assumed to write around one message."""
 
@@ -438,7 +438,7 @@ _ORIGIN = "prompts.json"
 
 
 def prompt_time(run_dir: Path) -> datetime.datetime:
-    """Return the time that chat templates read: when the run began, or now if it is new."""
+    """Return the time that chat templates read: when the run began, or now for a new run."""
     noted = _read_origin(run_dir).get("began_at")
     return datetime.datetime.fromisoformat(noted) if noted else datetime.datetime.now().astimezone()
 
@@ -451,7 +451,7 @@ def note_origin(
     code: str,
     log: logging.Logger,
 ) -> None:
-    """Write the origin of a run's prompts and rewards to a file; log what changed since the last.
+    """Write the origin of a run's prompts and rewards to a file; log what has changed in it.
 
     Args:
         run_dir: directory of the run, which gets the file.

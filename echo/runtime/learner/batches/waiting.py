@@ -4,8 +4,8 @@ Groups are granted and versions published at events: a heartbeat, a result, a st
 happens, one check per heartbeat interval handles these cases:
 
     no version may be sampled for the next step   the learner publishes at once, due or not
-    no worker can be given a group                told once per reason, if it lasts
-    no worker at all                              told each minute; after a bound the run ends
+    no worker can be given a group                logged once per reason, if it lasts
+    no worker at all                              logged each minute; after a time limit the run ends
 
 Once a worker has joined, the limit is `network.reconnect_for_s`: workers that have lost the learner
 try to come back for that long. Before the first worker joins, the limit is at least FIRST_WORKER_S,

@@ -145,7 +145,7 @@ class Activation:
         return median(times.step_s - times.waited_s for times in self.steps)
 
     def idle_share(self, waiting_s: float = 0.0) -> float:
-        """Return the share of the time that the learner waited since the active workers changed.
+        """Return the share of waiting in the learner's time since the active workers changed.
 
         `waiting_s` is the length of the present wait, seconds.
 
@@ -158,7 +158,7 @@ class Activation:
 
     @property
     def dwell_s(self) -> float:
-        """Seconds between two questions: the longest of the three times named in the module."""
+        """Seconds between two questions: most of `min_dwell_s`, MIN_STEPS steps and a group."""
         step_s = fmean(times.step_s for times in self.steps) if self.steps else 0.0
         return max(self.settings.min_dwell_s, MIN_STEPS * step_s, self._group_s)
 
@@ -288,7 +288,9 @@ class Activation:
         *,
         now: float,
     ) -> tuple[list[Action], ActivationDecision | None]:
-        """Return the actions that carry out an answer, and the decision; None if nothing changes.
+        """Return the actions that carry out an answer, and the decision.
+
+        The decision is None, and there are no actions, if nothing changes.
 
         Workers that joined since the question stay as they are, active or on standby. Of the
         question's workers, the answer changes only those that are still members and that `measure`

@@ -123,7 +123,7 @@ class Measurements:
         state.installed, state.free_at = version, now
 
     def links(self, role: Learner, members: Collection[Member]) -> Links:
-        """Return the learner's links, with a function that forecasts the broadcast to any workers.
+        """Return the learner's links, which forecast the broadcast to any set of workers.
 
         The plan does not know every link. So a forecast is the planned time plus the longest delay
         beyond the plan that was measured for any worker of the set. A worker's measurements are

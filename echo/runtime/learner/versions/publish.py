@@ -128,9 +128,9 @@ def make_images(
 ) -> VersionImages:
     """Return the maker of a run's images, which finds changed words on the GPU if possible.
 
-    To find them, it keeps the last image on the GPU, unless `fits_on_gpu` is false or the run has
-    no deltas. Tensors are published in `dtype`, except those named in `unrounded`, which keep their
-    own dtype.
+    To find them, the maker keeps the last image on the GPU, unless `fits_on_gpu` is false or the
+    run has no deltas. Tensors are published in `dtype`, except those named in `unrounded`, which
+    keep their own dtype.
     """
     # Imported here, and in other functions below, because a simulated learner has no torch.
     from echo.engine.weights import VersionImages
