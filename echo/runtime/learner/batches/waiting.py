@@ -5,7 +5,7 @@ happens, one check per heartbeat interval handles these cases:
 
     no version may be sampled for the next step   the learner publishes at once, due or not
     no worker can be given a group                logged once per reason, if it lasts
-    no worker at all                              logged each minute; after a time limit the run ends
+    no worker at all                              logged each minute; after a limit the run ends
 
 Once a worker has joined, the limit is `network.reconnect_for_s`: workers that have lost the learner
 try to come back for that long. Before the first worker joins, the limit is at least FIRST_WORKER_S,
