@@ -180,8 +180,8 @@ class LeaseBook:
     def restore(self, group_id: int, holders: Mapping[int, str], *, now: float) -> None:
         """Enter the attempts (number -> worker) of a group from before a restart of the learner.
 
-        LOST_WORKER holds the newest attempt until the attempt's worker claims it or the lease
-        expires.
+        LOST_WORKER holds the lease of the newest attempt, until this attempt's worker claims the
+        lease or it expires.
         """
         self.adopt(group_id, max(holders), LOST_WORKER, now=now)
         self._groups[group_id].holders = dict(holders)

@@ -1,7 +1,7 @@
 """Checks of a worker's rollouts: whether they can have been sampled for their lease.
 
 Each check returns the reason for which the rollouts are refused, or None if they are valid.
-`core.rollout.find_fault` checks whether they are too old.
+`core.rollout.find_fault` checks whether the rollouts are too old.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class LeaseRecord:
 
     @property
     def key(self) -> tuple[int, int]:
-        """(group id, attempt)."""
+        """(group id, attempt) of the lease."""
         return self.group_id, self.attempt
 
     def renew(self, *, num_tokens: int, now: float) -> None:

@@ -38,7 +38,7 @@ from echo.wire.codec import Frame
 from echo.wire.messages import Lease, LeaseState, Message
 
 LeaseKey = tuple[int, int]
-"""(group id, attempt)."""
+"""(group id, attempt), which identifies a lease."""
 
 
 def key_of(lease: Lease) -> LeaseKey:
@@ -103,7 +103,7 @@ class PartialGroup:
 
     @property
     def key(self) -> LeaseKey:
-        """(group id, attempt)."""
+        """(group id, attempt) of the group's lease."""
         return key_of(self.lease)
 
     @property

@@ -117,7 +117,7 @@ def _each(events: Iterable[type], step: Step[Any]) -> dict[type, Step[Any]]:
 # --- Trust: what the learner of the run has signed ---
 
 FINGERPRINT_BYTES = 16
-"""128 bits: finding another key with the same fingerprint takes 2^128 tries."""
+"""Length of a fingerprint, 128 bits: to find another key with the same one takes 2^128 tries."""
 
 # These contexts keep the hashes apart from a manifest's root, which the same key signs.
 _FINGERPRINT = "echo-rl 2026-11 fingerprint of a learner's signing key"
@@ -389,13 +389,13 @@ class JoiningRole(Protocol):
         """Return the action that sends a message to the learner; empty if there is no link."""
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Handle a Welcome; `version_bytes` is the size of a version on the wire."""
+        """Handle a Welcome; `version_bytes` is the size of a version of the weights as sent."""
 
     def on_admitted(self, *, now: float) -> list[Action]:
         """Handle the admission of this node, the first or a later one."""
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle a message of the learner that is not about joining."""
+        """Handle a message of the learner that is not about joining, such as a Grant."""
 
 
 class Joining:
@@ -523,7 +523,7 @@ class Joining:
     # --- what is sent, and repeated --------------------------------------------------------------
 
     def repeat(self, now: float) -> list[Action]:
-        """Send the message again whose answer the present state waits for."""
+        """Send the present state's message again, since its answer has not arrived yet."""
         self.retry_at = now + self.settings.retry_s
         match self.state:
             case NodeState.JOINING:

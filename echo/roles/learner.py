@@ -148,7 +148,7 @@ class StandbyChosen:
 
 
 class Learner(Role):
-    """The learner's conversation with every node, without IO and without a clock."""
+    """The learner's role: what it sends each node and records, without IO and without a clock."""
 
     def __init__(
         self,
@@ -441,7 +441,7 @@ class Learner(Role):
         return self._acknowledge(event.group_id, is_useful=True, now=now)
 
     def _on_discarded(self, event: GroupDiscarded, now: float) -> list[Action]:
-        """Record the end of a group from which nothing can be learned, and acknowledge it."""
+        """Record the end of a group from which nothing can be learned; acknowledge the group."""
         self.counters.add(f"discarded/{event.reason}")
         end = Discarded(group=event.group_id, reason=event.reason, step=self.step)
         acknowledgement = self._acknowledge(event.group_id, is_useful=False, now=now)
@@ -458,7 +458,7 @@ class Learner(Role):
         return self.review.compare(event.samples, now=now)
 
     def _on_standby(self, event: StandbyChosen, now: float) -> list[Action]:
-        """Put exactly these workers on standby; return no action if nothing changes.
+        """Put exactly the workers of the event on standby; return no action if nothing changes.
 
         A worker on standby keeps its control link and its heartbeats, so one message can activate
         it. It gets no new leases, and finishes and delivers the groups that it has. It gets no

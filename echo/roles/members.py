@@ -30,7 +30,7 @@ NODE_RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
 MAX_NAMES_KEPT = 10_000
 MAX_NODES = 1 << 16
-"""Most nodes known at the same time; each takes 2 kB until it has been silent for long."""
+"""Most nodes known at the same time; each takes 2 kB until it has been silent too long."""
 IDLE = "waiting for leases"
 """The reported state of a worker without leases."""
 
@@ -74,7 +74,7 @@ class Member:
     contested: tuple[float, float] | None = None
     """(first, last) time at which another process claimed the node's name; None if none did."""
     history: deque[tuple[float, int, int]] = field(default_factory=deque)
-    """(time, tokens sampled, weight bytes received) of each of the last heartbeats."""
+    """(time, tokens sampled so far, weight bytes received so far) of each recent heartbeat."""
 
     @classmethod
     def of(cls, message: Hello, *, now: float) -> Member:
@@ -122,7 +122,7 @@ class Member:
 
     @property
     def installed(self) -> PolicyVersion | None:
-        """The version that a worker samples from, or that a relay holds; None for none."""
+        """The version that a worker samples from, or that a relay holds; None if there is none."""
         return self.node.installed
 
     @property

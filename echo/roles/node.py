@@ -114,7 +114,7 @@ class DialingRole:
     # --- what subclasses override ----------------------------------------------------------------
 
     def version_in_use(self) -> PolicyVersion | None:
-        """Return the version in use: for a relay the newest complete version; None for none."""
+        """Return the version in use, for a relay the newest complete one; None if there is none."""
         return self.broadcast.newest_complete
 
     def capacity(self) -> int:
@@ -162,12 +162,12 @@ class DialingRole:
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between heartbeats."""
+        """Seconds between two heartbeats of this node."""
         return self.joining.heartbeat_s
 
     @property
     def is_admitted(self) -> bool:
-        """Whether the learner has admitted this node, and the control link was not lost since."""
+        """Whether the learner has admitted this node over the present control link."""
         return self.state is NodeState.ADMITTED
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
@@ -338,7 +338,10 @@ class DialingRole:
         return self.joining.receive(message, payload, now=now)
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle a message of the learner that is not about joining."""
+        """Handle a message of the learner about plans or its progress.
+
+        Raises RemoteProtocolError for any other message.
+        """
         match message:
             case TopologyPlan():
                 return self._weights.on_plan(message, now=now)

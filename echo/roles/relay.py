@@ -2,9 +2,8 @@
 
 A routed message for the learner is sent over the relay's control link. A routed message for a node
 is sent over the link on which this node's last message came. A message that cannot be forwarded is
-dropped and
-counted: its sender repeats every message that matters (`wire/messages.py`). So a relay keeps no
-copies, and its death costs only time.
+dropped and counted: its sender repeats every message that matters (`wire/messages.py`). So a relay
+keeps no copies, and its death costs only time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Admission of groups: how many groups may be promised to the batches to come.
+"""Admission of groups: how many groups may be promised to future batches.
 
 A lease is granted to a worker with installed step w while
 
@@ -8,8 +8,9 @@ S is the bound on staleness and B the number of groups per step. `consumed` is B
 finished steps. `buffered` counts the accepted groups that no finished step has used; the groups of
 a step under way are among them. `running` counts a group once, even if two workers run it.
 
-So a group is granted only if the groups promised before leave a place in the batches that may train
-on samples of version w. A group beyond these batches would be stale.
+The consumed, buffered and running groups are the promised groups. So a group is granted only if the
+groups promised before leave a place in the batches that may train on samples of version w. A group
+beyond these batches would be stale.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: i
     consumed, buffered or running is lower than this.
 
     Args:
-        max_staleness: S, inclusive.
+        max_staleness: S, the bound on staleness in steps, inclusive.
         installed_step: w, step of the weights that the worker samples from.
-        groups_per_step: B.
+        groups_per_step: B, the number of groups that a step trains on.
     Source: AReaL's capacity rule with the worker's version in place of the learner's.
     """
     return (max_staleness + installed_step + 1) * groups_per_step
@@ -79,7 +80,7 @@ class Quota:
 
     @property
     def num_promised(self) -> int:
-        """Number of groups consumed, accepted or running."""
+        """Number of promised groups: groups consumed, accepted or running."""
         return self.step * self.groups_per_step + self.num_unspent + self.num_running
 
     @property

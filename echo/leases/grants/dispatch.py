@@ -64,7 +64,7 @@ class Load:
     most_promised: int
     """Number of promised groups from which on the worker gets no more for its present version."""
     most_soon: int
-    """The same limit for the version that the worker is expected to install soon."""
+    """Number of promised groups from which on it gets no more for the version it installs soon."""
     group_s: float = 1.0
     """Seconds that one group takes in the worker's engine if the engine is otherwise empty."""
     trial_s: float = 1.0
@@ -109,7 +109,7 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
 
     Args:
         loads: the workers that can sample; modified by the placement.
-        num_promised: groups consumed, buffered or running, as admission counts them.
+        num_promised: number of groups consumed, buffered or running, as admission counts them.
     """
     granted: list[str] = []
     with_room = [load for load in loads if load.has_space]

@@ -2,7 +2,7 @@
 
 The length of a group is the number of tokens of its longest completion, because that completion
 ends last. The speed of a worker is in such tokens per second, from the start of a group to its
-delivery. So it includes rewards, tools and prefill.
+delivery. So the speed includes rewards, tools and prefill.
 
 For a group that already has n tokens, the expected rest is computed from the lengths of recently
 accepted groups: the mean of the lengths above n, minus n. With a heavy tail the rest grows with n.
@@ -286,8 +286,8 @@ class FinishTimes:
             now: the present time, seconds.
 
         Returns:
-            Final tokens of its longest completion; seconds from now, or from its start if it has
-            not begun.
+            Final tokens of the group's longest completion; seconds from now, or from the group's
+            start if it has not begun.
         """
         speed = self.of(record.worker_id)
         rate = speed.measured or self._usual
