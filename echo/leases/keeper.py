@@ -73,9 +73,10 @@ class PartialKeeper:
         return shipments
 
     def save(self, run_id: str, *, interval_s: float = 0.0, now: float) -> list[Action]:
-        """Return the action to write the file, unless it is recent or would not change.
+        """Return the action to write the file of unfinished groups, unless it would not change.
 
-        The file is recent if its contents were last compared less than `interval_s` seconds ago.
+        There is no action either if the groups were last compared with the file less than
+        `interval_s` seconds ago.
         """
         if now < self._saved_at + interval_s:
             return []

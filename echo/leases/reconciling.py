@@ -5,7 +5,7 @@
   reserved for the worker that the request names.
 * A lease that the worker lists and the book does not have is entered, for example after a restart
   of the learner. If the group has ended, if another worker continues it, or if the worker was not
-  granted this attempt, the worker is sent that the lease is unwanted.
+  granted this attempt, the learner sends the worker that the lease is unwanted.
 * A listed lease that has expired is not entered again, but still occupies a place of its worker.
 """
 
@@ -139,9 +139,9 @@ class Reconciling:
     def _enter(
         self, worker: LeasedWorker, listed: Mapping[tuple[int, int], LeaseState], now: float
     ) -> list[tuple[int, int]]:
-        """Enter leases that a worker lists and the book lacks; return (group, attempt) of others.
+        """Enter leases that a worker lists and the book lacks, or return them as unwanted.
 
-        The returned leases are unwanted.
+        The result has (group id, attempt) of each unwanted lease.
         """
         unwanted: list[tuple[int, int]] = []
         worker.num_unknown = 0

@@ -40,8 +40,8 @@ from echo.wire.actions import Action, PeerFaults, Routes
 from echo.wire.messages import Ack, Heartbeat, Lease, Reclaim
 
 GRANT_S = 3e-4
-"""Least seconds between two rounds of grants, per node of the fleet: 0.3 s with 1000 nodes. Between
-two rounds the workers sample the groups in their queues.
+"""Least seconds between two rounds of grants, per node of a large fleet: 0.3 s with 1000 nodes.
+Between two rounds the workers sample the groups in their queues.
 """
 
 WaitReason = Literal["", "outdated", "no_worker", "no_weights", "no_agent", "busy"]

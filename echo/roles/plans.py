@@ -1,9 +1,9 @@
 """The learner's part in planning the broadcast: when to plan, and which nodes get new parents.
 
 `weights/topology/plan.py` computes the plan. This module requests a plan from the measured uplinks,
-and sends each node its part of the plan if the node's parents have changed. At least PLAN_S seconds
-per node pass between two plans, so that planning takes a bounded share of the time in a large
-fleet.
+and sends each node its part of the plan if the node's parents have changed. In a large fleet at
+least PLAN_S seconds per node pass between two plans, which bounds the share of the time that
+planning takes.
 """
 
 from __future__ import annotations

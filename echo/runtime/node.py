@@ -78,7 +78,9 @@ INTERRUPTED = "interrupted"
 STALL_S = 0.5
 """If a timer fires this many seconds late, the loop counts as having been blocked."""
 CATCH_UP_S = 0.2
-"""Seconds for reading messages that arrived while the loop was blocked; then deadlines count."""
+"""Seconds for reading messages that arrived while the loop was blocked, before deadlines are
+checked.
+"""
 LEAST_WAIT_S = 0.001
 """Shortest delay of a timer, seconds."""
 MAX_WORKERS = 8
@@ -455,7 +457,7 @@ class DialingNode(Node):
             self.version_store.close()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
-        """End `run`; if with an error, first send the learner a goodbye that contains the error."""
+        """End `run`; if an error is given, first send the learner a Goodbye with the error."""
         try:
             if error is not None and not self.has_ended:
                 self.report(Leaving(str(error), has_failed=True))

@@ -131,7 +131,7 @@ class Agents:
         self._has_news.set()
 
     def _demand(self) -> None:
-        """Report the number of leases that the waiting agents need to the role."""
+        """Report to the role the number of leases that the waiting agents need."""
         missing = max(0, self._num_waiting - self._episodes.num_free)
         held = len(self._episodes.leases) + len(self.role.outbox)
         wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
@@ -143,7 +143,7 @@ class Agents:
     # --- sessions --------------------------------------------------------------------------------
 
     async def begin(self, *, wait_s: float) -> Session | None:
-        """Return a session with an episode; None if none is available within `wait_s` seconds.
+        """Return a new session; None if no episode is available within `wait_s` seconds.
 
         Raises:
             StoppingError: if the worker begins no more episodes.

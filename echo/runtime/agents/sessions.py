@@ -100,7 +100,7 @@ class Session:
 
     @property
     def best(self) -> Turn | None:
-        """The newest call among those with most sampled tokens in their chains; None if no call."""
+        """The newest call whose chain has the most sampled tokens; None before the first call."""
         return max(reversed(self.turns), key=lambda turn: turn.num_sampled, default=None)
 
 
@@ -350,7 +350,7 @@ def _after(sets: TokenSets | None, start: int) -> TokenSets | None:
 
 
 def _num_shared(contexts: Sequence[Ids]) -> int:
-    """Return the number of tokens with which all contexts begin alike."""
+    """Return the length, in tokens, of the beginning that all contexts share."""
     length = min(map(len, contexts))
     table = np.stack([context[:length] for context in contexts])
     differs = np.flatnonzero((table != table[0]).any(axis=0))

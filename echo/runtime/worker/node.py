@@ -149,7 +149,7 @@ class WorkerParts:
     def install(self, transfer: Transfer) -> str | None:
         """Load a version into the engine, and return the hex hash of its image.
 
-        If the version has no seal yet, it is not hashed and the result is None.
+        If the version arrived before its seal, the image is not hashed here and the result is None.
 
         Raises:
             EngineError: if the image's bytes differ from the bytes that the learner signed, or if
