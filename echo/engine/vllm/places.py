@@ -34,12 +34,12 @@ class UnplacedError(Exception):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records copies from meta tensors; while active, no tensor is written."""
+    """Records the copies that a loader makes from meta tensors; while active, writes no tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[tuple[Tensor, Tensor]] = []
-        """(destination, source)"""
+        """(destination, source) of each recorded copy."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -79,7 +79,7 @@ def trace_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _check_layers(model: nn.Module) -> None:
-    """Refuse a model that may keep a second form of its weights, which changes would not reach."""
+    """Raise if layers may keep a second form of their weights, which changes would not reach."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -137,8 +137,8 @@ def _have_equal_bits(place: Tensor, tensor: Tensor) -> bool:
 # --- changes for vLLM -----------------------------------------------------------------------------
 
 MAX_COPY_BYTES = 512 << 20
-"""Most bytes of changes that are copied to a GPU at once: less than a swap of a whole version takes
-there for the largest layer. The changes of most versions take less.
+"""Most bytes of changes that are copied to a GPU at once; a swap of a whole version takes more
+memory there, for its largest layer. The changes of most versions take less.
 """
 
 _ALIGNMENT_BYTES = 8
@@ -146,35 +146,35 @@ _ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Changes of one tensor in `JoinedChanges.data`."""
+    """Where the changes of one tensor lie in `JoinedChanges.data`."""
 
     name: str
     dtype: str
     number: int
     """Number of changed elements."""
     values_at: int
-    """Offset of the values in the data, bytes."""
+    """Place of the new values in the data, in bytes from its start."""
     first: int | None
-    """Index of the first element if the elements are contiguous; else None."""
+    """Index of the first changed element if the elements are contiguous; else None."""
     where_at: int
-    """Offset of the indices in the data, bytes."""
+    """Place of the indices in the data, in bytes from its start."""
     where_dtype: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedChanges:
-    """Changes in one piece of memory, which reaches a GPU by a single copy.
+    """Changes of tensors in one piece of memory, which reaches a GPU by a single copy.
 
     Changes of the same tensor that follow each other are joined, so one scatter writes them. An
     index takes 4 bytes, or 8 if one of its tensor is 2^31 or more.
     """
 
     data: Tensor
-    """uint8 [num_bytes], on any device."""
+    """uint8 [num_bytes] values and indices of the changes, on any device."""
     pieces: Sequence[_Piece]
 
     def __iter__(self) -> Iterator[TensorChange]:
-        """Yield the changes as views of the data."""
+        """Yield the change of each tensor, whose values and indices are views of the data."""
         for piece in self.pieces:
             values = self._view(piece.values_at, piece.number, piece.dtype)
             where: Tensor | int | None = piece.first
@@ -188,7 +188,7 @@ class JoinedChanges:
 
 
 def join_changes(changes: Iterable[TensorChange]) -> list[JoinedChanges]:
-    """Copy changes into one piece of memory, or several of about MAX_COPY_BYTES."""
+    """Return the changes, copied into pieces of memory of about MAX_COPY_BYTES each."""
     joined = []
     batch: list[TensorChange] = []
     num_bytes = 0
@@ -234,7 +234,7 @@ def _kind(change: TensorChange) -> tuple[str, str, bool]:
 
 @torch.no_grad()
 def store_changes(joined: Iterable[JoinedChanges], places: Mapping[str, Tensor]) -> None:
-    """Scatter changes into the places of their tensors, which are all on one device."""
+    """Write changes into the places of their tensors, which are all on one device."""
     device = next(iter(places.values())).device
     for each in joined:
         for change in JoinedChanges(each.data.to(device), each.pieces):
@@ -242,7 +242,7 @@ def store_changes(joined: Iterable[JoinedChanges], places: Mapping[str, Tensor])
 
 
 def save_changes(directory: Path, joined: Sequence[JoinedChanges]) -> Path:
-    """Write changes to a file for another process and return its path.
+    """Write changes to a new file in `directory`, for another process, and return its path.
 
     Raises:
         OSError: if the file cannot be written.
@@ -255,7 +255,7 @@ def save_changes(directory: Path, joined: Sequence[JoinedChanges]) -> Path:
 
 
 def load_changes(path: Path) -> Iterator[JoinedChanges]:
-    """Yield the changes that `save_changes` wrote, in the same order."""
+    """Yield the changes that `save_changes` wrote into a file, in the same order."""
     with safe_open(path, framework="pt") as file:
         for number, pieces in enumerate(json.loads(file.metadata()["pieces"])):
             data = file.get_tensor(str(number))

@@ -1,6 +1,6 @@
 """Entry point by which vLLM's processes load our plugin.
 
-pyproject.toml registers it, in the group PLUGIN_GROUP. The module imports nothing from
+pyproject.toml registers the entry point, in the group PLUGIN_GROUP. The module imports nothing from
 vLLM until vLLM calls `register`.
 """
 
@@ -19,7 +19,7 @@ PLUGIN_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "echo.engine.vllm.plugin:register"
 
 VARIABLE = "ECHO_VLLM_CRASH_REASON"
-"""Environment variable with the path of the crash reason's file, for vLLM's processes."""
+"""Environment variable that gives vLLM's processes the path of the file for their crash reason."""
 
 LOGGER = "vllm.v1.engine.core"
 PREFIX = "EngineCore "
@@ -38,14 +38,14 @@ class _Writer(logging.Handler):
 
 
 def listen() -> None:
-    """Write this process's crash reason to the file named in VARIABLE; may be called repeatedly."""
+    """Have this process write its crash reason to VARIABLE's file; may be called again."""
     logger = logging.getLogger(LOGGER)
     if not any(isinstance(handler, _Writer) for handler in logger.handlers):
         logger.addHandler(_Writer())
 
 
 def count_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory since it booted."""
+    """Return how many processes the kernel has killed since it booted, because memory ran out."""
     try:
         lines = VMSTAT.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -61,7 +61,7 @@ WORKER_EXTENSION = "echo.engine.vllm.transfer.WorkerExtension"
 
 
 def register() -> None:
-    """Register the weight transfer backend and the log handler; may be called repeatedly."""
+    """Register the weight transfer backend and the log handler; may be called again."""
     listen()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 

@@ -51,7 +51,9 @@ log = logging.getLogger(__name__)
 NUM_TEXTS = 4
 TEXT_TOKENS = 24
 START_TOKENS = 2
-"""Tokens at the start of each text: ids spread over the vocabulary, excluded from the mean."""
+"""Number of tokens at the start of each text: ids spread over the vocabulary, which do not count in
+the mean.
+"""
 
 NUM_ROUNDINGS = 2.0
 """Allowed difference, as a multiple of the measured effect of rounding. vLLM rounds in an order of
@@ -59,36 +61,37 @@ its own: its difference is 1.5 times that effect (bench/bench_probe.py measures 
 """
 
 ALLOWED = {"float32": (2e-4, 2e-4), "float16": (0.01, 0.03), "bfloat16": (0.05, 0.15)}
-"""Lower and upper bound of the allowed mean difference, nats per token, by vLLM's dtype."""
+"""Lower and upper bound of the mean difference that is allowed, nats per token, by vLLM's dtype."""
 
 MAX_DRIFT = 1.0
-"""Nats per token by which the prompt may become less likely before a new one is made."""
+"""Nats per token by which the prompt may become less likely before a new prompt is made."""
 
 SPARED_S = 1.0
-"""Seconds that a float32 pass may take beyond a 16-bit pass and still be run at each swap."""
+"""Seconds that a pass in float32 may take beyond a pass in 16 bits and still be made at each swap.
+"""
 
 MAX_WIDENED = 1 << 24
-"""Elements of a linear layer that are widened to float32 at once: 64 MiB."""
+"""Number of elements of a linear layer that are widened to float32 at once: 64 MiB."""
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expectation:
-    """Log-probabilities of the prompt that one version's weights must give."""
+    """The prompt, and the log-probabilities that one version's weights must give."""
 
     prompt_ids: list[int]
     logprobs: npt.NDArray[np.float32]
-    """[P - 1], one for each prompt token after the first."""
+    """[P - 1] expected log-probability of each prompt token after the first, nats."""
     allowed: float
     """Largest mean difference that passes the probe, nats per token."""
 
 
 class SwapProbe:
-    """The prompt, and the log-probabilities expected under given weights; thread-safe."""
+    """Makes the prompt, and computes its expected log-probabilities; thread-safe."""
 
     def __init__(self, model_dir: Path, dtype: str, lora: Lora | None = None) -> None:
-        """Build the model without weights.
+        """Build the model without weights; the first version given to `expected` makes the prompt.
 
         Args:
             model_dir: directory with config.json.
@@ -103,7 +106,7 @@ class SwapProbe:
         # Built once. The model shares the memory of the weights that it was last given, which the
         # engine keeps anyway. Before the first weights it takes no memory (meta tensors).
         self.model: Any
-        """transformers' model; it holds the weights that were last passed to `_take`."""
+        """transformers' model; it holds the weights that `_take` was last called with."""
         self._adapter: dict[str, Tensor] | None = None
         if lora is None:
             self.model = build_meta_model(model_dir, self._dtype, "eager")
@@ -114,34 +117,38 @@ class SwapProbe:
         # vLLM sets only on models that it has built.
         type(self.model.base_model).do_not_compile = True
         self.lora_targets = target_names(self._adapter or ())
-        """Last parts of the names of the adapted modules."""
+        """Last parts of the names of the modules that have an adapter."""
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.num_tokens, self._text_tokens = NUM_TEXTS * TEXT_TOKENS, TEXT_TOKENS
-        """Tokens of the prompt, and of each text in it."""
+        """Number of tokens of the prompt, and of each text in it."""
         self.bound(int(getattr(config, "max_position_embeddings", None) or 1 << 20))
         self.weight_bytes = weight_bytes(self.model.state_dict())
-        """Bytes of the weights in the engine's dtype."""
+        """Bytes of the model's weights in the engine's dtype."""
         self.adapter_bytes = weight_bytes(self._adapter or {})
         """Bytes of the adapter in the engine's dtype."""
         self._prompt_ids: list[int] = []
         """Token ids of the prompt; empty until a version has generated it."""
         self._likelihood = 0.0
-        """Mean log-probability of the prompt's tokens when it was made, nats per token."""
+        """Mean log-probability of the prompt's tokens under the weights that made it, nats per
+        token.
+        """
         self._allowed = self._least
         self._is_wide = False
-        """Whether every version is compared in float32, not only a version that deviates."""
+        """Whether every version is compared with a pass in float32, or only a version that
+        deviates.
+        """
         self._lock = threading.RLock()
         """Held while the model's weights are replaced or used."""
 
     def bound(self, window: int) -> None:
-        """Keep the prompt shorter than a window, tokens; called before the prompt is made."""
+        """Make the prompt fit into `window` tokens; must be called before it is made."""
         most = max(START_TOKENS + 1, (window - 1) // NUM_TEXTS)
         self._text_tokens = min(self._text_tokens, most)
         self.num_tokens = NUM_TEXTS * self._text_tokens
 
     def expected(self, tensors: Mapping[str, Tensor]) -> Expectation:
-        """Return the log-probabilities of the prompt under the given weights.
+        """Return the prompt, its log-probabilities under the given weights, and the bound.
 
         The tensors become the model's weights without a copy, unless their dtype must change.
 
@@ -169,7 +176,7 @@ class SwapProbe:
         Args:
             measured: the engine's log-probabilities of the prompt, [P - 1].
             expectation: the expected log-probabilities under the weights.
-            tensors: the weights.
+            tensors: the weights, to compute the prompt again in float32 if need be.
         """
         expected, allowed = expectation.logprobs, expectation.allowed
         if measured.shape != expected.shape:
@@ -193,7 +200,7 @@ class SwapProbe:
         )
 
     def accepted(self, expectation: Expectation, tensors: Mapping[str, Tensor]) -> None:
-        """Record that weights passed the probe.
+        """Take note of weights that passed the probe, with what was expected of them.
 
         If the prompt has become unlikely under these weights, generate a new one with them.
         """
@@ -204,11 +211,11 @@ class SwapProbe:
                 self._make_prompt()
 
     def _difference(self, one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
-        """Return the mean absolute difference, nats per token."""
+        """Return the mean absolute difference of two arrays of log-probabilities."""
         return self._mean(np.abs(one - other))
 
     def _mean(self, values: npt.NDArray[np.float32]) -> float:
-        """Return the mean over the prompt's tokens without the beginnings of its texts."""
+        """Return the mean of [P - 1] values over the prompt, without the texts' beginnings."""
         places = np.arange(1, len(values) + 1) % self._text_tokens
         return float(values[places >= START_TOKENS].mean())
 
@@ -225,7 +232,7 @@ class SwapProbe:
                 self._adapter[name].copy_(tensor)
 
     def _make_prompt(self) -> None:
-        """Generate the prompt with the model, and measure the effect of rounding on it."""
+        """Generate the prompt with the present weights; measure how rounding changes its scores."""
         started = time.perf_counter()
         starts = torch.arange(NUM_TEXTS * START_TOKENS).view(NUM_TEXTS, START_TOKENS)
         starts = (1 + starts * 2654435761) % self.vocab_size

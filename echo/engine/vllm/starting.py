@@ -24,7 +24,7 @@ MAX_WAIT_S = 600.0
 """Longest wait for another vLLM that starts on the same GPU, seconds; a start takes no longer."""
 
 POLL_S = 0.1
-"""Seconds between two looks at the lock of a GPU."""
+"""Seconds between two attempts to take the lock of a GPU."""
 
 REMEDIES = (
     (
@@ -80,11 +80,12 @@ REMEDIES = (
         "enforce_eager = true leaves out the compilation",
     ),
 )
-"""Patterns of vLLM's messages, and the remedy for each."""
+"""Patterns of the reasons for which vLLM fails to start, and the remedy for each pattern."""
 
 
 MAX_REASON = 600
-"""Longest reason that is told, characters; errors of compilers quote whole programs."""
+"""Largest number of characters of a reason that is shown; errors of compilers quote whole programs.
+"""
 
 
 def with_remedy(reason: str) -> str:
@@ -111,7 +112,7 @@ def find_missing_compiler() -> str:
 
 
 def find_missing_plugin() -> str:
-    """Return why vLLM's processes would not find Echo's plugin; "" if they will."""
+    """Return why vLLM's processes would not find Echo's plugin; "" if they will find it."""
     points = metadata.entry_points(group=PLUGIN_GROUP)
     if not any(point.value == ENTRY_POINT for point in points):
         return (
@@ -167,7 +168,7 @@ def _lock_of(gpu: str) -> Iterator[None]:
 
 
 def _take(descriptor: int) -> bool:
-    """Take the lock of an open file if it is free; return whether it was."""
+    """Take the lock of an open file if it is free; return whether this call has taken it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

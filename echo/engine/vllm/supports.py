@@ -3,8 +3,8 @@
 With `logprobs_mode="processed_logprobs"` vLLM returns the K most likely ids of each token after
 temperature, min_p, top_k and top_p, with -inf for an id that could not be drawn. So the ids with a
 finite log-probability are the support, if there are fewer than K. vLLM's own `return_sampling_mask`
-would return them directly, but it exists for GPUs alone, and demands top_k for each request and
-refuses greedy ones, with which versions are evaluated.
+would return the supports directly, but it exists for GPUs alone, demands top_k for each request,
+and refuses greedy requests, with which versions are evaluated.
 
 vLLM would keep an object for each of the K log-probabilities until the request ends.
 `collect_supports` makes it keep the ids of the supports alone.
@@ -26,12 +26,14 @@ from echo.core.token_sets import NOT_RECORDED, TOO_LARGE, TokenSets
 
 
 class SupportLogprobs(FlatLogprobs):
-    """The log-probability of each sampled token, and the ids that it could have been."""
+    """The log-probability of each sampled token, and the ids that the token could have been."""
 
     def __init__(self) -> None:
         super().__init__()
         self.supports: list[npt.NDArray[np.int32] | None] = []
-        """The ids of each token; None if all ids of its row could have been drawn."""
+        """The ids that each token could have been; None if all ids in its row could have been
+        drawn.
+        """
 
     def append_fast(
         self,
@@ -40,7 +42,7 @@ class SupportLogprobs(FlatLogprobs):
         ranks: chain[int],
         decoded_tokens: Iterable[str | None],
     ) -> None:
-        """Take a token: the sampled id first, then the most likely ids in falling order."""
+        """Add a token: first the sampled id, then the most likely ids in falling order."""
         end = bisect_left(logprobs, True, lo=1, key=lambda logprob: logprob == -math.inf)
         is_whole = end == len(token_ids)
         self.supports.append(None if is_whole else np.array(sorted(token_ids[1:end]), np.int32))
@@ -48,7 +50,7 @@ class SupportLogprobs(FlatLogprobs):
 
 
 def collect_supports() -> None:
-    """Make vLLM's front end, in this process, collect supports where `flat_logprobs` is set."""
+    """Make vLLM's front end in this process collect supports if a request sets `flat_logprobs`."""
     engine_logprobs.create_sample_logprobs = _create  # type: ignore[attr-defined]
 
 
@@ -57,10 +59,10 @@ def _create(flat_logprobs: bool) -> SampleLogprobs:
 
 
 def supports_of(found: Sequence[npt.NDArray[np.int32] | None], *, is_every_id: bool) -> TokenSets:
-    """Return the supports that a request has collected.
+    """Return the supports of a request's tokens, from the ids that were collected.
 
     Args:
-        found: `SupportLogprobs.supports`.
+        found: `SupportLogprobs.supports` of the request.
         is_every_id: whether the log-probabilities of the whole vocabulary were requested.
     """
     whole = NOT_RECORDED if is_every_id else TOO_LARGE

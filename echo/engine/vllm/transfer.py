@@ -32,22 +32,24 @@ from vllm.model_executor.model_loader.reload import (
 from echo.engine.vllm.places import UnplacedError, load_changes, store_changes, trace_places
 
 HANDED_OVER: dict[str, Any] = {}
-"""Weights or changes for an engine in this process, by the key in its `TransferUpdate`."""
+"""Weights or changes that are handed to an engine in this process, by the key in its
+`TransferUpdate`.
+"""
 
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Empty: the transfer needs no set-up."""
+    """Arguments for setting up the transfer; empty, since there is no connection to open."""
 
 
 @dataclass
 class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Location of one version's weights or changes; exactly one of the fields is set."""
+    """Where vLLM finds the weights or changes of one version; exactly one of the fields is set."""
 
     key: str = ""
-    """Key in HANDED_OVER."""
+    """Key of the weights or changes in HANDED_OVER; "" if `path` is set."""
     path: str = ""
-    """Path of a safetensors file."""
+    """Path of a safetensors file with the weights or changes; "" if `key` is set."""
 
 
 class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # type: ignore[misc]
@@ -59,7 +61,9 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     _loaded = TransferUpdate()
     """Location of the version that is being loaded."""
     _places: Mapping[str, Tensor] = {}
-    """Pieces of the model's parameters by name of the checkpoint's tensor."""
+    """The piece of a parameter of the model that each tensor of the checkpoint fills, by tensor
+    name.
+    """
     _pointers: Sequence[int] = ()
     """Data pointers of the model's parameters when `_places` was computed."""
     unplaced = "no version is loaded"
@@ -69,20 +73,20 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
         """Do nothing: there is no connection to open."""
 
     def start_weight_update(self) -> None:
-        """Replace the weights by placeholders."""
+        """Replace the model's weights by placeholders, before a whole version is loaded."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one version, without the base class's wait for an accelerator (may not exist)."""
+        """Load one version; the base class would also wait for an accelerator, even on a CPU."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: TransferUpdate) -> None:
-        """Load all tensors by their Hugging Face names."""
+        """Load all tensors of a version into the model, by their Hugging Face names."""
         self._loaded = update_info
         self.model.load_weights(_read(update_info))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
-        """Convert the layers to the layout that the kernels expect."""
+        """Convert the loaded layers to the kernels' layout, and find the places of tensors."""
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_heads(self.model)
         _repack_experts(self.model)
@@ -108,16 +112,16 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
 
 
 class WorkerExtension:
-    """Methods of vLLM's worker that can be called from outside its process."""
+    """Methods that vLLM adds to its workers, to be called from outside their process."""
 
     weight_transfer_engine: TransferEngine
 
     def why_unplaced(self) -> str:
-        """Return why this worker takes whole versions only; "" if it takes patches."""
+        """Return the reason why this worker takes whole versions only; "" if it takes patches."""
         return self.weight_transfer_engine.unplaced
 
     def patch_weights(self, update_info: dict[str, Any]) -> None:
-        """Scatter changes into the model; the caller pauses generation."""
+        """Scatter the changes of a patch into the model; the caller has paused generation."""
         self.weight_transfer_engine.patch_weights(TransferUpdate(**update_info))
 
 
