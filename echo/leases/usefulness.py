@@ -79,7 +79,7 @@ class Usefulness:
         return worker_id == self._dominant or worker_id in self._away_until
 
     def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
-        """Count a delivered group; return a line for the operator per worker then set aside."""
+        """Count a delivered group; return an operator's line for each worker that is set aside."""
         if not is_useful:
             if worker_id in self._away_until:
                 self._num_void += 1

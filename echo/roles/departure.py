@@ -46,7 +46,9 @@ class MachineReleased:
     """Event: the machine was given back."""
 
     is_confirmed: bool
-    """Whether the command that gives the machine back succeeded; if not, it may still be billed."""
+    """Whether the command that gives the machine back succeeded; if not, the machine may be billed
+    on.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

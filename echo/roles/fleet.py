@@ -10,7 +10,7 @@ from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
 
 MAX_NAMES_LISTED = 3
-"""Most silent nodes that a line names; of further ones it gives only the number."""
+"""Most silent nodes that a line names; the line gives only the number of further ones."""
 MAX_WORKERS_LISTED = 8
 """Most workers whose state is in the line that describes a wait of the learner."""
 

@@ -483,7 +483,7 @@ class WorkerNode(DialingNode):
         self.report(CallReturned(call, num_tokens))
 
     async def _raised(self, call: EngineCall, error: Exception) -> None:
-        """Report the error that a call of the engine has raised to the role.
+        """Report to the role the error that a call of the engine has raised.
 
         Raises:
             EchoError: if the engine can no longer sample, so that the node must end.

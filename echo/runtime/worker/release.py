@@ -26,7 +26,7 @@ RELEASE_TIMEOUT_S = 60.0
 fit.
 """
 MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
-"""Bytes and lines of the end of the release command's output that are logged."""
+"""Most bytes, and most lines, that are logged from the end of the release command's output."""
 
 
 def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:

@@ -371,7 +371,8 @@ def check_own_model(config: Config, model_dir: Path) -> None:
     weights.
 
     Raises:
-        EchoError: if it cannot; the error that would otherwise be raised after joining.
+        EchoError: if the worker cannot use the copy; the error is the one that would otherwise be
+            raised after joining.
     """
     is_vllm = isinstance(config.engine, VllmSection)
     model = build_shapes(model_dir, "auto" if is_vllm else config.model.attn_implementation)
