@@ -32,7 +32,7 @@ class Threads(Protocol):
     """The pools in which a node makes its blocking calls."""
 
     def pool(self, name: str, num_threads: int = 1) -> Pool:
-        """Return a new pool of threads; `close` ends it."""
+        """Return a new pool of `num_threads` threads; `close` ends the pool."""
 
     def close(self) -> None:
         """Start no further calls in any pool; running calls continue to their end."""

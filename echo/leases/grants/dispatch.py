@@ -64,7 +64,9 @@ class Load:
     most_promised: int
     """Number of promised groups from which on the worker gets no more for its present version."""
     most_soon: int
-    """Number of promised groups from which on it gets no more for the version it installs soon."""
+    """Number of promised groups from which on the worker gets no more for the version that it is
+    expected to install soon.
+    """
     group_s: float = 1.0
     """Seconds that one group takes in the worker's engine if the engine is otherwise empty."""
     trial_s: float = 1.0

@@ -610,7 +610,7 @@ class WorkerNode(DialingNode):
         self.report(MachineReleased(await self._machine.give_back(reason)))
 
     async def drain(self) -> None:
-        """Finish the current groups or hand them over, then send Goodbye."""
+        """Finish the current groups or hand them over to the learner, then send Goodbye."""
         self.report(DrainRequested())
         await self._drained.wait()
         await super().drain()
