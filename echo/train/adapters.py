@@ -27,20 +27,20 @@ from echo.train.weights import SetAside, TrainedWeights
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainingProgress:
-    """Optimizer, settings and counts of an adapter, or of all weights."""
+    """The optimizer, settings and counts of one adapter, or of all weights."""
 
     optimizer: AdamW
     """The optimizer with its moments; it updates the weights that the model holds."""
     settings: OptimizerSettings
-    """Settings of the updates in a step."""
+    """Settings of the optimizer's updates in a step."""
     step_count: int = 0
-    """Batches consumed."""
+    """Number of batches that the training has consumed."""
     num_skipped_nonfinite: int = 0
-    """Batches refused because a loss or a gradient was not finite."""
+    """Number of batches that were refused because a loss or a gradient was not finite."""
 
 
 class Adapters:
-    """The adapters of a trainer, by name; one is in use."""
+    """The adapters of a trainer, by name; one of them is in the model."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Adapters:
         name: str | None,
         settings: OptimizerSettings,
     ) -> None:
-        """Begin with the adapter in the model, or with all weights.
+        """Start with the adapter that is in the model, or with all weights, and a new optimizer.
 
         Args:
             policy: the model.
@@ -71,7 +71,7 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all adapters, sorted."""
+        """Names of all adapters, sorted; empty if all weights are trained."""
         return () if self.in_use is None else tuple(sorted({self.in_use, *self._others}))
 
     def add(
@@ -92,7 +92,7 @@ class Adapters:
         Raises:
             ConfigError: if there is an adapter of this name already, or all weights are trained.
             DataError: if the tensors belong to an adapter of another shape.
-            EngineError: if the memory is too small for its moments.
+            EngineError: if the memory is too small for the adapter's moments.
         """
         if self.in_use is None:
             raise _no_adapters(name)
@@ -151,7 +151,7 @@ class Adapters:
         self._weights.take_back(other)
 
     def check_gradient(self) -> None:
-        """Refuse to update an adapter without a gradient while another adapter has one.
+        """Raise if the adapter in use has no gradient to apply, but another adapter has a gradient.
 
         Raises:
             ConfigError: if only other adapters have a gradient; the text names these adapters.
@@ -164,7 +164,7 @@ class Adapters:
             )
 
     def for_each(self, act: Callable[[str], None]) -> None:
-        """Call a function with the name of each adapter while it is in use."""
+        """Call `act` with the name of each adapter, while that adapter is in use."""
         before = self.in_use
         assert before is not None, "all weights are trained, and there is no adapter"
         try:
@@ -176,7 +176,7 @@ class Adapters:
 
 
 def _no_adapters(name: str) -> ConfigError:
-    """Return the error for naming an adapter to a trainer that trains all weights."""
+    """Return the error to raise if an adapter is named to a trainer that trains all weights."""
     return ConfigError(
         f"adapter {name!r}: this trainer trains all weights; one whose ModelSource has a lora "
         "trains adapters"

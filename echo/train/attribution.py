@@ -57,7 +57,7 @@ MIN_VARIANCE = 1e-14
 
 
 def split_variance(parts: Mapping[str, npt.NDArray[np.floating]]) -> dict[str, float]:
-    """Return the variance of the log-ratio (`variance`) and the share of each part.
+    """Return the variance of the log-ratio (`variance`) and the share that each cause has in it.
 
     Args:
         parts: [N] nats for each cause, N >= 1; the sum over causes is the log-ratio.
@@ -82,7 +82,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class RoundTrip:
-    """A tokenizer that finds token ids which decoding and encoding would change."""
+    """A tokenizer that finds completions whose token ids change by decoding and encoding again."""
 
     def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
         """Load the tokenizer of a model directory; `chat_template` replaces its own template."""
@@ -90,7 +90,7 @@ class RoundTrip:
         self.stop_ids = tokenization.stop_ids(self._tokenizer, model_dir)
 
     def keeps(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the text of a completion encodes to the same ids."""
+        """Return whether the decoded text of a completion encodes to the same token ids again."""
         text = tokenization.decode(self._tokenizer, token_ids, self.stop_ids)
         again = self._tokenizer.encode(text, add_special_tokens=False)
         return list(token_ids[: len(again)]) == again and (
@@ -104,7 +104,7 @@ class MismatchProbe:
     def __init__(
         self, versions: VersionRetention, text: RoundTrip, *, num_rollouts: int, seed: int
     ) -> None:
-        """Take the parts of the measurement.
+        """Store what a measurement needs, and the seed of its choice of rollouts.
 
         Args:
             versions: the versions on disk.
@@ -178,7 +178,7 @@ class MismatchProbe:
         return {f"attribution/{name}": value for name, value in metrics.items()}
 
     def _choose(self, groups: Sequence[Group]) -> list[Group]:
-        """Draw rollouts that have a trained token; return each as a group of its own."""
+        """Draw rollouts that have a trained token; return each rollout as a group of its own."""
         rollouts = [
             replace(group, rollouts=(rollout,))
             for group in groups
@@ -189,7 +189,7 @@ class MismatchProbe:
 
 
 def _columns(scores: list[list[npt.NDArray[np.float32]]]) -> tuple[list[Floats], list[Floats]]:
-    """Return the log-probabilities, and the logs of the kept mass, of each group's only rollout."""
+    """Return log-probabilities and logs of the kept mass of each group's only rollout."""
     pairs = [rollouts[0].astype(np.float64) for rollouts in scores]
     return [pair[:, 0] for pair in pairs], [pair[:, 1] for pair in pairs]
 
@@ -208,15 +208,15 @@ HEADER_BYTES = 256
 
 
 class VersionRetention:
-    """Published versions on disk; the oldest ones are deleted above a bound."""
+    """Keeps published versions on disk; the oldest versions are deleted above a bound."""
 
     def __init__(self, directory: Path, *, max_bytes: int, max_versions: int) -> None:
-        """Find the versions that an earlier process has kept.
+        """Find the versions that an earlier process has kept in the directory.
 
         Args:
-            directory: made if it is missing.
+            directory: directory of the files; it is made if it is missing.
             max_bytes: largest total size of the files.
-            max_versions: largest number of files; no group has tokens of older versions.
+            max_versions: largest number of versions; no group has tokens of older versions.
 
         Raises:
             StorageError: if the directory cannot be made.
@@ -239,14 +239,14 @@ class VersionRetention:
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """Versions on disk, oldest first."""
+        """The versions on disk, oldest first."""
         return sorted(self._sizes)
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> bool:
-        """Write a version and delete older ones; return False if it alone exceeds the bound.
+        """Write a version and delete older versions; return False if it alone exceeds the bound.
 
         Raises:
-            StorageError: if it cannot be written.
+            StorageError: if the version cannot be written.
         """
         file_bytes = manifest.num_bytes + HEADER_BYTES * (1 + len(manifest.tensors))
         if file_bytes > self._max_bytes:
@@ -273,10 +273,10 @@ class VersionRetention:
         return self._path(version) if version in self._sizes else None
 
     def forget(self, version: PolicyVersion) -> None:
-        """Drop a version.
+        """Delete a version's file, and no longer list the version.
 
         Raises:
-            OSError: if its file cannot be deleted.
+            OSError: if the file cannot be deleted.
         """
         del self._sizes[version]
         self._path(version).unlink(missing_ok=True)
@@ -296,7 +296,9 @@ class VersionRetention:
 
 
 MAX_KEPT_BYTES = 4 << 30
-"""Largest total size of the versions on the learner's disk; fewer versions of a large model fit."""
+"""Largest total size, in bytes, of the versions on the learner's disk; of a large model fewer
+versions are kept.
+"""
 NUM_ROLLOUTS = 8
 """Number of rollouts scored in a measurement. They have thousands of tokens to compute a variance
 from, and scoring them costs a fraction of a step.
@@ -304,7 +306,7 @@ from, and scoring them costs a fraction of a step.
 
 
 class Attribution:
-    """Adds the measurement to a trainer's steps, and keeps published versions for it."""
+    """Measures the mismatch before steps of a trainer, and keeps published versions for this."""
 
     def __init__(
         self,
@@ -314,7 +316,7 @@ class Attribution:
         *,
         interval_steps: int,
     ) -> None:
-        """Join the parts, which all run in the trainer's thread.
+        """Store the parts of the measurement, which all run in the trainer's thread.
 
         Args:
             trainer: the learner's trainer.
@@ -329,7 +331,10 @@ class Attribution:
         self._not_kept: list[str] = []
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Train on a batch; measure before it if due. A failed measurement gives a notice."""
+        """Train on a batch, after a measurement if one is due.
+
+        A measurement that fails gives a notice and no metrics.
+        """
         trainer = self._trainer
         measured: dict[str, float] = {}
         notices, self._not_kept = self._not_kept, []
@@ -346,7 +351,10 @@ class Attribution:
         )
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> None:
-        """Write a published version to disk for later measurements; a failure gives a notice."""
+        """Write a published version to disk for later measurements.
+
+        If the version cannot be written, the next step's result has a notice.
+        """
         try:
             self._retention.keep(manifest, image)
         except StorageError as error:
@@ -362,7 +370,7 @@ def make_attribution(
     max_staleness: int,
     seed: int,
 ) -> Attribution:
-    """Return the measurement for a trainer that was made with `make_rescoring`'s result.
+    """Return the measurement for a trainer whose `rescoring` is the result of `make_rescoring`.
 
     Raises:
         StorageError: if the directory for versions cannot be made.

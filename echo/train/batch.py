@@ -44,15 +44,17 @@ from echo.core.rollout import MAX_LOGPROB, Group, Rollout
 from echo.core.token_sets import TOO_LARGE
 
 MAX_LIKELY_MASS = 1.05
-"""Largest probability of a token's likely ids together, with the rounding of the way here."""
+"""Largest sum of the probabilities of a token's likely ids; above 1, since they are rounded when
+sent.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSettings:
-    """Settings by which rewards become advantages."""
+    """Settings that determine how rewards become advantages."""
 
     normalize_by_std: bool = True
-    """Whether to divide by the standard deviation of the group's rewards."""
+    """Whether advantages are divided by the standard deviation of the group's rewards."""
     leave_one_out: bool = False
     """Whether a rollout's own reward is left out of its baseline."""
     max_completion_tokens: int = 0
@@ -66,29 +68,32 @@ class AdvantageSettings:
     baseline.
     """
     value_beta: float | None = None
-    """b of the baseline V = b ln mean exp(r / b); None for the mean reward."""
+    """b of the baseline V = b ln mean exp(r / b); None if the baseline is the mean reward."""
     keep_zero_variance: bool = False
-    """Whether groups without any advantage count towards a step."""
+    """Whether groups in which no rollout has an advantage count towards a step."""
     max_abs_reward: float = 1e6
     """Largest absolute reward that a step accepts."""
     needs_support: bool = False
-    """Whether each trained token needs the ids that it was drawn from. Without them it is scored on
-    the whole vocabulary, and truncation has put its ratio outside of the loss's range.
+    """Whether each trained token needs the ids that it was drawn from. Without these ids the token
+    would be scored on the whole vocabulary, and truncation would put its ratio outside of the
+    loss's range.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """The batch of one step."""
+    """The batch that one step trains on."""
 
     samples: list[TrainingRow]
-    """Rows that go through the model."""
+    """The rows that go through the model."""
     num_tokens: int
-    """Trained tokens of the batch, also of rollouts that do not go through the model."""
+    """Number of trained tokens of the batch, including those of rollouts that do not go through the
+    model.
+    """
     num_rollouts: int
-    """Rollouts with a trained token, also those that do not go through the model."""
+    """Number of rollouts with a trained token, including those that do not go through the model."""
     metrics: dict[str, float]
-    """Metrics of rewards and lengths."""
+    """Metrics of the batch's rewards and lengths, by name."""
     group_ids: tuple[int, ...]
     """Ids of the groups, in the order of `TrainingRow.group_index`."""
 
@@ -103,9 +108,9 @@ def prepare_batch(
     """Return the batch that a step trains on.
 
     Args:
-        groups: at least one.
+        groups: the groups of the batch, at least one.
         settings: how rewards become advantages.
-        needs: needs of the loss.
+        needs: the inputs that the loss needs.
         vocab_size: number of token ids of the model.
 
     Raises:
@@ -137,12 +142,12 @@ def prepare_batch(
 def find_refusal(
     group: Group, *, settings: AdvantageSettings, needs: LossNeeds, vocab_size: int
 ) -> str | None:
-    """Return the reason why a group should not count towards a step (see above), or None.
+    """Return the reason (a name listed above) why a group should not count, or None if it should.
 
     Args:
         group: the group as the worker delivered it.
         settings: how rewards become advantages.
-        needs: needs of the loss.
+        needs: the inputs that the loss needs.
         vocab_size: number of token ids of the model.
     """
     damage = _find_damage(group, vocab_size, settings.max_abs_reward)
@@ -172,7 +177,7 @@ def _unusable(group: Group, needs: LossNeeds) -> str | None:
 
 
 def _support_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return sizes of the trained tokens' supports; nothing if no rollout has any."""
+    """Return metrics of the sizes of trained tokens' supports; empty if there are no supports."""
     sizes = [
         rollout.support.sizes[rollout.completion_mask]
         for group in groups
@@ -190,7 +195,7 @@ def _support_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _lacks_support(group: Group) -> bool:
-    """Return whether the set of a trained token is not known, or is too large to travel."""
+    """Return whether the support of any trained token is not known, or is too large to be sent."""
     for rollout in group.rollouts:
         support, mask = rollout.support, rollout.completion_mask
         if mask.any() and (support is None or (support.sizes[mask] == TOO_LARGE).any()):
@@ -206,7 +211,7 @@ def _has_likely_ids(rollout: Rollout) -> bool:
 
 
 def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[str, str] | None:
-    """Return the reason why a group is damaged, and its description; None if it is not."""
+    """Return the reason and the description of a group's damage; None if it is undamaged."""
     if len(group.rollouts) < 2:
         return "one_member", " has one rollout: advantages need two or more of each prompt"
     if not np.isfinite(group.rewards).all():
@@ -273,7 +278,7 @@ def _are_within(ids: npt.NDArray[np.int32], vocab_size: int) -> bool:
 
 
 def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
-    """Return the group with empty masks for the completions that the filter leaves out."""
+    """Return the group, with empty masks for completions that `overlong_filter` leaves out."""
     if not settings.overlong_filter:
         return group
     rollouts = tuple(
@@ -288,7 +293,7 @@ def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
 def _samples(
     groups: Sequence[Group], settings: AdvantageSettings, needs: LossNeeds
 ) -> list[TrainingRow]:
-    """Return a row for each rollout of the groups, with its advantage."""
+    """Return a row to train on for each rollout of the groups, with the rollout's advantage."""
     samples = []
     for index, (group, advantages) in enumerate(
         zip(groups, _advantages(groups, settings), strict=True)
@@ -309,7 +314,10 @@ def _samples(
 
 
 def _advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[list[float]]:
-    """Return the advantages of each group's rollouts; groups of one size are computed together."""
+    """Return the advantages of each group's rollouts, in order.
+
+    Groups of equal size are computed together.
+    """
     of_size: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         of_size.setdefault(len(group.rollouts), []).append(index)
@@ -344,7 +352,7 @@ def _log_expectation(rollouts: Sequence[Rollout]) -> float:
 
 
 def _with_gradient(samples: Sequence[TrainingRow], needs: LossNeeds) -> list[TrainingRow]:
-    """Return the samples that have a gradient under a loss with these needs."""
+    """Return the samples that have a gradient under a loss that needs these inputs."""
     if needs.every_rollout:
         live = [sample for sample in samples if sample.num_trained]
     else:

@@ -31,14 +31,14 @@ Sums = dict[str, float]
 def gather_findings(
     parts: Sequence[Mapping[str, Tensor]], by_group: Sequence[Tensor], ranks: Ranks
 ) -> tuple[Sums, list[list[float]]]:
-    """Return the findings joined over all micro-batches and ranks: sums, and sums by group.
+    """Return the sums of all micro-batches and ranks, and the sums by group.
 
     The host waits for the device once.
 
     Args:
         parts: for each micro-batch of this rank, scalars on the device by name.
         by_group: for each micro-batch of this rank, float64 [G, K] sums of G groups.
-        ranks: the ranks that call this together.
+        ranks: the ranks that call this function together.
 
     Returns:
         The sums by name, and G rows of K sums; [] if no rank has parts.

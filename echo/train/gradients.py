@@ -43,7 +43,7 @@ from echo.train.step import StepError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchFindings:
-    """Sums over a batch whose gradient was taken, the same on all ranks."""
+    """Sums over the tokens of a batch whose gradient was added, the same on all ranks."""
 
     sums: Sums
     """Sums over trained tokens by metric (findings.py), and the loss as "loss/policy"."""
@@ -53,40 +53,43 @@ class BatchFindings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Scored:
-    """The policy's scores of a micro-batch."""
+    """The policy's scores of a micro-batch with N trained tokens and M likely ids."""
 
     logprobs: Tensor
-    """[B, T] nats, with gradient if `tokens` is None."""
+    """[B, T] log-probability of each token, nats; with gradient if `tokens` is None."""
     entropies: Tensor
-    """[N] nats."""
+    """[N] entropy of the policy's distribution at each trained token, nats."""
     likely: Tensor | None = None
-    """[M] nats of the likely ids, with gradient; None if the loss needs none."""
+    """[M] log-probabilities of the likely ids, nats, with gradient; None if the loss needs no
+    likely ids.
+    """
     tokens: TokenLosses | None = None
-    """Clipped token losses with gradient; None if they were not computed with the scores."""
+    """Clipped token losses with gradient; None if the loss is computed separately from the scores.
+    """
 
     @property
     def no_loss(self) -> Tensor:
-        """Return a loss of 0 with a gradient of 0, for a pass that only other ranks need."""
+        """A loss of 0 with a gradient of 0, for a pass that only other ranks need."""
         return 0.0 * (self.logprobs if self.tokens is None else self.tokens.losses).sum()
 
 
 @dataclass(slots=True, eq=False)
 class _RankFindings:
-    """Findings of this rank in the micro-batches of a batch so far."""
+    """The findings of this rank in the micro-batches of a batch that it has computed so far."""
 
     sums: list[dict[str, Tensor]] = field(default_factory=list)
-    """For each micro-batch, scalars on the device by metric."""
+    """For each micro-batch, sums by metric, scalars on the device."""
     by_group: list[Tensor] = field(default_factory=list)
     """For each micro-batch, [G, 6] sums for the G groups of the batch."""
     passed: list[tuple[list[tuple[int, int]], int, bool]] = field(default_factory=list)
-    """For each micro-batch, its spans and trained tokens and whether it is packed, as
-    `Speedometer.passed` takes them.
+    """For each micro-batch, the arguments of `Speedometer.passed`: its spans, its number of trained
+    tokens, and whether it is packed.
     """
     has_failed: bool = False
-    """Whether the loss has raised."""
+    """Whether the loss has raised on a micro-batch of this rank."""
 
     def gather(self, group_ids: Sequence[int], ranks: Ranks) -> BatchFindings:
-        """Return the joined findings of all ranks; all ranks call this, and each waits once."""
+        """Return the findings of all ranks together; all ranks call this, and each waits once."""
         sums, table = gather_findings(self.sums, self.by_group, ranks)
         by_group = {
             group_id: Mismatch(*row) for group_id, row in zip(group_ids, table, strict=False)
@@ -100,7 +103,7 @@ class Gradients:
     def __init__(
         self, models: Models, scores: TokenScores, speed: Speedometer, *, inv_temperature: float
     ) -> None:
-        """Take the models, and the parts that score and count for the gradient.
+        """Store the models, and the parts that score and count micro-batches.
 
         Args:
             models: the policy, whose parameters get the gradient, and the reference.
@@ -119,7 +122,8 @@ class Gradients:
         Args:
             batch: the rows, and the counts that the loss divides by.
             loss: the loss to differentiate.
-            step_count: the step of the present weights, for the staleness of tokens.
+            step_count: number of the step that made the present weights, for the staleness of
+                tokens.
 
         Raises:
             MemoryShortageError: if this process trains alone, and its memory was too small; the
@@ -147,7 +151,7 @@ class Gradients:
     def _make_round(
         self, inputs: _BatchInputs, found: _RankFindings, indices: Sequence[int], micro: MicroBatch
     ) -> StepError | None:
-        """Put a micro-batch forward and backward through the policy; see `MakeRound`.
+        """Put a micro-batch forward and backward through the policy; return this rank's error.
 
         After the loss has failed on a micro-batch of this rank, the rank's later micro-batches go
         through the model without a loss, since the other ranks wait for them.
@@ -176,7 +180,7 @@ class Gradients:
         return failure
 
     def _score(self, micro: MicroBatch, loss: Loss) -> _Scored:
-        """Put a micro-batch through the policy, fused with the loss where the loss allows it.
+        """Return the policy's scores of a micro-batch, fused with the loss if the loss allows it.
 
         Supports leave few logits to compute, so that there is nothing to fuse the loss with.
         """
@@ -221,7 +225,8 @@ class _BatchInputs:
         Args:
             scored: the policy's scores.
             micro: the micro-batch, on the device.
-            reference: [B, T] nats; None without a reference.
+            reference: [B, T] log-probabilities under the reference, nats; None if there is no
+                reference.
         """
         inputs = replace(self._of(micro, scored.logprobs), reference_logprobs=reference)
         if scored.tokens is not None:

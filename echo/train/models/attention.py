@@ -39,16 +39,17 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from echo.algo.row_sizes import LONG_TOKENS, PLAN_TOKENS
 
 MAX_DENSE_WIDTH = 128
-"""Largest width of a head that cuDNN's dense products take, forward and backward."""
+"""Largest width of an attention head that cuDNN's dense products take, forward and backward."""
 
 TRIED_LENGTHS = (300, 170)
-"""Tokens of the two segments that a kernel is tried on."""
+"""Numbers of tokens of the two segments that a kernel is tried on."""
 MAX_ERROR = 0.03
 """Largest relative error of values and of gradients in a trial; 16 bits round by about .005."""
 
 FA3_MODULE = "flash_attn_interface"
 FA4_MODULES = ("flash_attn.cute.interface", "vllm.vllm_flash_attn.cute.interface")
-"""Modules that have FlashAttention 4: of its own package, and of vLLM's CUDA wheel."""
+"""Modules that may hold FlashAttention 4: that of its own package, and that of vLLM's CUDA wheel.
+"""
 FA4_ADAPTER = "echo.train.models.flash_attention_4"
 
 _log = logging.getLogger(__name__)
@@ -59,15 +60,19 @@ class Kernel:
     """A way to compute the attention of packed rows."""
 
     name: str
-    """A sentence about attention ends with it."""
+    """Name of the kernel, as the end of a sentence about attention."""
     is_varlen: bool = True
     """Whether segments are given by cumulative lengths, for torch's varlen operator."""
     implementation: str | None = None
-    """torch's name of the implementation to activate for the varlen operator; None for its own."""
+    """torch's name of the implementation to activate for the varlen operator; None for torch's own.
+    """
     long_from: int | None = None
-    """Tokens from which a segment is computed by dense products; None for no such segment."""
+    """Number of tokens from which a segment is computed by dense products; None if no segment is.
+    """
     slowdown: float = 1.0
-    """Time of attention of all other segments, with the time in padded rows as 1."""
+    """Time that the attention of the other segments takes, as a multiple of its time in padded
+    rows.
+    """
 
 
 PRODUCTS = Kernel(name="scaled dot products", is_varlen=False)
@@ -83,19 +88,24 @@ DENSE = Kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """Sizes of the attention of a layer."""
+    """Sizes of the attention of one layer of a model."""
 
     num_heads: int
     num_key_heads: int
     width: int
-    """Width of a query and a key."""
+    """Width of a query and of a key."""
     value_width: int
     window: int | None = None
-    """Largest number of tokens that a token attends to, with itself; None for all before it."""
+    """Largest number of tokens that a token attends to, itself included; None for all tokens before
+    it.
+    """
 
 
 def is_dense(width: int, value_width: int, window: int | None) -> bool:
-    """Return whether cuDNN's dense products can compute long segments of a layer."""
+    """Return whether cuDNN's dense products can compute a layer's long segments.
+
+    `window` is the layer's `LayerShape.window`.
+    """
     return window is None and all(n <= MAX_DENSE_WIDTH and n % 8 == 0 for n in (width, value_width))
 
 
@@ -107,18 +117,21 @@ class LongSegments:
     """
 
     lengths: tuple[int, ...]
-    """Tokens of each long segment."""
+    """Number of tokens of each long segment."""
     others: tuple[Tensor, Tensor, int, int] | None
-    """`cu_seq_lens_q` to `max_length_k` of the other segments; None if there are none."""
+    """For the other segments, the arguments `cu_seq_lens_q` to `max_length_k` of
+    `packed_attention`; None if all segments are long.
+    """
     keys: Tensor | None
-    """[K] int64 places in the row of the other segments' keys; None if they share no prompt."""
+    """[K] int64: places in the row of the keys of the other segments; None if no prompt is shared.
+    """
 
 
 # --- choice ---------------------------------------------------------------------------------------
 
 
 def plain_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the kernel that needs no trial."""
+    """Return the kernel that needs no trial: VARLEN on a GPU in 16 bits, PRODUCTS elsewhere."""
     return VARLEN if device.type == "cuda" and dtype.itemsize < 4 else PRODUCTS
 
 
@@ -153,7 +166,7 @@ def is_installed(module: str) -> bool:
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, shapes: frozenset[LayerShape]
 ) -> Kernel:
-    """Return the fastest kernel that computes these layers rightly, and activate it.
+    """Return the fastest kernel that computes these layers correctly, after activating it.
 
     Args:
         device: the device that computes.
@@ -172,7 +185,7 @@ def choose_kernel(
 def find_kernel_fault(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, shapes: Iterable[LayerShape]
 ) -> str | None:
-    """Activate a kernel and try it on two short segments; return why it cannot be used, or None.
+    """Activate a kernel and try it; return the reason why it cannot be used, None if it can.
 
     A kernel that cannot be used is not active afterwards.
     """
@@ -188,7 +201,7 @@ def find_kernel_fault(
 
 
 def activate(kernel: Kernel) -> None:
-    """Have torch's varlen operator use a kernel's implementation, if it has one, from now on."""
+    """Have torch's varlen operator use a kernel's implementation, if it names one, from now on."""
     if kernel.implementation == "FA4":
         # Imported here: the module is torch's prototype, and may go.
         from torch.nn.attention import _fa4
@@ -206,10 +219,10 @@ def deactivate(kernel: Kernel) -> None:
 
 
 def import_fa4() -> ModuleType:
-    """Import FlashAttention 4, of its own package or else of vLLM's.
+    """Import FlashAttention 4 from its own package, or else from vLLM's; return the module.
 
     Raises:
-        ImportError: if neither is installed.
+        ImportError: if neither package is installed.
     """
     for name in filter(is_installed, FA4_MODULES):
         return importlib.import_module(name)
@@ -217,7 +230,7 @@ def import_fa4() -> ModuleType:
 
 
 def _try(kernel: Kernel, device: torch.device, dtype: torch.dtype, shape: LayerShape) -> None:
-    """Compare two segments with each segment alone in float32.
+    """Check a kernel: two segments in one row must give the values of each segment alone.
 
     Raises:
         RuntimeError: if values or gradients differ, or dense products are not computed by cuDNN.
@@ -258,7 +271,7 @@ def _try(kernel: Kernel, device: torch.device, dtype: torch.dtype, shape: LayerS
 
 
 def _check_cudnn(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise unless torch computes dense products of such tensors by cuDNN."""
+    """Raise a RuntimeError unless torch computes dense products of these tensors by cuDNN."""
     if query.is_cuda:
         is_grouped = query.shape[1] != key.shape[1]
         choice = torch._fused_sdp_choice(  # noqa: SLF001 -- no public function tells it
@@ -274,7 +287,7 @@ def _check_cudnn(query: Tensor, key: Tensor, value: Tensor) -> None:
 def attend_alone(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Attend within n segments of equal length, [n, H, length, D]; return [n, length, H, Dv].
+    """Return the attention within n equal segments, [n, length, H, Dv] from [n, H, length, D].
 
     If there are more keys, the queries belong to the last keys.
     """
@@ -308,16 +321,18 @@ def attend_varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return [1, L, H, Dv] from the varlen operator.
+    """Return the attention within the segments of a row, [1, L, H, Dv], by the varlen operator.
 
     Args:
         query: [1, H, L, D].
         key: [1, Hkv, K, D].
         value: [1, Hkv, K, Dv].
         segments: `cu_seq_lens_q` to `max_length_k` of `packed_attention`.
-        segment_keys: places of the segments' keys in `key`; None for all in their order.
+        segment_keys: places of the segments' keys in `key`; None if these are all keys in their
+            order.
         scaling: factor of the scores; None for 1 / sqrt(D).
-        window: tokens that a token attends to, with itself; None for all before it.
+        window: largest number of tokens that a token attends to, itself included; None for no
+            limit.
     """
     # Under autocast, norms and rotation return query and key in float32; the kernel takes one type.
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -345,7 +360,7 @@ def attend_long(
 ) -> Tensor:
     """Return [1, L, H, Dv]: long segments one by one by dense products, the others by varlen.
 
-    It is not compiled: each row has other lengths and would need another graph.
+    This function is not compiled: each row has other lengths and would need another graph.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     parts = list(_attend_each(query, key, value, long.lengths, scaling))
@@ -361,7 +376,7 @@ def attend_long(
 def _attend_each(
     query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float | None
 ) -> Iterator[Tensor]:
-    """Yield [1, length, H, Dv] for each segment at the start of a row.
+    """Yield the attention within each segment at the start of a row, [1, length, H, Dv].
 
     cuDNN finds a plan by sizes and strides. A view of the row would have the row's strides.
     """

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
-    """Have torch compile layers when they first run; attention is not compiled.
+    """Have torch compile these layers, all but their attention, when each first runs.
 
     Args:
         layers: decoder layers of one model.
@@ -70,8 +70,8 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
 def _keep_compiled() -> None:
     """Set the directory of torch's caches to one that outlives temporary files.
 
-    Processes may share it. It is beside the warmed-up models; if it cannot be written, torch keeps
-    its own directory.
+    Processes may share the directory, which is beside the warmed-up models. If the directory cannot
+    be written, torch keeps its own.
     """
     place = models_directory().with_name("compiled").absolute()
     with suppress(OSError):
@@ -81,7 +81,7 @@ def _keep_compiled() -> None:
 
 
 class _OneNotice(logging.Filter):
-    """Replaces torch's traces by a single line, which says that layers cannot be compiled."""
+    """Replaces torch's log of a failed compilation by one line: layers cannot be compiled."""
 
     _is_logged = False
 
@@ -95,7 +95,7 @@ class _OneNotice(logging.Filter):
 
     @classmethod
     def give(cls, reason: str) -> None:
-        """Log why layers run uncompiled, once in a process."""
+        """Log the reason why layers run uncompiled, once in a process."""
         if not cls._is_logged:
             cls._is_logged = True
             _log.warning("layers cannot be compiled and run as they are: %s", reason)

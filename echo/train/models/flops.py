@@ -38,10 +38,12 @@ class AttentionShape:
     width: int
     """Number of heads times the mean width of a query and a value."""
     window: int | None = None
-    """Largest number of tokens that a token attends to, with itself; None for all before it."""
+    """Largest number of tokens that a token attends to, itself included; None for all tokens before
+    it.
+    """
 
     def flops(self, length: int) -> int:
-        """Return the operations of one segment, forward and backward."""
+        """Return the number of operations of the attention of one segment, forward and backward."""
         window = length if self.window is None else min(length, self.window)
         # Half of the square matrix of token pairs; by convention half of its diagonal is not
         # counted.
@@ -55,18 +57,18 @@ class ModelFlops:
     body: int
     """Number of weights in matrix products that one token uses, without the head's."""
     body_trained: int
-    """The part of `body` that has a gradient."""
+    """The number of those weights in `body` that have a gradient."""
     head: int
-    """Weights of the head, V x h."""
+    """Number of the head's weights, V x h."""
     head_trained: int
     attention: tuple[AttentionShape, ...]
     is_exact: bool = True
-    """Whether attention is counted; if the configuration cannot be read, only weights are, and no
-    utilization is reported.
+    """Whether attention is counted. If the configuration cannot be read, only weights are counted,
+    and no utilization is reported.
     """
 
     def row(self, length: int, num_scored: int) -> int:
-        """Return the operations of one segment, forward and backward.
+        """Return the number of operations of one segment, forward and backward.
 
         Args:
             length: the number of tokens of the segment.
@@ -76,15 +78,18 @@ class ModelFlops:
         return self.weights(length) + head + self.attention_of(length)
 
     def attention_of(self, length: int) -> int:
-        """Return the operations of the attention of one segment."""
+        """Return the number of operations of the attention of one segment in all layers."""
         return sum(layer.flops(length) for layer in self.attention)
 
     def weights(self, num_tokens: int) -> int:
-        """Return the operations of `num_tokens` tokens in the layers before the head."""
+        """Return the number of operations of `num_tokens` tokens in the layers before the head."""
         return (4 * self.body + 2 * self.body_trained) * num_tokens
 
     def palm(self, row_lengths: Iterable[int]) -> int:
-        """Return the operations of rows by PaLM's convention; `row_lengths` are without padding."""
+        """Return the number of operations of rows by PaLM's convention.
+
+        `row_lengths` are the tokens of each row, without padding.
+        """
         weights = 4 * (self.body + self.head) + 2 * (self.body_trained + self.head_trained)
         width = sum(layer.width for layer in self.attention)
         return sum((weights + 12 * width * tokens) * tokens for tokens in row_lengths)
@@ -96,7 +101,7 @@ def model_flops(model: Any, head: Tensor) -> ModelFlops:
     If its configuration cannot be read, training goes on without the utilization.
 
     Args:
-        model: with its adapter, if it has one.
+        model: the model, with its adapter if it has one.
         head: its LM head's weight.
     """
     config = model.config.get_text_config()
@@ -132,7 +137,7 @@ def _count(model: Any, head: Tensor, config: Any | None) -> ModelFlops:
 
 
 def _share_of_experts(name: str, config: Any) -> float:
-    """Return the share of a weight that one token uses: less than 1 for a tensor of experts."""
+    """Return the share of a weight tensor that one token uses: below 1 for experts."""
     if ".experts." not in name:
         return 1.0
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -156,11 +161,13 @@ def _attention(config: Any) -> Iterator[AttentionShape]:
 
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bfloat16 operations per second, by a part of the GPU's name; the first match counts."""
+"""Dense bfloat16 operations per second, by a part of the GPU's name; the first name that matches is
+used.
+"""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return a device's operations per second by its data sheet; None if it is not known."""
+    """Return a device's peak operations per second by its data sheet; None if it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

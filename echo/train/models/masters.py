@@ -21,11 +21,12 @@ class Masters:
     """The trained parameters of a model in float32, each with its gradient."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Round a float32 model in place; its buffers stay as they are.
+        """Round a float32 model in place, and keep its trained parameters as masters.
 
         Args:
-            model: its trained parameters require a gradient already.
-            dtype: the type that it computes in.
+            model: the model; its trained parameters already require a gradient. Its buffers are not
+                rounded.
+            dtype: the type that the model computes in.
         """
         self._masters: dict[Tensor, nn.Parameter] = {}
         for parameter in model.parameters():
@@ -42,7 +43,7 @@ class Masters:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Copy the changed masters into the model's weights, rounded."""
+        """Round the masters into the model's weights; must be called after they have changed."""
         if self._masters:
             # One kernel launch copies many tensors; otherwise each tensor would take a launch.
             torch._foreach_copy_(list(self._masters), list(self._masters.values()))

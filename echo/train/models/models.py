@@ -29,13 +29,13 @@ class Models:
         reference: ModelSource | None,
         rescoring: Rescoring | None,
     ) -> None:
-        """Load the models.
+        """Load the policy, and the frozen models that are wanted beside it.
 
         Args:
             source: the model that is trained.
-            compute: where and how all of them compute.
+            compute: where and how all models compute.
             reference: the frozen reference policy; None for no reference.
-            rescoring: the sampling and the rounding of published versions; None for no rescorer.
+            rescoring: the sampling distribution and the rounding of versions; None for no rescorer.
 
         Raises:
             DataError: if a model cannot be loaded, or the reference has another vocabulary.
@@ -74,10 +74,10 @@ class Models:
 
 
 def check_vocabularies(reference_dir: Path, num_reference: int, num_own: int) -> None:
-    """Refuse a reference model that knows other token ids than the policy.
+    """Raise if a reference model has another number of token ids than the policy.
 
     Raises:
-        DataError: if it does; the text has the number of token ids of both models.
+        DataError: if the numbers differ; the text has both.
     """
     if num_reference != num_own:
         raise DataError(

@@ -44,7 +44,7 @@ from echo.train.models.attention import (
 )
 
 NAME = "packed"
-"""transformers' name of the attention."""
+"""transformers' name of the attention for packed rows."""
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Types of layers that keep segments apart with this attention."""
@@ -56,7 +56,7 @@ PROBE_LENGTHS = (9, 6)
 """Number of tokens of each of the two segments that a model is tried on."""
 
 PROMPT_PROBE = (9, 3, 6)
-"""Number of tokens of the prompt and of each completion that a model is tried on."""
+"""Number of tokens of the prompt and of each of the two completions that a model is tried on."""
 
 MAX_LEAK = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Largest relative difference of a token's state that counts as rounding, by type. In 16 bits deep
@@ -130,7 +130,9 @@ def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
 
 
 Run = tuple[int, int, tuple[int, int]]
-"""A run of neighbouring segments of equal length and prefix: their number, length and prefix."""
+"""A run of neighbouring segments of equal length and shared prompt: their number, their length, and
+the start and tokens of the prompt.
+"""
 
 
 def packed_attention(
@@ -154,7 +156,7 @@ def packed_attention(
     seen_shapes: set[LayerShape] | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Attend causally within each segment of a row; the signature is transformers'.
+    """Return causal attention within each segment of a row; the signature is transformers'.
 
     Args:
         module: the layer's attention.
@@ -164,7 +166,8 @@ def packed_attention(
         attention_mask: None; a mask is refused.
         scaling: factor of the scores; None for 1 / sqrt(D).
         dropout: 0; dropout is refused.
-        sliding_window: tokens that a token attends to, with itself; None for all before it.
+        sliding_window: largest number of tokens that a token attends to, itself included; None for
+            no limit.
         is_causal: True or None; False is refused.
         cu_seq_lens_q: [n + 1] int32, starts of the segments, then L; for the kernel.
         cu_seq_lens_k: [n + 1] int32, starts of the segments' keys, then their number.
@@ -242,9 +245,9 @@ def _attend_runs(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return [1, L, H, Dv], computed run by run.
+    """Return the attention within the segments of a row, [1, L, H, Dv], computed run by run.
 
-    It is not compiled: each row has other runs and would need another graph.
+    This function is not compiled: each row has other runs and would need another graph.
     """
     sizes = [number * length for number, length, _ in runs]
     queries, keys, values = (torch.split(x[0], sizes, 1) for x in (query, key, value))
@@ -264,9 +267,9 @@ def _attend_runs(
 def find_obstacle(
     model: Any, own_dtype: torch.dtype, dtype: torch.dtype, shapes: set[LayerShape]
 ) -> str | None:
-    """Switch a model to packed rows; return why it cannot have them, None if it can.
+    """Switch a model to packed rows; return why it cannot take packed rows, or None if it can.
 
-    A model that cannot have them is left unchanged.
+    A model that cannot take packed rows is left unchanged.
 
     Args:
         model: a model of transformers, with the attention "sdpa" or "eager", in evaluation mode.
@@ -300,10 +303,10 @@ def find_obstacle(
 
 
 def can_share_prompts(model: Any, dtype: torch.dtype) -> bool:
-    """Return whether completions that share a prompt get the states that each gets alone.
+    """Return whether completions that share a prompt get the states that each would get alone.
 
     Args:
-        model: already switched to packed rows.
+        model: a model that was already switched to packed rows.
         dtype: the type of its matrix products.
     """
     device = next(model.parameters()).device
@@ -346,7 +349,7 @@ def _find_leak(
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of a token's state, relative to its norm."""
+    """Return the largest difference of a token's state from the expected one, over its norm."""
     found, expected = found.float(), expected.float()
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 

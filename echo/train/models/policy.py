@@ -8,7 +8,7 @@ with the product.
 
 Rollouts go through the model in packed rows if it keeps them apart, in padded rows otherwise
 (packing.py); the numbers are the same. If prompts are long compared with their completions, the
-rollouts of a prompt share it in a packed row, and it is computed once.
+rollouts of a prompt share the prompt in a packed row, and it is computed once.
 
 Trained weights are float32. With a compute type of bfloat16 the model itself holds them rounded
 (masters.py), and hidden states and LM head are multiplied in bfloat16 with float32 sums. A GPU's
@@ -90,7 +90,9 @@ LOGIT_SETTINGS = {
     "logit_scale": 1.0,
     "lm_head_multiplier": 1.0,
 }
-"""Settings that change logits (Gemma, Granite, Cohere, Falcon-H1), with their neutral values."""
+"""Settings that change logits (Gemma, Granite, Cohere, Falcon-H1), with the values at which they
+change nothing.
+"""
 
 
 CompileLayers = Literal["auto"] | bool
@@ -113,18 +115,20 @@ NO_ROW = TrainingRow(
     ),
     advantage=0.0,
 )
-"""Row for a rank that has no micro-batch while other ranks have one."""
+"""Row that a rank without a micro-batch puts through the model while other ranks have
+micro-batches.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelSource:
-    """The model to load, and the weights to give it."""
+    """The model to load, and the weights that it is given."""
 
     model_dir: Path
     """Hugging Face directory; config.json is enough if `tensors` is given."""
     tensors: Mapping[str, Tensor] | None = None
-    """Weights by name that replace the directory's weights; tied tensors once. With `lora`, the
-    weights of the adapter; None begins with an adapter that changes nothing.
+    """Weights by name that replace the directory's weights; tied tensors once. With `lora`, these
+    are the adapter's weights, and None starts with an adapter that changes nothing.
     """
     weights_dir: Path | None = None
     """Directory with the weights to load in place of the weights in `model_dir`."""
@@ -153,9 +157,10 @@ class Compute:
     that cost less when they are padded (rows.py).
     """
     share_prompts: bool = True
-    """Whether rollouts of one prompt share it in a packed row, if that saves enough tokens."""
+    """Whether rollouts of one prompt share the prompt in a packed row, if that saves enough tokens.
+    """
     vocab_chunk: int = 8192
-    """Columns of logits that are computed at a time."""
+    """Number of columns of logits that are computed at a time."""
     gradient_checkpointing: bool | str = False
     """Whether to recompute the activations of layers in the backward pass, which saves memory;
     "offload" also keeps the inputs of layers in the host's memory until then.
@@ -173,7 +178,7 @@ class Compute:
     numbers.
     """
     ranks: Ranks = ALONE
-    """Ranks that the model is sharded over, if there are several."""
+    """The ranks that the model is sharded over; `ALONE` if there is only this process."""
 
 
 def learner_compute(
@@ -218,12 +223,12 @@ class Policy:
     """A causal language model that scores tokens."""
 
     def __init__(self, source: ModelSource, compute: Compute, *, is_frozen: bool = False) -> None:
-        """Build the model.
+        """Build the model, load its weights, and check that it can be trained.
 
         Args:
-            source: what to load.
-            compute: where and how it computes.
-            is_frozen: whether it only scores and is never trained.
+            source: the model and the weights to load.
+            compute: where and how the model computes.
+            is_frozen: whether the model only scores and is never trained.
 
         Raises:
             DataError: if the directory or the tensors do not make up a model.
@@ -246,7 +251,7 @@ class Policy:
         self._backbone = self.model.base_model
         head = _head_weight(self.model)
         self.vocab_size = int(head.shape[0])
-        """Rows of the LM head."""
+        """Number of rows of the LM head; token ids are below this number."""
         if is_frozen:
             self.model.requires_grad_(False)
         elif self._adapter is not None:
@@ -256,7 +261,7 @@ class Policy:
         self._root = None if compute.ranks.is_alone else self._shard(compute.ranks)
         self._fill(source, model_dir)
         self._kernel = plain_kernel(self.device, compute.dtype)
-        """Computes the attention of packed rows."""
+        """The kernel that computes the attention of packed rows."""
         self.padded_because = self._choose_rows()
         self._sizes = RowSizes(fills=_fills(compute), window=_num_positions(self.model))
         self.can_share_prompts = (
@@ -271,7 +276,7 @@ class Policy:
             compile_layers(layers, must=compute.compile_layers is True)
 
     def _fill(self, source: ModelSource, model_dir: Path) -> None:
-        """Load the weights that the model was built without."""
+        """Load the weights into the model, which was built without weights."""
         if self._root is not None and (source.tensors is None or self._adapter is not None):
             sharded_model.read(source.weights_dir or model_dir, model_dir, self.model)
         elif source.weights_dir is not None:
@@ -295,7 +300,7 @@ class Policy:
             self._check_logits(compute.dtype)
 
     def _shard(self, ranks: Ranks) -> ShardedModel:
-        """Shard the model; its parameters are other objects afterwards."""
+        """Shard the model and return its root; its parameters are other objects afterwards."""
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
         root = sharding.shard(self.model, ranks, self.compute.dtype)
         if self._adapter is not None:
@@ -311,7 +316,7 @@ class Policy:
 
     @property
     def is_packed(self) -> bool:
-        """Whether rollouts share a row."""
+        """Whether several rollouts can be in one row."""
         return self.padded_because is None
 
     def describe_rows(self) -> str:
@@ -332,7 +337,7 @@ class Policy:
         return f"{eager}{name} is trained on {rows}{again}"
 
     def pad_rows(self, why: str) -> None:
-        """Change to padded rows; `describe_rows` gives `why` as the reason."""
+        """Change to padded rows for the reason `why`, which `describe_rows` will give."""
         if self.is_packed:
             self.model.set_attn_implementation(self._attention)
             self.padded_because = why
@@ -345,7 +350,7 @@ class Policy:
         whole_groups: bool = False,
         score_all: bool = False,
     ) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield indices of `rows` and their micro-batch, on the CPU.
+        """Yield this rank's micro-batches, on the CPU, each with the indices of its `rows`.
 
         Each rank gets its own micro-batches, and all ranks get the same number. If there are not
         enough rows, a rank gets a micro-batch of `NO_ROW` without an index; it must go through the
@@ -353,7 +358,7 @@ class Policy:
 
         Args:
             rows: any number, in any order.
-            whole_groups: keep the rows of a group in one micro-batch.
+            whole_groups: whether to keep the rows of a group in one micro-batch.
             score_all: whether every completion token is scored, not the trained ones alone.
 
         Raises:
@@ -390,7 +395,7 @@ class Policy:
         )
 
     def _check_ids(self, rows: Sequence[TrainingRow]) -> None:
-        """Refuse ids outside the vocabulary, here on the host: a GPU would end the process."""
+        """Raise if a row has an id outside the vocabulary: on a GPU the process would end later."""
         if not rows:
             return
         ids = np.concatenate(
@@ -404,21 +409,21 @@ class Policy:
             )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers by name, tied tensors once, not copied."""
+        """Return parameters and persistent buffers by name, not copied; tied tensors once."""
         named = distinct_tensors(self.model) if self._adapter is None else dict(self._adapter)
         if self._masters is None:
             return named
         return {name: self._masters.of(tensor) for name, tensor in named.items()}
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the trained tensors by name, in float32, tied tensors once, not copied.
+        """Return the trained tensors by name, in float32, not copied; tied tensors once.
 
-        Call `round` after changing them.
+        After a change of these tensors, `round` must be called.
         """
         return {name: tensor for name, tensor in self.tensors().items() if tensor.requires_grad}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite all weights in place.
+        """Overwrite all weights (of the adapter, if there is one) in place.
 
         Raises:
             DataError: if a name or a shape differs from the model's; nothing is changed then.
@@ -430,7 +435,7 @@ class Policy:
         self.round()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Check that `load` can take these tensors.
+        """Raise if `load` cannot take these tensors.
 
         Raises:
             DataError: if a name or a shape differs from the model's.
@@ -449,7 +454,7 @@ class Policy:
                 )
 
     def round(self) -> None:
-        """Round changed weights into the model, if it computes in 16 bits."""
+        """Round changed master weights into the model, if the model computes in 16 bits."""
         if self._masters is not None:
             self._masters.round()
 
@@ -459,7 +464,7 @@ class Policy:
         """Return the log-probabilities of the scored tokens of a micro-batch.
 
         Args:
-            batch: on this policy's device.
+            batch: the micro-batch, on this policy's device.
             inv_temperature: 1 / sampling temperature.
             entropy: whether entropies are computed, and whether they have a gradient.
 
@@ -475,7 +480,7 @@ class Policy:
     def _scores(
         self, batch: MicroBatch, inv_temperature: float, entropy: EntropyMode
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [N] log-probabilities, and [N] entropies unless `entropy` is "none"."""
+        """Return [N] log-probabilities in nats, and [N] entropies, None if `entropy` is "none"."""
         states, head = self.predictors(batch)
         if batch.supports is not None:
             return linear_set_logprob(
@@ -501,10 +506,10 @@ class Policy:
     def further_logprobs(
         self, batch: MicroBatch, *, inv_temperature: float, entropy: EntropyMode = "value"
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `logprobs` returns, and the log-probabilities of the tokens' likely ids.
+        """Return the results of `logprobs`, and the log-probabilities of the tokens' likely ids.
 
         Args:
-            batch: on this policy's device, with M likely ids.
+            batch: the micro-batch, on this policy's device, with M likely ids.
             inv_temperature: 1 / sampling temperature.
             entropy: "value" or "grad".
 
@@ -539,7 +544,7 @@ class Policy:
         """Return the clipped loss of each token with its log-probability, in one fused operation.
 
         Args:
-            batch: on this policy's device.
+            batch: the micro-batch, on this policy's device.
             clip: the range of the ratio.
             inv_temperature: 1 / sampling temperature.
 
@@ -560,7 +565,7 @@ class Policy:
     def _losses(
         self, batch: MicroBatch, clip: RatioClip, inv_temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return [N] losses, log-probabilities, ratios and entropies."""
+        """Return losses, log-probabilities, ratios and entropies of the scored tokens, [N] each."""
         states, head = self.predictors(batch)
         tokens = linear_policy_loss(
             states,
@@ -578,7 +583,7 @@ class Policy:
     def _compute(self, compute: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that computes with the model and returns a tuple of tensors.
 
-        All ranks call this together. Only within it can a sharded model compute.
+        All ranks call this method together. A sharded model can compute only within this call.
         """
         if self._root is None:
             return compute(*arguments)
@@ -592,7 +597,7 @@ class Policy:
         return found[0]
 
     def predictors(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the states [N, D] that predict the scored tokens, and the LM head."""
+        """Return the hidden states [N, D] that predict scored tokens, and the LM head [V, D]."""
         dtype = self.compute.dtype
         states = self._states(batch.input_ids, batch.segments, dtype).flatten(0, 1)
         states = states.index_select(0, batch.pick(batch.predictors))
@@ -620,7 +625,7 @@ class Policy:
         return packing.arguments(segments, kernel)
 
     def _choose_rows(self) -> str | None:
-        """Switch to packed rows if the model can have them; return why not, or None."""
+        """Switch to packed rows if the model can take them; return why it cannot, or None."""
         if not self.compute.packs:
             return "it was asked for"
         attention = self.compute.attn_implementation
@@ -719,30 +724,30 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
 def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
     """Compute a layer with checkpointing; the host keeps its inputs until the backward pass.
 
-    The hooks get the inputs alone: the checkpoint drops the tensors that the layer saves.
+    The offloading hooks get only the inputs: the checkpoint drops other saved tensors.
     """
     with saved_tensors_hooks(_begin_to_offload, _begin_to_bring_back):
         return checkpoint(layer, *inputs, use_reentrant=False)
 
 
 def _begin_to_offload(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Copy a tensor to the host, without waiting for the device: torch's own hook would wait."""
+    """Begin to copy a tensor to the host; unlike torch's own hook, do not wait for the device."""
     kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     kept.copy_(tensor, non_blocking=True)
     return tensor.device, kept
 
 
 def _begin_to_bring_back(offloaded: tuple[torch.device, Tensor]) -> Tensor:
-    """Copy a tensor back to its device, on the stream that has copied it to the host."""
+    """Begin to copy a tensor back to its device, on the stream that copied it to the host."""
     device, kept = offloaded
     return kept.to(device, non_blocking=True)
 
 
 @contextmanager
 def _without_a_look_at_positions() -> Iterator[None]:
-    """Keep transformers from looking whether positions begin again within a padded row.
+    """Keep transformers from checking whether positions start again within a padded row.
 
-    They do not, and a GPU would be waited for.
+    They never do, and the host would wait for a GPU to check.
     """
     find = getattr(masking_utils, "find_packed_sequence_indices", None)
     if find is None:  # another release of transformers
@@ -798,7 +803,7 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
 
 
 def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | None = None) -> int:
-    """Check, without reading weights, that a model can be trained; return its number of token ids.
+    """Check, without reading weights, that a model can be trained; return its vocabulary's size.
 
     Args:
         source: the model to load.
@@ -823,7 +828,7 @@ def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | No
 
 
 def _fills(compute: Compute) -> Fills:
-    """Return what is filled on a device: rows are if each of their sizes takes memory there."""
+    """Return which rows are filled on this device (`RowSizes.fills`), given the compute type."""
     if compute.dtype == torch.float32:
         return "nothing"
     return "rows" if compute.device.type == "cpu" else "widths"
@@ -844,7 +849,7 @@ def _check_types(compute: Compute) -> None:
 
 
 def _check_layers(model: Any, compute: Compute) -> None:
-    """Raise if layers should be recomputed, offloaded or compiled, and cannot be."""
+    """Raise if layers should be recomputed, offloaded or compiled, but the model cannot do it."""
     name, checkpointing = type(model).__name__, compute.gradient_checkpointing
     if checkpointing and not model.supports_gradient_checkpointing:
         raise EngineError(

@@ -24,21 +24,23 @@ from echo.train.models.policy import Compute, ModelSource, frozen_policy
 from echo.train.ranks import sharding
 
 ROWS_AT_ONCE = 256
-"""Tokens whose full logits are computed at a time to find the mass that truncation leaves."""
+"""Number of tokens whose full logits are computed at a time, to find the mass that truncation
+leaves.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescoring:
-    """The sampling distribution and the rounding that scores are computed for."""
+    """The sampling distribution and the rounding of weights under which tokens are scored again."""
 
     sampling: Sampling
     """Sampling settings of the workers."""
     published_dtype: torch.dtype
-    """Type that versions are rounded to."""
+    """Dtype that versions are rounded to when they are published."""
 
 
 class Rescorer:
-    """A frozen model that scores by the weights of one version at a time."""
+    """A frozen model that scores tokens under the weights of one version at a time."""
 
     def __init__(self, source: ModelSource, compute: Compute, rescoring: Rescoring) -> None:
         """Build the model; `take` or `load` gives it its first weights.
@@ -70,9 +72,9 @@ class Rescorer:
         self.policy.load(read_version(version, self.policy.compute.ranks))
 
     def score(self, micro: MicroBatch) -> Tensor:
-        """Return [B, T, 2]: log-probabilities, and the log of the mass that truncation leaves.
+        """Return [B, T, 2]: log-probabilities, and logs of the mass that truncation leaves.
 
-        A token with a support is scored on it, so that truncation leaves all of its mass.
+        A token with a support is scored on its support, so truncation leaves all the mass.
 
         Args:
             micro: micro-batch on this model's device; all ranks call this together.
@@ -114,7 +116,7 @@ def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
 
 
 def log_kept_mass(states: Tensor, head: Tensor, token_ids: Tensor, sampling: Sampling) -> Tensor:
-    """Return [N] the log of the probability that min_p, top_k and top_p leave, at most 0.
+    """Return [N] logs, at most 0, of the probability that min_p, top_k and top_p leave.
 
     The token itself always counts as kept: it was drawn, even if rounding here would exclude it.
     """

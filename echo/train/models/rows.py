@@ -22,22 +22,26 @@ from echo.train.models.flops import ModelFlops
 from echo.train.ranks.sharding import Ranks
 
 CALL_FLOPS = {"cpu": 6e6, "cuda": 5e9}
-"""Operations that a device makes in the time that a call of attention takes beside its products,
-forward and backward: the time of the host's code and, on a GPU, of some forty launches.
+"""Number of operations that a device makes in the time that a call of attention takes beside its
+products, forward and backward: the time of the host's code and, on a GPU, of some forty launches.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowPlan:
-    """Micro-batches of a batch of rows."""
+    """The micro-batches that a batch of rows is divided into."""
 
     bins: list[list[int]]
-    """Indices of the rows of each of this rank's micro-batches."""
+    """For each of this rank's micro-batches, the indices of its rows."""
     units: Sequence[int]
-    """Unit of each row; neighbours of the same unit in a packed row share their prompt."""
+    """A number for the unit of each row; neighbours of the same unit in a packed row share their
+    prompt.
+    """
     is_packed: bool
     cost: float
-    """Operations of all ranks, with calls of attention as the operations that take their time."""
+    """Cost of the plan in operations of all ranks; a call of attention costs the operations that
+    its time would allow.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +56,17 @@ class RowRules:
     can_pack: bool
     """Whether the model keeps rollouts of a packed row apart."""
     can_pad: bool
-    """Whether rows may be padded though they can be packed."""
+    """Whether rows may be padded although the model can take packed rows."""
     can_share_prompts: bool
 
     def plan(
         self, rows: Sequence[TrainingRow], *, max_tokens: int, group_index: Sequence[int] | None
     ) -> RowPlan:
-        """Return the plan that costs least.
+        """Return the plan for these rows, packed or padded, that costs least.
 
         Args:
-            rows: any number, in any order.
-            max_tokens: limit of a micro-batch.
+            rows: any number of rows, in any order.
+            max_tokens: limit of a micro-batch's tokens.
             group_index: group of each row, to keep groups whole; None lets rows go anywhere.
         """
         plans = []
@@ -124,7 +128,7 @@ class RowRules:
         return RowPlan(bins=own, units=range(len(rows)), is_packed=False, cost=cost)
 
     def _segment(self, length: int) -> float:
-        """Return the operations of a segment of a packed row, without the head's."""
+        """Return the number of operations of a packed row's segment, without the head's."""
         cost: float = self.flops.row(length, 0)
         if self.kernel.long_from is None or length < self.kernel.long_from:
             cost += (self.kernel.slowdown - 1.0) * self.flops.attention_of(length)
@@ -158,7 +162,7 @@ def _in_a_line(
 
 
 def _num_runs(indices: Sequence[int], rows: Sequence[TrainingRow], units: Sequence[int]) -> int:
-    """Return the number of runs of equal segments in a packed row."""
+    """Return the number of runs of equal neighbouring segments in the packed row of these rows."""
     sizes = Counter(units[index] for index in indices)
     shared = [unit for unit, size in sizes.items() if size > 1]
     lengths = ((units[i] if sizes[units[i]] > 1 else -1, rows[i].num_inputs) for i in indices)

@@ -42,7 +42,8 @@ from echo.engine.model import (
 )
 
 FORMAT = 1
-"""Version of the code below: raise it with a change by which a recipe gives another model.
+"""Version of the code below; it must be raised with each change by which a recipe gives another
+model.
 """
 
 IGNORED = -100
@@ -57,17 +58,17 @@ NUM_PROGRESS_PROMPTS = 128
 NUM_FINAL_PROMPTS = 512
 
 PROGRESS_PERIOD = 50
-"""Steps between two measurements of the pass rate."""
+"""Number of steps between two measurements of the pass rate."""
 
 NUM_HASHED = 256
 """Number of demonstrations and of held-out examples that a model's hash covers."""
 
 
 class WarmupView(Protocol):
-    """A view of a warm-up in progress."""
+    """A view that shows the progress of a warm-up."""
 
     def show(self, step: int, num_steps: int, loss: float, pass_rate: float | None) -> None:
-        """Show a step; the pass rate is None before its first measurement."""
+        """Show a step and its loss; the pass rate is None before its first measurement."""
 
 
 class Demonstrator(Protocol):
@@ -82,7 +83,7 @@ class Demonstrator(Protocol):
         """Return example `index` of a split, with its `prompt`."""
 
     def reward(self, example: Any, completion: str) -> float:
-        """Return 1 for a right answer, else 0."""
+        """Return 1 if the completion is a right answer to the example, else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,9 @@ class WarmupRecipe:
     min_pass_rate: float
     max_pass_rate: float
     batch_size: int = 24
-    """With 64 at 2e-3 a model takes twice the time to reach the same pass rate."""
+    """Number of demonstrations in a step. With 64 and a rate of 2e-3 a model takes twice the time
+    to reach the same pass rate.
+    """
     learning_rate: float = 3e-3
     num_warmup_steps: int = 50
     decay_share: float = 0.3
@@ -103,7 +106,7 @@ class WarmupRecipe:
     max_grad_norm: float = 1.0
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of a step, from 1: it rises, stays level, and falls."""
+        """Return the learning rate of a step, from 1: the rate rises, stays level, and falls."""
         rising = step / self.num_warmup_steps
         falling = (num_steps - step + 1) / (self.decay_share * num_steps)
         return self.learning_rate * min(1.0, rising, falling)
@@ -111,14 +114,14 @@ class WarmupRecipe:
 
 @dataclass(frozen=True, slots=True)
 class WarmModel:
-    """A warmed-up model, and its pass rates."""
+    """A warmed-up model on disk, and its pass rates."""
 
     path: Path
-    """A Hugging Face model directory."""
+    """The model's Hugging Face directory."""
     pass_rate_sampled: float
-    """Share of held-out prompts answered right at temperature 1."""
+    """Share of held-out prompts that the model answers right at temperature 1."""
     pass_rate_greedy: float
-    """Share of held-out prompts answered right by greedy sampling."""
+    """Share of held-out prompts that the model answers right by greedy sampling."""
 
 
 RECIPES = {
@@ -146,7 +149,7 @@ def make_warm_model(
         task: the task of that name, as `load_task` builds it.
         seed: seed of the weights, the demonstrations and the measurement.
         head_dim: width of the model's attention heads.
-        view: shows every step, unless the model is there already.
+        view: shows every step, unless the model is there already; None shows nothing.
 
     Raises:
         ConfigError: if the task has no recipe.
@@ -294,7 +297,7 @@ def _read_result(path: Path) -> WarmModel | None:
 
 
 def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> WarmModel:
-    """Put the model in place with one rename, so that half a model is never found."""
+    """Put model and result at `path` by one rename, so that half a model is never found."""
     rates = {
         "pass_rate_sampled": result.pass_rate_sampled,
         "pass_rate_greedy": result.pass_rate_greedy,
@@ -320,7 +323,7 @@ def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> War
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread: with a model this small, two threads mostly wait for each other.
+    """Let torch use one thread during the block: with so small a model, two threads mostly wait.
 
     On a busy machine two threads take many times as long as one.
     """
