@@ -32,14 +32,14 @@ OptimizerState = Literal["float32", "8bit", "offloaded"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 
 EPSILON = 1e-8
-"""torch's default."""
+"""Number added to the root of the mean square, torch's default."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The running means of the gradient and of its square, by torch's names."""
 CODES, SCALES = "_codes", "_scales"
-"""Suffixes of the two parts of an 8-bit moment."""
+"""Suffixes of the two tensors of an 8-bit moment: its codes and its scales."""
 STEP = "step"
-"""Suffix of the number of updates, which AdamW's bias correction needs."""
+"""Suffix of a parameter's number of updates, which AdamW's bias correction needs."""
 PARTS = (*MOMENTS, *(moment + part for moment in MOMENTS for part in (CODES, SCALES)), STEP)
 """Suffixes of a parameter's state; the last is a number, the others have the parameter's rows."""
 
@@ -49,21 +49,23 @@ class OptimizerSettings:
     """AdamW, with a learning rate that rises linearly and then follows its schedule."""
 
     learning_rate: float = 1e-6
-    """The largest learning rate."""
+    """The largest learning rate, which is reached after the warm-up."""
     warmup_steps: int = 10
-    """Steps until the full learning rate; step n of them, from 1, uses n / warmup_steps of it."""
+    """Number of steps until the full learning rate; step n of these, from 1, has n / warmup_steps
+    of the full rate.
+    """
     lr_schedule: LrSchedule = "constant"
     """The learning rate after the warm-up: constant, or falling to 0 after `num_steps`."""
     num_steps: int = 0
-    """Steps of the whole run, for a falling schedule."""
+    """Number of steps of the whole run, for a falling schedule."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first moment, and of the second."""
+    """Decay rates of the running mean of the gradient and of that of its square."""
     max_grad_norm: float = 1.0
     """Bound on the norm of the whole gradient; infinity for no clipping."""
     minibatches_per_step: int = 1
-    """Updates in a step, each with its share of the groups; each call of `optim_step` is one
-    update.
+    """Number of updates in a step, each with its share of the groups; each call of `optim_step` is
+    one update.
     """
 
     def __post_init__(self) -> None:
@@ -90,28 +92,28 @@ class AdamW:
     """torch's fused AdamW, with moments in float32 beside the weights."""
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
-        """Allocate the moments, at 0.
+        """Allocate the moments, which start at 0.
 
         Args:
             shards: this process's part of each parameter, which a step changes in place. A shard is
                 empty if its parameter has fewer rows than there are ranks.
 
         Raises:
-            torch.OutOfMemoryError: if the memory is too small for them.
+            torch.OutOfMemoryError: if the memory is too small for the moments.
         """
         self._shards = dict(shards)
         self._moments = {name: self._new(shard.detach()) for name, shard in shards.items()}
         self._has_begun = False
 
     def _new(self, shard: Tensor) -> dict[str, Tensor]:
-        """Return the state of one parameter before the first update."""
+        """Return the state that one parameter has before the first update."""
         return {key: torch.zeros_like(shard) for key in MOMENTS} | {STEP: shard.new_zeros(())}
 
     @torch.no_grad()
     def step(
         self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
     ) -> None:
-        """Update every weight that has a gradient; leave the others unchanged."""
+        """Make one update of all weights that have a gradient; leave the others unchanged."""
         self._has_begun = True
         held = self._with_gradient()
         _update(
@@ -131,12 +133,12 @@ class AdamW:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state as "<parameter>/<part>", not copied; empty before the first step."""
+        """Return the state by "<parameter>/<part>", not copied; empty before the first step."""
         return self._tensors() if self._has_begun else {}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state that the method `tensors` of any kind of optimizer has returned.
+        """Restore a state that `tensors` has returned, of this or another kind of optimizer.
 
         An empty mapping restores the state before the first step.
 
@@ -179,7 +181,7 @@ def _update(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> None:
-    """Make an update by torch's fused AdamW, in place."""
+    """Make one update of these weights by torch's fused AdamW, in place."""
     adamw(
         weights,
         gradients,
@@ -199,10 +201,10 @@ def _update(
 
 
 class OffloadedAdamW(AdamW):
-    """torch's fused AdamW on the CPU, for weights and gradients on a GPU."""
+    """torch's fused AdamW on the CPU with moments there, for weights and gradients on a GPU."""
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
-        """Allocate moments and two buffers, each as large as the largest shard, on the host."""
+        """Allocate moments (at 0) and two buffers as large as the largest shard, on the host."""
         super().__init__(shards)
         largest = max((shard.numel() for shard in shards.values()), default=0)
         is_pinned = any(shard.is_cuda for shard in shards.values())  # this memory copies faster
@@ -215,7 +217,7 @@ class OffloadedAdamW(AdamW):
     def step(
         self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
     ) -> None:
-        """Change the weights by their gradients, one parameter after the other."""
+        """Make one update of the weights on the GPU, one parameter after the other."""
         self._has_begun = True
         for name, shard in self._with_gradient().items():
             weight, gradient = self._staging[:, : shard.numel()].view(2, *shard.shape)
@@ -237,10 +239,10 @@ class EightBitAdamW(AdamW):
     """AdamW whose moments are codes of 8 bits (kernels/adamw_8bit.py)."""
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
-        """Allocate the moments, at 0.
+        """Allocate the moments, which start at 0.
 
         Raises:
-            torch.OutOfMemoryError: if the memory is too small for them.
+            torch.OutOfMemoryError: if the memory is too small for the moments.
         """
         super().__init__(shards)
         self._num_updates = dict.fromkeys(self._shards, 0)
@@ -259,7 +261,7 @@ class EightBitAdamW(AdamW):
     def step(
         self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
     ) -> None:
-        """Update every weight that has a gradient; leave the others unchanged."""
+        """Make one update of all weights that have a gradient; leave the others unchanged."""
         self._has_begun = True
         options: dict[str, Any] = {
             "learning_rate": learning_rate, "betas": betas, "weight_decay": weight_decay,
@@ -286,7 +288,7 @@ class EightBitAdamW(AdamW):
             update_weights(held[name].detach(), by_name[name], mean, square, updates[step])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state that the method `tensors` of any kind of optimizer has returned.
+        """Restore a state that `tensors` has returned, of this or another kind of optimizer.
 
         An empty mapping restores the state before the first step.
 
@@ -302,7 +304,7 @@ def _coded(moment: str, codes: Tensor, scales: Tensor) -> CodedMoment:
 
 
 def _converted(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state with its moments in the form that `own` has: 8 bits or float32."""
+    """Return a state whose moments have the form of those in `own`: 8 bits or float32."""
     found = {}
     for key, value in tensors.items():
         plain = key.removesuffix(CODES).removesuffix(SCALES)

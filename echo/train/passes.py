@@ -39,7 +39,7 @@ FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.Accelera
 
 @contextmanager
 def as_step_errors() -> Iterator[None]:
-    """Turn errors of a computation on a batch into a `StepError`, unless they are fatal."""
+    """Turn an error of the block, which computes on a batch, into a `StepError` if not fatal."""
     try:
         yield
     except StepError:
@@ -63,12 +63,12 @@ def make_rounds(
 
     Args:
         micro_batches: this rank's micro-batches on the CPU, each with the indices of its rows.
-        make_round: makes one round.
+        make_round: puts one micro-batch through a model.
         compute: the device and the ranks.
 
     Raises:
         MemoryShortageError: if this process trains alone, and its memory was too small.
-        StepError: on all ranks, if `make_round` returned one on any.
+        StepError: on all ranks, if `make_round` returned an error on any rank.
         torch.OutOfMemoryError: if there are several ranks, and this rank's memory was too small.
     """
     ranks, failure = compute.ranks, None
@@ -90,10 +90,10 @@ def make_rounds(
 
 
 class Passes:
-    """Makes passes, and repeats a pass in smaller micro-batches if the memory was too small."""
+    """Makes passes, and repeats a pass in smaller micro-batches if memory was too small."""
 
     def __init__(self, models: Models, speed: Speedometer) -> None:
-        """Take the models and the speedometer, which both get a smaller limit of tokens."""
+        """Store the models and the speedometer, which both get the smaller limit of tokens."""
         self._models = models
         self._speed = speed
         self._notices: list[str] = []
@@ -112,7 +112,8 @@ class Passes:
             rows: the rows of the pass.
             make_pass: makes the pass once.
             step: number of the step under way, from 1, for the notice to the operator.
-            can_begin_again: whether the pass can be repeated without a loss.
+            can_begin_again: whether the pass can be repeated; False if gradients of earlier calls
+                would be lost.
 
         Returns:
             The result of `make_pass`.

@@ -96,7 +96,7 @@ def load(
 
     Raises:
         StorageError: if a file is missing or damaged.
-        DataError: if it belongs to another model, which is checked only if `own` is given.
+        DataError: if the state belongs to another model, which is checked only if `own` is given.
     """
     try:
         record = json.loads((directory / TRAINER_FILE).read_text())
@@ -121,7 +121,7 @@ def load(
 
 
 def find_adapters(directory: Path) -> tuple[str, ...]:
-    """Return the sorted names of a state's adapters; empty for the state of one model."""
+    """Return the sorted names of a state's adapters; empty for a single model or adapter."""
     if (directory / TRAINER_FILE).exists():
         return ()
     return tuple(sorted(path.parent.name for path in directory.glob(f"*/{TRAINER_FILE}")))

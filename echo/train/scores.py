@@ -1,7 +1,7 @@
 """Scores of tokens by a pass without a gradient.
 
     of_rows       the policy's log-probability of every completion token
-    of_batch      log-ratio and advantage of every trained token, for a loss that needs them all
+    of_batch      log-ratio and advantage of every trained token, for a loss that needs all of these
     of_reference  the reference's log-probabilities of one micro-batch, within a training pass
     of_version    a published version's scores of every completion token
 
@@ -27,17 +27,17 @@ from echo.train.models.policy import Policy
 from echo.train.passes import make_rounds
 
 RowScores = list[npt.NDArray[np.float32]]
-"""[T, ...] scores of each row."""
+"""The scores of each row: [T, ...] for its T completion tokens."""
 
 
 class TokenScores:
     """Scores tokens by the policy and by the models beside it."""
 
     def __init__(self, models: Models, *, inv_temperature: float) -> None:
-        """Take the models.
+        """Store the models that score.
 
         Args:
-            models: the policy and those beside it.
+            models: the policy, and the frozen models beside it.
             inv_temperature: 1 / sampling temperature.
         """
         self._models = models
@@ -66,7 +66,7 @@ class TokenScores:
 
     @torch.no_grad()
     def of_reference(self, micro: MicroBatch) -> Tensor | None:
-        """Return [B, T] log-probabilities by the reference, 0 where masked; None without one."""
+        """Return [B, T] reference log-probabilities, 0 where masked; None without a reference."""
         if self._models.reference is None:
             return None
         logprobs, _ = self._models.reference.logprobs(
@@ -76,7 +76,7 @@ class TokenScores:
 
     @torch.no_grad()
     def of_batch(self, rows: Sequence[TrainingRow], needs: LossNeeds) -> BatchScores:
-        """Return the [N] log-ratios and advantages of every trained token of a batch.
+        """Return the log-ratio and the advantage of every trained token of a batch, [N] each.
 
         Args:
             rows: the rows of the batch.
@@ -117,8 +117,8 @@ def _score_rows(
     """Return [T, ...] scores of every completion token of each row.
 
     Args:
-        rows: any number, in any order.
-        policy: the model that makes micro-batches of them.
+        rows: any number of rows, in any order.
+        policy: the model, which divides the rows into micro-batches.
         score: returns the [B, T, ...] scores of a micro-batch.
     """
     scored: list[tuple[Sequence[int], Tensor]] = []

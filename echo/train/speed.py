@@ -24,12 +24,12 @@ from echo.train.models.policy import Compute
 T = TypeVar("T")
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes per unit of `ru_maxrss`."""
+"""Number of bytes in a unit of `ru_maxrss`."""
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Counts of one step."""
+    """The counts of one step: tokens, operations, and seconds of its parts."""
 
     began_at: float
     part_s: dict[str, float] = field(default_factory=dict)
@@ -41,20 +41,20 @@ class _Totals:
 
 
 class Speedometer:
-    """Measures the speed of a step."""
+    """Measures how fast each step is: tokens, operations, seconds and memory."""
 
     def __init__(self, model: ModelFlops, compute: Compute) -> None:
-        """Take the model's numbers of operations, and the device and ranks that compute."""
+        """Store the model's numbers of operations, and the device and the ranks that compute."""
         self._ranks = compute.ranks
         self._model = model
         self._device = compute.device
         self.micro_batch_tokens = compute.micro_batch_tokens
-        """Limit of a micro-batch in tokens."""
+        """Limit of a micro-batch in tokens, by which metrics divide."""
         self._peak_flops = peak_flops(compute.device)
         self._totals = _Totals(time.perf_counter())
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin a step: set its counts to 0."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._totals = _Totals(time.perf_counter())
@@ -74,7 +74,7 @@ class Speedometer:
             self._totals.part_s[name] = self._totals.part_s.get(name, 0.0) + spent_s
 
     def packing(self, packed: Iterator[T]) -> Iterator[T]:
-        """Yield the items of an iterator, and count the time that it takes as packing."""
+        """Yield the items of an iterator, and count the time that they take to make as packing."""
         while True:
             with self.part("pack"):
                 found = next(packed, None)
@@ -86,8 +86,8 @@ class Speedometer:
         """Count a micro-batch that went forward and backward.
 
         Args:
-            spans: for each segment, its tokens and the tokens of the prompt that it shares.
-            num_scored: tokens that went through the loss.
+            spans: for each segment, its number of tokens, and that of the prompt that it shares.
+            num_scored: number of tokens that went through the loss.
             is_packed: whether all segments were in one row.
         """
         totals, row = self._totals, self._model.row
@@ -104,7 +104,7 @@ class Speedometer:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step that ends now; empty if no micro-batch was counted.
 
-        All ranks call this together.
+        All ranks call this method together.
         """
         peak_bytes, totals = self._add_up()
         works = totals.micro_batch_flops

@@ -11,12 +11,12 @@ from echo.core.errors import DataError, EchoError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Report of one step."""
+    """The result of one training step: its metrics, and what the operator must know."""
 
     metrics: dict[str, float]
     """Finite numbers by metric; a metric without meaning in this step is absent."""
     speed: dict[str, float] = field(default_factory=dict, compare=False)
-    """Times and rates, which differ when the same step is made again."""
+    """Metrics of time and speed, which differ when the same step is made again."""
     by_group: Mapping[int, Mismatch] = field(default_factory=dict, compare=False)
     """Group id -> difference between the worker's log-probabilities and the learner's."""
     notices: tuple[str, ...] = field(default=(), compare=False)
@@ -24,28 +24,30 @@ class StepResult:
 
 
 class StepError(DataError):
-    """A batch that cannot be trained on; weights, optimizer and step count are unchanged."""
+    """The error for a batch that cannot be trained on; the trainer's state is unchanged."""
 
     def __init__(self, text: str, *, reason: str) -> None:
-        """Take the text, and the reason for the ledger and the counters."""
+        """Store the message, and the reason by name for the ledger and the counters."""
         super().__init__(text)
         self.reason = reason
-        """bad_group, step_error (the computation raised), nonfinite_gradient or out_of_memory."""
+        """Name of the reason: bad_group, step_error (the computation raised), nonfinite_gradient or
+        out_of_memory.
+        """
 
 
 class MemoryShortageError(StepError):
-    """A micro-batch for which the memory was too small."""
+    """The error for a micro-batch that was too large for the memory."""
 
     def __init__(self, text: str, *, num_rows: int, num_tokens: int) -> None:
-        """Take the size of the micro-batch; `num_tokens` counts padding as well."""
+        """Store the rows and tokens of the micro-batch; `num_tokens` counts padding as well."""
         super().__init__(text, reason="out_of_memory")
         self.num_rows, self.num_tokens = num_rows, num_tokens
 
 
 class NonfiniteWeightsError(EchoError):
-    """Weights that hold NaN or infinity, and are not saved."""
+    """The error for weights that hold NaN or infinity, which are not saved."""
 
     def __init__(self, names: Sequence[str], *, num_tensors: int) -> None:
-        """Take the names of the tensors, and the number of all tensors."""
+        """Make the message from the names of the bad tensors and the number of all tensors."""
         super().__init__(f"NaN or infinity in {len(names)} of {num_tensors} tensors: {names[0]}")
         self.names, self.num_tensors = names, num_tensors

@@ -128,7 +128,7 @@ class Trainer:
         name = None if source.lora is None else NAME
         self.adapters = Adapters(self.policy, self.weights, name=name, settings=optimizer)
         self.loss = loss
-        """The policy loss of a step."""
+        """The policy loss that a step minimises."""
         inv_temperature = 1.0 / temperature
         self._advantages = advantages or AdvantageSettings()
         self._scales_by_ess = scales_by_ess
@@ -142,12 +142,12 @@ class Trainer:
 
     @property
     def compute(self) -> Compute:
-        """Where and how the policy computes, with the present limit of a micro-batch."""
+        """Where and how the policy computes, with the present limit of a micro-batch's tokens."""
         return self.models.compute
 
     @property
     def step_count(self) -> int:
-        """Batches consumed so far, which is the step of the present policy version."""
+        """Number of batches consumed so far, which is the step of the present policy version."""
         return self.adapters.progress.step_count
 
     def describe_rows(self) -> str:
@@ -186,7 +186,7 @@ class Trainer:
             "loss/policy".
 
         Raises:
-            StepError: if it cannot be computed; the gradient of earlier calls is dropped too.
+            StepError: if the gradient cannot be computed; that of earlier calls is dropped too.
         """
         return self._add_gradient(batch, loss).sums
 
@@ -228,7 +228,7 @@ class Trainer:
         )
 
     def _add_gradient(self, batch: StepBatch, loss: Loss) -> BatchFindings:
-        """Add the gradient of a batch; return its sums, and the mismatch by group."""
+        """Add the gradient of a batch under a loss; return the sums, and the mismatch by group."""
 
         def add() -> BatchFindings:
             try:
@@ -247,7 +247,7 @@ class Trainer:
     # --- a step ----------------------------------------------------------------------------------
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Train on one batch of groups.
+        """Train on one batch of groups: make its updates, and return metrics and notices.
 
         Args:
             groups: at least one, each with two or more rollouts.
@@ -275,7 +275,7 @@ class Trainer:
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
         """Return the groups of a refused batch that a step would also refuse alone: id -> reason.
 
-        It takes one more pass over them, and changes nothing.
+        This takes one more pass over the groups, and changes nothing.
         """
         found: dict[int, str] = {}
         for group in groups:
@@ -291,9 +291,9 @@ class Trainer:
         return found
 
     def refusal(self, group: Group) -> str | None:
-        """Return why a group should not count towards a step, or None (train/batch.py).
+        """Return the reason why a group should not count towards a step, or None (train/batch.py).
 
-        It only reads values that never change, so other threads may call it during a step.
+        The method only reads values that never change, so other threads may call it any time.
         """
         return find_refusal(
             group,
@@ -352,7 +352,7 @@ class Trainer:
         return replace(settings, learning_rate=rate)
 
     def _minibatches(self, groups: Sequence[Group], whole: StepBatch) -> list[StepBatch]:
-        """Return the batch of each update, without those in which nothing has a gradient.
+        """Return the batch of each update, without batches in which no rollout has a gradient.
 
         Quick groups arrive first, so every n-th group goes into the same minibatch.
         """
@@ -383,7 +383,7 @@ class Trainer:
         """Add the gradient of a batch under the step's own loss.
 
         Raises:
-            StepError: if it cannot be computed, or the loss is not finite.
+            StepError: if the gradient cannot be computed, or the loss is not finite.
         """
         found = self._add_gradient(batch, self.loss)
         if not math.isfinite(found.sums[LOSS]):
@@ -425,19 +425,19 @@ class Trainer:
     # --- weights and state -----------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights by name, tied tensors once, not copied: the next step changes them.
+        """Return the weights by name, not copied (the next step changes them); tied tensors once.
 
-        Each of several ranks has its part of them (ranks/sharding.py).
+        If there are several ranks, these are this rank's parts (ranks/sharding.py).
         """
         return self.policy.tensors()
 
     @property
     def unrounded(self) -> frozenset[str]:
-        """Names of tensors that are published in their own dtype."""
+        """Names of the tensors that are published in their own dtype, without rounding."""
         return self.policy.unrounded
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return copies of whole weights on the CPU by name, tied tensors once; for one process."""
+        """Return CPU copies of the weights by name, tied tensors once; for a single process."""
         return {
             name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors().items()
         }
@@ -452,11 +452,12 @@ class Trainer:
         self._state.save(directory)
 
     def load_state(self, directory: Path) -> None:
-        """Continue from what `save_state` has written, on any number of ranks.
+        """Continue from a directory that `save_state` wrote, on any number of ranks.
 
         Raises:
             StorageError: if the files are missing or damaged.
-            DataError: if they belong to another model, or to other adapters than there are here.
+            DataError: if the state belongs to another model, or to other adapters than there are
+                here.
         """
         self._state.load(directory)
 

@@ -26,7 +26,7 @@ class TrainerState:
     """Writes and reads weights, moments and counts, of the whole model or of each adapter."""
 
     def __init__(self, policy: Policy, weights: TrainedWeights, adapters: Adapters) -> None:
-        """Take the parts whose state is saved and loaded."""
+        """Store the parts of the trainer whose state is saved and loaded."""
         self._policy = policy
         self._weights = weights
         self._adapters = adapters
@@ -59,7 +59,8 @@ class TrainerState:
 
         Raises:
             StorageError: if the files are missing or damaged.
-            DataError: if they belong to another model, or to other adapters than there are here.
+            DataError: if the state belongs to another model, or to other adapters than there are
+                here.
         """
         found, names = find_adapters(directory), self._adapters.names
         if not found and len(names) > 1 and (directory / TRAINER_FILE).exists():
@@ -79,7 +80,7 @@ class TrainerState:
         self._adapters.for_each(lambda name: self._load_one(directory / name))
 
     def _save_one(self, directory: Path) -> None:
-        """Write the state of the weights that the model holds."""
+        """Write the state of the weights that are in the model: all weights, or one adapter."""
         weights = self._policy.tensors()
         own = find_nonfinite({name: sharding.local(part) for name, part in weights.items()})
         gathered = self._ranks.gather("\n".join(own).encode())
@@ -100,7 +101,7 @@ class TrainerState:
         )
 
     def _load_one(self, directory: Path) -> None:
-        """Read a state into the weights that the model holds."""
+        """Read a state into the weights that are in the model: all weights, or one adapter."""
         own = self._policy.tensors()
         self._weights.wait_for_copies()
         if self._ranks.is_alone:

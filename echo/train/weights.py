@@ -29,29 +29,29 @@ from echo.train.step import StepError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Backup:
-    """Weights and moments before a step of several updates, in the host's memory."""
+    """Copies of weights and moments from before a step of several updates, in the host's memory."""
 
     weights: Mapping[str, Tensor]
-    """This rank's shard of each parameter, by name."""
+    """This rank's shard of each parameter, by parameter name."""
     moments: Mapping[str, Tensor]
-    """The state of the optimizer (optimizer.py)."""
+    """The state of the optimizer, by "<parameter>/<part>" (optimizer.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SetAside:
-    """Weights and gradients of an adapter while another adapter is in the model."""
+    """The weights and gradients of an adapter while another adapter is in the model."""
 
     weights: Mapping[str, Tensor]
-    """This rank's shard of each parameter, by name, float32."""
+    """This rank's shard of each parameter, by parameter name, float32."""
     gradients: Mapping[str, Tensor]
     """Gradients that are not applied yet, by parameter name; empty if there are none."""
 
 
 class TrainedWeights:
-    """Trained parameters, their gradients, and the updates by an optimizer."""
+    """The trained parameters of a policy and their gradients; an optimizer updates them."""
 
     def __init__(self, policy: Policy) -> None:
-        """Take the parameters of a policy that is trained."""
+        """Store the trained parameters of a policy, and this rank's shards of them."""
         compute = policy.compute
         self._policy = policy
         self._device = compute.device
@@ -89,7 +89,7 @@ class TrainedWeights:
         """Return the norm of the gradient over all parameters and ranks.
 
         Raises:
-            StepError: if it is not finite.
+            StepError: if the norm is not finite.
         """
         gradients = [tensor.grad for tensor in self.parameters.values() if tensor.grad is not None]
         norm = sharding.norm_over(self._ranks, [sharding.local(each) for each in gradients])
@@ -141,19 +141,19 @@ class TrainedWeights:
         return norm
 
     def drop_gradients(self) -> None:
-        """Drop the gradient of every parameter; return freed memory if the process has grown."""
+        """Drop the gradient of every parameter; give freed memory back if the process has grown."""
         for tensor in (*self.parameters.values(), *self.shards.values()):
             tensor.grad = None
         if self._device.type == "cpu":
             self._trim()  # freed activations as well: they have other sizes next step
 
     def wait_for_copies(self) -> None:
-        """Have the device change the weights only after they have been copied."""
+        """Have the device change weights only after `copy_stream` has copied them."""
         if self.copy_stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self.copy_stream)
 
     def back_up(self, optimizer: AdamW) -> Backup:
-        """Return copies of the weights and of an optimizer's moments, in the host's memory."""
+        """Return copies, in the host's memory, of the weights and of an optimizer's moments."""
         weights, moments = (
             {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
             for tensors in (self.shards, optimizer.tensors())
@@ -169,7 +169,7 @@ class TrainedWeights:
         optimizer.load(backup.moments)
 
     def set_aside(self) -> SetAside:
-        """Return copies of the weights, and the gradients without copying them."""
+        """Return copies of the weights, and the gradients themselves, of the model's adapter."""
         return SetAside(
             weights={name: shard.detach().clone() for name, shard in self.shards.items()},
             gradients={
@@ -202,7 +202,7 @@ class TrainedWeights:
 
     @contextmanager
     def _memory_of_adamw(self) -> Iterator[None]:
-        """Turn a lack of memory for AdamW into an error that names the setting."""
+        """Turn a lack of memory in the block, which runs AdamW, into an EngineError."""
         try:
             yield
         except torch.OutOfMemoryError as error:

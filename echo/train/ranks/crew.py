@@ -51,7 +51,7 @@ from echo.train.trainer import Trainer
 from echo.wire.codec import decode_group, encode_group
 
 REASONS_S = 3.0
-"""Seconds to wait for the crash reasons of other ranks after a failure."""
+"""Longest wait, in seconds, for the crash reasons of other ranks after a failure."""
 IDLE = timedelta(days=365)
 """Longest wait for a command: gloo requires a limit, and commands have none."""
 
@@ -60,15 +60,15 @@ IDLE = timedelta(days=365)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The environment that torchrun gives to a process."""
+    """The environment variables that torchrun gives to a process."""
 
     rank: int
     size: int
     local_rank: int
-    """Number of this process on its machine, from 0."""
+    """Number of this process on its machine, counted from 0."""
     prefix: str
-    """Prefix of this start's keys in a store that outlives it; empty if each start has a new
-    store.
+    """Prefix of the keys of this start, for a store that outlives the start; empty if each start
+    has a new store.
     """
 
     @staticmethod
@@ -107,7 +107,7 @@ class Launch:
 
 
 def join(launch: Launch, device_type: str) -> Crew:
-    """Wait for the other ranks; return when all have joined.
+    """Wait until all ranks have joined; return the ranks as this process sees them.
 
     Args:
         launch: the environment from torchrun.
@@ -146,7 +146,7 @@ def form(
     *,
     collective_s: float = COLLECTIVE_S,
 ) -> Crew:
-    """Return the ranks that use the same store, with their process groups."""
+    """Return the ranks that use the same store, after making their process groups."""
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,
@@ -166,24 +166,24 @@ def form(
 
 
 class CrashReasons:
-    """The reasons why ranks have ended, kept in the ranks' store."""
+    """The reasons for which ranks have ended, kept in the store that all ranks use."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Take a store with a prefix of its own, and the number of this rank."""
+        """Store this rank's number, and the store, whose keys have a prefix of their own."""
         self._store, self._rank = store, rank
         self._others = [other for other in range(size) if other != rank]
 
     def leave(self, reason: str) -> None:
-        """Write why this rank ends; "" if another rank failed, or no rank."""
+        """Write why this rank ends; the reason is "" if this rank has not failed itself."""
         with suppress(RuntimeError):  # the store may be gone with the rank that held it
             self._store.set(f"reason of {self._rank}", reason)
             self._store.add(f"has ended: {self._rank}", 1)
 
     def wait_for_others(self, seconds: float) -> bool:
-        """Wait until all others have written a reason, at most `seconds`; return whether they have.
+        """Wait up to `seconds` until all other ranks have ended; return whether they have.
 
         Raises:
-            RuntimeError: if the store is gone.
+            RuntimeError: if the store is gone with the process that held it.
         """
         give_up_at = time.monotonic() + seconds
         while not all(map(self._has_ended, self._others)):
@@ -193,7 +193,7 @@ class CrashReasons:
         return True
 
     def explain(self) -> str:
-        """Return a text that names the ranks that failed, with reasons; wait up to REASONS_S."""
+        """Return a text that names the failed ranks and their reasons, after up to REASONS_S."""
         try:
             self.wait_for_others(REASONS_S)
             found, missing = [], []
@@ -218,20 +218,20 @@ class CrashReasons:
 
 
 class RankCommand(msgspec.Struct, frozen=True):
-    """The next command of all ranks."""
+    """The next command, which all ranks carry out."""
 
     name: str
-    """Command: "build", "write_rows" (of an image), "stop", or a method of the trainer."""
+    """What to do: "build", "write_rows" (of an image), "stop", or a method of the trainer."""
     path: str | None = None
-    """Path of a checkpoint, a version, or a directory."""
+    """Path of the command's checkpoint, version or directory; None if it has none."""
     groups: tuple[tuple[bytes, bytes], ...] = ()
-    """Groups as they are sent on the wire."""
+    """The groups of the command, encoded as they are sent on the wire."""
     dtype: str = ""
-    """Type in which the trainer to be built publishes its weights."""
+    """For "build": dtype in which the trainer publishes its weights."""
 
     @property
     def batch(self) -> list[Group]:
-        """Return the groups, decoded."""
+        """Return the groups of the command, decoded."""
         return [decode_group(header, arrays) for header, arrays in self.groups]
 
 
@@ -258,17 +258,17 @@ class Crew:
     """Device of this rank."""
     reasons: CrashReasons
     control: dist.ProcessGroup | None
-    """The process group for commands."""
+    """The process group for commands; None for a process without others."""
     _is_broken: bool = False
 
     def send(self, command: RankCommand) -> None:
-        """Send the next command to the others; the leader calls this."""
+        """Send the next command to the other ranks; only the leader calls this method."""
         data = np.frombuffer(msgspec.msgpack.encode(command), dtype=np.uint8)
         dist.broadcast(torch.tensor([len(data)]), src=0, group=self.control)
         dist.broadcast(torch.from_numpy(data.copy()), src=0, group=self.control)
 
     def receive(self) -> RankCommand:
-        """Wait for the next command of the leader; the others call this."""
+        """Wait for the leader's next command and return it; the other ranks call this method."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, src=0, group=self.control)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -276,12 +276,12 @@ class Crew:
         return _decoder.decode(data.numpy().data)
 
     def wait_for_all(self) -> None:
-        """Wait, without a limit of time, until all ranks have called this."""
+        """Wait, without a limit of time, until all ranks have called this method."""
         dist.barrier(group=self.control)
 
     @contextmanager
     def together(self, command: RankCommand) -> Iterator[None]:
-        """Send a command to the others; within the `with` block the leader carries it out.
+        """Send a command to the other ranks; in the `with` block the leader carries it out as well.
 
         Raises:
             RankError: if another rank has failed; no rank can go on.
@@ -305,7 +305,7 @@ class Crew:
             raise self.lost(command, error) from error
 
     def lost(self, command: RankCommand, error: BaseException) -> RankError:
-        """Return the error for a command that other ranks did not carry out."""
+        """Return the error for a command that other ranks did not carry out, with reasons."""
         self._is_broken = True
         return RankError(
             f"the learner's processes cannot go on with {command.name}: {self.reasons.explain()} "
@@ -313,7 +313,7 @@ class Crew:
         )
 
     def dismiss(self) -> None:
-        """Send "stop" to the others if they still run; the leader calls this last."""
+        """Send "stop" to the other ranks if no rank has failed; the leader calls this last."""
         if not self._is_broken:
             with suppress(RuntimeError):
                 self.send(RankCommand("stop"))
@@ -321,7 +321,7 @@ class Crew:
         self.leave()
 
     def leave(self) -> None:
-        """Leave the process groups."""
+        """Leave the process groups of the ranks."""
         self.reasons.leave("")
         if not self._is_broken:
             dist.destroy_process_group()
@@ -334,7 +334,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _describe_failure(command: RankCommand, error: BaseException) -> str:
-    """Return the text of a rank's failure, with a remedy if one is known."""
+    """Return a text that says how this rank failed in a command, with a remedy if one is known."""
     text = f"{command.name}: {type(error).__name__}: {_first_line(error)}"
     if isinstance(error, torch.OutOfMemoryError):
         text += "; lower learner.micro_batch_tokens, or set learner.gradient_checkpointing = true"
@@ -345,16 +345,17 @@ def _describe_failure(command: RankCommand, error: BaseException) -> str:
 
 
 Build = Callable[[Path | None], Trainer]
-"""Makes a rank's trainer, which continues from the checkpoint if one is given."""
+"""Makes the trainer of a rank; the trainer continues from the checkpoint, if the path is not None.
+"""
 
 
 class LeadTrainer:
-    """The trainer that the learner uses on rank 0; all ranks carry out each of its calls."""
+    """The trainer that the learner uses on rank 0; all ranks carry out its calls together."""
 
     def __init__(
         self, crew: Crew, build: Build, checkpoint: Path | None, *, published_dtype: str
     ) -> None:
-        """Have all ranks build their trainers.
+        """Have all ranks build their trainers and, for a checkpoint, load it.
 
         Args:
             crew: the ranks.
@@ -384,16 +385,16 @@ class LeadTrainer:
 
     @property
     def compute(self) -> Compute:
-        """Where and how this rank computes."""
+        """The device, precision and limit of a micro-batch of this rank."""
         return self._trainer.compute
 
     @property
     def step_count(self) -> int:
-        """Batches consumed so far."""
+        """Number of batches that the training has consumed so far."""
         return self._trainer.step_count
 
     def refusal(self, group: Group) -> str | None:
-        """See `Trainer`; no other rank is needed."""
+        """Return why a group should not count; see `Trainer.refusal`. No other rank is asked."""
         return self._trainer.refusal(group)
 
     def describe_rows(self) -> str:
@@ -401,45 +402,51 @@ class LeadTrainer:
         return f"{self._trainer.describe_rows()}, by {self._crew.ranks.size} processes"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """See `Trainer`."""
+        """Train on one batch of groups on all ranks; see `Trainer.step`."""
         with self._crew.together(_with_groups("step", groups)):
             return self._trainer.step(groups)
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
-        """See `Trainer`."""
+        """Return the groups that a step would also refuse alone; see `Trainer.find_faulty`."""
         with self._crew.together(_with_groups("find_faulty", groups)):
             return self._trainer.find_faulty(groups)
 
     def forward(self, groups: Sequence[Group]) -> list[list[npt.NDArray[np.float32]]]:
-        """See `Trainer`."""
+        """Return log-probabilities of completion tokens; see `Trainer.forward`."""
         with self._crew.together(_with_groups("forward", groups)):
             return self._trainer.forward(groups)
 
     def rescore(
         self, groups: Sequence[Group], version: Path | None
     ) -> list[list[npt.NDArray[np.float32]]]:
-        """See `Trainer`; the file is on a disk that all ranks share."""
+        """Return scores under published weights; see `Trainer.rescore`.
+
+        The file is on a disk that all ranks share.
+        """
         path = None if version is None else str(version.absolute())
         with self._crew.together(_with_groups("rescore", groups, path)):
             return self._trainer.rescore(groups, version)
 
     @property
     def unrounded(self) -> frozenset[str]:
-        """Names of tensors that are published in their own dtype."""
+        """Names of the tensors that are published in their own dtype, without rounding."""
         return self._trainer.unrounded
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's part of the weights; see `Trainer`."""
+        """Return this rank's part of the weights by name; see `Trainer.tensors`."""
         return self._trainer.tensors()
 
     def save_state(self, directory: Path) -> None:
-        """See `Trainer`; the directory is on a disk that all ranks share."""
+        """Write the state of all ranks; see `Trainer.save_state`.
+
+        The directory is on a disk that all ranks share.
+        """
         with self._crew.together(RankCommand("save_state", str(directory.absolute()))):
             self._trainer.save_state(directory)
 
 
 AnyTrainer = Trainer | LeadTrainer
-"""The trainer of a learner."""
+"""The trainer that a learner uses, of one process or of several."""
 
 
 def _with_groups(name: str, groups: Sequence[Group], path: str | None = None) -> RankCommand:
@@ -450,10 +457,10 @@ def _with_groups(name: str, groups: Sequence[Group], path: str | None = None) ->
 
 
 def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
-    """Carry out the leader's commands until "stop".
+    """Carry out the leader's commands on another rank until the command "stop".
 
     Raises:
-        RankError: if this rank fails, or the others are gone.
+        RankError: if this rank fails, or the other ranks are gone.
     """
     command = RankCommand("start")
     try:
@@ -484,7 +491,7 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
 def _carry_out(
     trainer: Trainer, images: FollowImages, command: RankCommand, log: logging.Logger
 ) -> None:
-    """Carry out a command; the leader handles an error that all ranks raise alike."""
+    """Carry out a command; log an error that all ranks raise alike, which the leader handles."""
     path = None if command.path is None else Path(command.path)
     calls: dict[str, Callable[[], object]] = {
         "step": lambda: trainer.step(command.batch),

@@ -78,7 +78,7 @@ from echo.weights.manifest import ChunkHashes, TensorSpec, hash_chunks
 from echo.weights.store.memory import RecycledMemory
 
 PIECE_BYTES = 4 << 20
-"""Bytes of an image that a rank of another machine sends at a time."""
+"""Number of bytes of an image that a rank of another machine sends at a time."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -95,7 +95,7 @@ class RowSpan:
     stop: int
 
     def pieces(self) -> Iterator[tuple[int, int, WordBytes]]:
-        """Yield start and end of each piece, and the size of its words."""
+        """Yield start and end of each piece of the span, and the size of its words, in bytes."""
         for first in range(self.start, self.stop, PIECE_BYTES):
             last = min(first + PIECE_BYTES, self.stop)
             yield first, last, word_bytes_of([self.spec], first, last)
@@ -134,7 +134,7 @@ def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int
 
     Args:
         specs: the place of each tensor in the image.
-        tensors: weights by name, of any rank.
+        tensors: the weights of any rank by name, sharded or whole.
         rank: the rank that writes the spans.
         size: number of ranks.
     """
@@ -153,7 +153,7 @@ def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int
 
 
 class RemoteRows:
-    """Sends the rows of a rank that is on another machine than rank 0."""
+    """Sends the changed rows of a rank to rank 0, which is on another machine."""
 
     def __init__(
         self, spans: Sequence[RowSpan], stream: CopyStream | None, group: dist.ProcessGroup | None
@@ -171,7 +171,10 @@ class RemoteRows:
         self._last: memoryview | None = None
 
     def begin(self, tensors: Weights) -> Callable[[], None]:
-        """Round the rows; return a function that waits for them and sends the changes to rank 0."""
+        """Begin to round the rows of a version; return a function that completes the work.
+
+        The function waits for the rows and sends their changes to rank 0.
+        """
         new = self._memory.take(self._ends[-1])
         places = [host_bytes(new[first:last]) for first, last in pairwise(self._ends)]
         wait = begin_to_write(zip(self._spans, places, strict=True), tensors, self._stream)
@@ -200,11 +203,11 @@ def receive_rows(
     """Receive the rows of a rank on another machine, and write them into the image.
 
     Args:
-        rank: the sender.
+        rank: the rank that sends the rows.
         spans: the spans of the sender's rows.
         image: image of this version.
         last: image of the version before; None for the first version.
-        group: the process group of these rows.
+        group: the process group that rows of other machines are sent in.
     """
     size = torch.zeros(1, dtype=torch.int64)
     for span in spans:
@@ -220,7 +223,7 @@ def receive_rows(
 
 
 def new_memory(num_bytes: int) -> tuple[int, Bytes]:
-    """Return zeroed memory that other processes can map, and its descriptor."""
+    """Return the file descriptor of new zeroed memory that processes can share, and its mapping."""
     if sys.platform == "linux":
         descriptor = os.memfd_create("echo-image")
     else:
@@ -231,7 +234,7 @@ def new_memory(num_bytes: int) -> tuple[int, Bytes]:
 
 
 def map_shared(descriptor: int, num_bytes: int) -> Bytes:
-    """Return the memory of a descriptor, which another process may have made."""
+    """Return a mapping of the memory of a file descriptor, which another process may have made."""
     return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
 
 
@@ -241,21 +244,21 @@ def address_of(image: memoryview) -> int:
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's message about the memory of the next image; descriptors follow."""
+    """Rank 0's message about the memory of the next image; file descriptors follow the message."""
 
     image: int
-    """Number of the memory that the image is written into."""
+    """Number of the memory area that the image is written into."""
     made: tuple[tuple[int, int], ...]
-    """Number and bytes of each new memory, whose descriptor follows this message."""
+    """Number and size in bytes of each new memory area, whose descriptor follows this message."""
     live: frozenset[int]
-    """Numbers of all memory in use."""
+    """Numbers of all memory areas in use."""
 
 
 class AskedBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Request to code blocks; the answer is a list of `CodedBlock`."""
 
     image: int
-    """Number of the memory that the image is in."""
+    """Number of the memory area that the image is in."""
     base: int | None
     blocks: tuple[tuple[int, int, WordBytes], ...]
 
@@ -264,7 +267,7 @@ class AskedHashes(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Request to hash chunks; the answer is a `ChunkHashes`."""
 
     image: int
-    """Number of the memory that the image is in."""
+    """Number of the memory area that the image is in."""
     chunk_bytes: int
     first: int
     stop: int
@@ -281,11 +284,11 @@ _Socket: TypeAlias = "Connection[bytes, bytes]"
 
 
 def answer(connection: _Socket) -> bytes:
-    """Return the next message of a rank.
+    """Wait for the next message of a rank, and return it.
 
     Raises:
-        OSError: if its process has ended, or sends nothing for COLLECTIVE_S.
-        EOFError: if its process has ended.
+        OSError: if the rank's process has ended, or sends nothing for COLLECTIVE_S seconds.
+        EOFError: if the rank's process has ended.
     """
     if not connection.poll(COLLECTIVE_S):
         raise TimeoutError(f"no answer for {COLLECTIVE_S:.0f} s")
@@ -294,7 +297,7 @@ def answer(connection: _Socket) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """The connections between rank 0 and another rank of its machine."""
+    """The two connections between rank 0 and another rank of its machine."""
 
     memory: _Socket
     coding: _Socket
@@ -302,12 +305,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendezvous:
-    """Connections of the ranks on rank 0's machine, and the process group of all other ranks."""
+    """Connections of the ranks on rank 0's machine, and the process group of other ranks."""
 
     links: dict[int, Link]
     """On rank 0, links to the other ranks of its machine; on those ranks, the link to rank 0."""
     remote: dist.ProcessGroup | None
-    """Process group for the rows of ranks on other machines; None without such ranks."""
+    """Process group for the rows of ranks on other machines; None if there are no such ranks."""
 
 
 def _remote_group(ranks: Ranks, num_local: int) -> dist.ProcessGroup | None:
@@ -320,7 +323,7 @@ def _remote_group(ranks: Ranks, num_local: int) -> dist.ProcessGroup | None:
 
 
 def accept(ranks: Ranks) -> Rendezvous:
-    """Connect the ranks of this machine; rank 0 calls this, the others call `reach`."""
+    """Return the connections of rank 0 to the ranks of its machine, which call `reach`."""
     found: dict[int, dict[str, _Socket]] = {}
     # A socket's path has at most some 100 bytes, and schedulers of clusters set longer TMPDIRs.
     place = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
@@ -338,7 +341,7 @@ def accept(ranks: Ranks) -> Rendezvous:
 
 
 def reach(ranks: Ranks) -> Rendezvous:
-    """Connect to rank 0, which calls `accept`."""
+    """Return the connection to rank 0, which calls `accept`, if it is on this machine."""
     address = ranks.gather(b"")[0].decode()
     links = {}
     with suppress(OSError):
@@ -357,7 +360,7 @@ class LocalRank:
     """Another rank of this machine, which codes and hashes parts of images for rank 0."""
 
     def __init__(self, coding: _Socket, numbers: Mapping[int, int]) -> None:
-        """Take the connection and the table of memory.
+        """Store the connection and the table of memory areas.
 
         Args:
             coding: the connection for requests.
@@ -372,7 +375,7 @@ class LocalRank:
         base: memoryview | None,
         blocks: Sequence[tuple[int, int, WordBytes]],
     ) -> list[CodedBlock]:
-        """Have the rank code blocks; return them as `code_block` makes them."""
+        """Have the rank code blocks of an image; return them as `code_block` would return them."""
         number = None if base is None else self._number(base)
         answered = None
         if number != 0:  # the other process does not map memory 0
@@ -382,7 +385,7 @@ class LocalRank:
         return _coded_decoder.decode(answered)
 
     def hash(self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes) -> ChunkHashes:
-        """Have the rank hash chunks; return the hashes as `hash_chunks` makes them."""
+        """Have the rank hash chunks of an image; return the hashes as `hash_chunks` would."""
         asked = AskedHashes(self._number(image), chunk_bytes, chunks.start, chunks.stop, key)
         answered = self._ask(asked)
         if answered is None:
@@ -390,11 +393,11 @@ class LocalRank:
         return _hashes_decoder.decode(answered)
 
     def _number(self, image: memoryview) -> int:
-        """Return the number of an image's memory; 0 for memory that the other rank does not map."""
+        """Return the number of an image's memory area; 0 if the other rank does not map it."""
         return self._numbers.get(address_of(image), 0)
 
     def _ask(self, asked: AskedBlocks | AskedHashes) -> bytes | None:
-        """Return the answer to a request; None if the rank cannot answer."""
+        """Send a request to the rank and return its answer; None if the rank cannot answer."""
         if not asked.image or self._coding.closed:
             return None
         try:
@@ -420,7 +423,7 @@ class LeadImages:
         """Connect to the other ranks.
 
         Args:
-            ranks: all of them.
+            ranks: all ranks of the learner.
             specs: where each tensor lies in an image.
             stream: see `begin_to_write`.
             together: context manager that has all ranks begin to write an image.
@@ -434,7 +437,8 @@ class LeadImages:
         """
         self._num_made = 0
         self._made: dict[int, tuple[int, int]] = {}
-        """Descriptor and size of each memory not yet sent to the other ranks, by number."""
+        """File descriptor and size of each memory area not yet sent to the other ranks, by number.
+        """
         links = self._rendezvous.links
         self._memory = RecycledMemory(
             2, self._make_piece if links else image_memory, max_pieces=KEEP_VERSIONS + 1
@@ -446,7 +450,7 @@ class LeadImages:
         self.helpers = tuple(LocalRank(link.coding, self._numbers) for link in links.values())
 
     def prepare(self) -> bool:
-        """Return whether `make` would wait for nothing; if memory is lacking, begin to make it."""
+        """Return whether `make` would not wait; begin to allocate memory if it is lacking."""
         if any(each is not None and not each.done() for each in (self._ready, self._growing)):
             return False
         if self._memory.can_grow and not self._memory.has_free:
@@ -490,7 +494,7 @@ class LeadImages:
         image: memoryview,
         last: memoryview | None,
     ) -> CodedDelta | None:
-        """Wait until all rows are in the image; the delta is coded later, on request."""
+        """Wait until all rows are in the image; return None: the delta is coded later."""
         try:
             wait()
             for link in self._rendezvous.links.values():
@@ -513,7 +517,7 @@ class LeadImages:
         return piece
 
     def _send_memory(self, image: memoryview) -> None:
-        """Send the ranks of this machine the memory that an image is written into."""
+        """Send the other ranks of this machine the memory area that an image is written into."""
         made = tuple((number, num_bytes) for number, (_, num_bytes) in self._made.items())
         number = self._numbers.get(address_of(image), 0)
         message = _encode(Memory(number, made, frozenset(self._numbers.values())))
@@ -542,7 +546,7 @@ class FollowImages:
         """Connect to rank 0.
 
         Args:
-            ranks: all of them.
+            ranks: all ranks of the learner.
             specs: where each tensor lies in an image.
             tensors: this rank's weights by name.
             stream: see `begin_to_write`.
@@ -550,7 +554,7 @@ class FollowImages:
         self._stream = stream
         self._spans = spans_of(specs, tensors, ranks.rank, ranks.size)
         self._memory: dict[int, Bytes] = {}
-        """Memory areas of images, by number."""
+        """The memory areas of images that this rank maps, by number."""
         rendezvous = reach(ranks)
         self._link = rendezvous.links.get(0)
         self._remote_rows = (
@@ -583,7 +587,7 @@ class FollowImages:
         self._sending = self._thread.submit(send)
 
     def check(self) -> None:
-        """Check that the rows of the last image were written or sent.
+        """Raise if the rows of the last image could not be written or sent.
 
         Raises:
             RankError: if writing or sending them failed.
@@ -604,7 +608,7 @@ class FollowImages:
         return self._memory[message.image]
 
     def _answer(self, coding: _Socket, num_threads: int) -> None:
-        """Answer rank 0's requests to code and hash until rank 0's process ends."""
+        """Answer rank 0's requests to code and to hash, until rank 0's process ends."""
         pool = ThreadPoolExecutor(num_threads, "coder")
         with coding, pool, suppress(OSError, EOFError):
             while True:

@@ -41,12 +41,12 @@ from echo.train.ranks import sharding
 
 
 def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
-    """Read the weights of a model; an adapter's tensors are not changed.
+    """Read a directory's weights into a sharded model; an adapter's tensors are not changed.
 
     Args:
         weights_dir: directory of the files.
         model_dir: directory of the model's configuration.
-        model: sharded over the ranks, perhaps with an adapter.
+        model: the model, sharded over the ranks, perhaps with an adapter.
 
     Raises:
         DataError: if a file cannot be read, or the files belong to another model.
@@ -89,7 +89,7 @@ def _layer(key: str) -> int:
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied tensors once."""
+    """Return a model's parameters and persistent buffers by name, tied tensors once."""
     named: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         named.setdefault(id(tensor), (name, tensor))
@@ -97,7 +97,10 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
-    """Return the names of tensors whose rows do not come from the same rows of the files."""
+    """Return the names of the tensors that each rank must read whole, not only its own rows.
+
+    Their rows do not come from the same rows of the files.
+    """
     mapping = get_model_conversion_mapping(shapes)  # a new one, since some conversions keep a state
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -138,7 +141,7 @@ def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) 
 
 
 def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
-    """Copy the tensors that were read into the shards; return their names."""
+    """Copy the tensors that were read into the shards of the same names; return their names."""
     found = {name: t for name, t in _named(shapes).items() if not t.is_meta and name in own}
     for name, tensor in found.items():
         sharding.copy_local(own[name], tensor)

@@ -38,20 +38,20 @@ from echo.train.ranks import sharding
 from echo.train.ranks.sharding import Ranks
 
 PATTERN = "shard-*.safetensors"
-"""Names of the files."""
+"""Pattern of the names of a sharded state's files."""
 
 
 Tensors = dict[str, Tensor]
 
 
 def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write tensors by name; all ranks call this together.
+    """Write a state's tensors into sharded files; all ranks call this function together.
 
     Args:
         directory: an existing directory on a disk that all ranks share.
         tensors: this rank's tensors, sharded or whole; a whole tensor is equal on all ranks that
             have it.
-        ranks: all of them.
+        ranks: all ranks that train the model.
 
     Raises:
         StorageError: on all ranks, if one of them cannot write, or writes into another directory.
@@ -84,7 +84,7 @@ def _check_shared(directory: Path, ranks: Ranks) -> None:
 def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
     """Return this rank's weights, sharded like `own`, and its parts of the moments.
 
-    All ranks call this together.
+    All ranks call this function together.
 
     Args:
         directory: a directory written by any number of ranks.
@@ -123,7 +123,7 @@ def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tenso
 
 
 def read_whole(directory: Path) -> tuple[Tensors, Tensors]:
-    """Return whole weights and moments on the CPU, for a process that trains alone.
+    """Return the whole weights and moments of a sharded state, on the CPU; for a single process.
 
     Raises:
         StorageError: if a file is missing or damaged.
@@ -144,7 +144,7 @@ def _divided(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def _find_tensors(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and type of each whole tensor in a directory's files."""
+    """Return shape and dtype of each whole tensor in a directory's files, by name."""
     with _named(f"{directory}: cannot read the trainer's state"):
         found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
     return {
@@ -166,7 +166,7 @@ def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turn the library's errors into a `StorageError`."""
+    """Turn the errors of torch's checkpoints in the block into a `StorageError` with `what`."""
     try:
         with warnings.catch_warnings():
             # torch warns that there is only one process, which is intended here.

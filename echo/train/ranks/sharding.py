@@ -45,7 +45,8 @@ from echo.core.errors import EngineError
 from echo.train.step import StepError
 
 COLLECTIVE_S = 600.0
-"""Longest wait of a rank for another within a command; a micro-batch takes far less."""
+"""Longest wait of a rank for another rank within a command, seconds; a micro-batch takes far less.
+"""
 
 # --- exchange between ranks -----------------------------------------------------------------------
 
@@ -54,12 +55,12 @@ COLLECTIVE_S = 600.0
 class Ranks:
     """The processes that train one model together, as one of them sees them.
 
-    All ranks call its methods in the same order, and each waits for the others. `ALONE` is a
+    All ranks call the methods in the same order, and each waits for the others. `ALONE` is a
     process without others, which does not wait.
     """
 
     rank: int
-    """Number of this rank, from 0."""
+    """Number of this rank, counted from 0."""
     size: int
     """Number of ranks."""
     mesh: DeviceMesh | None
@@ -95,7 +96,7 @@ class Ranks:
         ]
 
     def gather_tensors(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return the tensors of each rank by name, in the order of ranks.
+        """Return the tensors of every rank by name, in the order of ranks.
 
         The tensors are on the CPU; a process alone gets its own tensors back, on their device.
         """
@@ -107,7 +108,7 @@ class Ranks:
         return [safetensors.torch.load(data) for data in self.gather(packed)]
 
     def raise_together(self, failure: StepError | None) -> None:
-        """Raise the error of the first rank that has one, on all ranks.
+        """Raise the error of the first rank that has an error, on all ranks.
 
         Raises:
             StepError: if any rank has an error; if there are several ranks, the text names the
@@ -122,7 +123,7 @@ class Ranks:
                 raise StepError(f"rank {rank}: {text}", reason=reason) from failure
 
     def add_up(self, value: float) -> float:
-        """Return the sum over the ranks, the same on each."""
+        """Return the sum of each rank's value, which is the same on each rank."""
         if self.is_alone:
             return value
         total = torch.tensor([value], dtype=torch.float64)
@@ -131,11 +132,11 @@ class Ranks:
 
 
 ALONE = Ranks(rank=0, size=1, mesh=None)
-"""A process that trains its model alone."""
+"""The only rank of a process that trains its model alone."""
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an error means that other ranks are gone, and not that this rank failed."""
+    """Return whether an error means that other ranks are gone, not that this rank failed."""
     text = str(error)
     return isinstance(error, dist.DistError | ConnectionError | EOFError) or (
         isinstance(error, RuntimeError) and ("gloo" in text or "Connection" in text)
@@ -146,15 +147,15 @@ def is_loss(error: BaseException) -> bool:
 
 
 class ShardedModel(nn.Module):
-    """Root of a sharded model, within whose forward the embedding and the head are whole."""
+    """The root of a sharded model; within its forward, embedding and head are whole tensors."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Take a model that is not sharded yet."""
+        """Store a model that is not sharded yet; `shard` divides it."""
         super().__init__()
         self.model = model
 
     def forward(self, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that computes with the model and returns a tuple of tensors."""
+        """Call a function that computes with the model; return its tuple of tensors."""
         return compute(*arguments)
 
 
@@ -166,8 +167,8 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
     Args:
         model: a causal language model of transformers, equal on all ranks, on any device; its
             trained parameters require a gradient already.
-        ranks: several; the shards are on their type of device.
-        dtype: the type that it computes in.
+        ranks: two or more ranks; the shards are on their type of device.
+        dtype: the type that the model computes in.
 
     Raises:
         EngineError: if the model does not say which modules are its layers.
@@ -198,7 +199,7 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
 
 
 def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> Any:
-    """Compute with a sharded model; if gradients are off, divide it again afterwards."""
+    """Compute with a sharded model; if gradients are off, divide the gathered weights again."""
     found = root(compute, *arguments)
     if not torch.is_grad_enabled():
         assert isinstance(root, FSDPModule), "shard() has made it one"
@@ -210,13 +211,13 @@ def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> An
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, not copied; return a whole tensor itself."""
+    """Return this rank's part of a sharded tensor, not copied, or a tensor that is whole itself."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def copy_local(tensor: Tensor, given: Tensor) -> None:
-    """Copy `given` into `tensor`; if only `tensor` is sharded, copy this rank's rows."""
+    """Copy `given` into `tensor`; if only `tensor` is sharded, copy only this rank's rows."""
     if isinstance(given, DTensor):
         given = local(given)
     elif isinstance(tensor, DTensor):
@@ -232,7 +233,7 @@ def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def local_parameter(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor as a parameter, which can have a gradient."""
+    """Return this rank's part of a tensor as a parameter, which can hold a gradient."""
     return nn.Parameter(local(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
@@ -255,6 +256,6 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def norm_over(ranks: Ranks, parts: list[Tensor]) -> float:
-    """Return the norm of the vector of all numbers in the `parts` of all ranks."""
+    """Return the norm of the vector of all elements in the `parts` of all ranks."""
     norm = float(torch.nn.utils.get_total_norm(parts))
     return math.sqrt(ranks.add_up(norm * norm))  # a process alone gets the same number
