@@ -27,7 +27,7 @@ def balanced_rounds(
     num_ranks: int = 1,
     group_index: Sequence[int] | None = None,
 ) -> list[list[Bin]]:
-    """Divide rows into rounds of one micro-batch per rank.
+    """Return the rows divided into rounds; a round has one micro-batch for each rank.
 
     The heaviest round comes first, so that a lack of memory shows at once. A row is never cut: a
     row longer than `max_tokens` gets a micro-batch of its own. With `group_index` a group is never
@@ -93,7 +93,7 @@ def _fill(
     """Put each unit (work, tokens, rows), heaviest first, into the lightest bin that can hold it.
 
     Returns:
-        The work and the rows of each bin; None if a unit fits into no bin.
+        The work and the rows of each bin; None if some unit fits into no bin.
     """
     contents: list[Bin] = [[] for _ in range(num_bins)]
     works = [0.0] * num_bins

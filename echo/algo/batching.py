@@ -41,7 +41,7 @@ slower with shared prompts: below this share a CPU loses more time there than it
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingRow:
-    """One rollout with its prompt and its advantage, ready to be trained on."""
+    """One rollout with its prompt and its advantage, as the trainer takes it."""
 
     prompt_ids: npt.NDArray[np.int32]
     """[P] token ids of the prompt."""
@@ -328,7 +328,7 @@ def pack_micro_batches(
     group_index: Sequence[int] | None = None,
     by_powers: bool = False,
 ) -> list[list[int]]:
-    """Divide rows into micro-batches of at most `max_tokens` tokens, padding counted.
+    """Return the rows divided into micro-batches of up to `max_tokens` tokens, padding counted.
 
     Rows of similar length are put together, longest first, so that there is little padding and a
     lack of memory shows in the first micro-batch. A row is never cut: a row longer than
@@ -500,7 +500,8 @@ def collate(
     """Return the samples as one micro-batch on the CPU.
 
     Args:
-        samples: at least one; either all have proximal log-probabilities or none has.
+        samples: at least one sample; either all samples have proximal log-probabilities or no
+            sample has.
         score_all: whether `completion_mask` covers every completion token, not only trained tokens.
         is_packed: whether to put all samples into one row.
         units: unit of each sample in a packed row; neighbours of the same unit share their prompt.
@@ -572,7 +573,7 @@ def _input_ids(
 def _padded(
     is_token: npt.NDArray[np.bool_], values: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike
 ) -> npt.NDArray[Any]:
-    """Return a [B, T] array with the values of each rollout in its row, and 0 in padding.
+    """Return the values of each rollout as a row of a [B, T] array, with 0 in padding.
 
     `is_token` is False in padding.
     """

@@ -124,7 +124,7 @@ class RolloutMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedLoss:
-    """A loss over the rollouts that its masks keep.
+    """A loss that is taken over only those rollouts that its masks keep.
 
     `dropped/<reason>` counts the tokens of the rollouts that a mask drops; a rollout may be dropped
     for several reasons.

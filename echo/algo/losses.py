@@ -234,7 +234,7 @@ class GrpoLoss(ClippedTokenLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DapoLoss(GrpoLoss):
-    """Decoupled clip and token mean, as DAPO has them.
+    """The loss of DAPO: a clip with two widths, and the mean over tokens.
 
     l_t as in GRPO with low .2, high .28 and no dual clip;  loss = sum_t l_t / num_tokens.
 

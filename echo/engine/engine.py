@@ -101,7 +101,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens cannot be drawn; completions then have the support of each token."""
+        """Whether some tokens cannot be drawn; completions then record each token's support."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 

@@ -66,7 +66,9 @@ class Lora:
     alpha: int
     """Numerator of the factor alpha / rank, by which the adapter's product B A is multiplied."""
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
-    """Last parts of module names, or "all-linear" for every linear layer but the head."""
+    """Last parts of the names of the modules to adapt, or "all-linear" for every linear layer but
+    the head.
+    """
     num_versions: int = 1
     """Number of newest versions that training accepts; an engine keeps them side by side if memory
     allows.

@@ -275,7 +275,7 @@ def build_shapes(directory: Path, attn_implementation: str = "eager") -> Any | N
 
 
 def unrounded_names(model: Any | None) -> frozenset[str]:
-    """Return the names of persistent floating-point buffers, which a version keeps unrounded.
+    """Return the names of a model's persistent float buffers, which a version keeps unrounded.
 
     Such a buffer is no parameter. For instance, the bias with which a router chooses experts is
     float32; a rounded bias would choose other experts.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 BackendName = Literal["auto", "triton", "torch"]
-"""Name of a backend; "auto" takes the fastest that can compute the input."""
+"""Name of a backend; "auto" takes the fastest backend that can compute the input."""
 
 MAX_LOG_RATIO = 20.0
 """Bound on |log ratio| before exp, as in verl: finite in float32, and far beyond every clip."""
@@ -96,7 +96,7 @@ class Scores:
     `with_entropy`.
     """
     peak: Tensor
-    """Largest logit over temperature of the row, in a unit that the backend chooses."""
+    """Largest logit of the row divided by the temperature, in a unit that the backend chooses."""
     total: Tensor
     """Sum over the vocabulary of exp(logit over temperature - peak), for each row."""
     terms: PolicyTerms | None
@@ -189,7 +189,7 @@ class Kernels(Protocol):
         ...
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-        """Return the [M] logits of the pairs over temperature, in the dtype of `scale` [N]."""
+        """Return the [M] logits of the pairs times `scale` [N] of their rows, in its dtype."""
         ...
 
     def pair_gradients(

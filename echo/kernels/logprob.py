@@ -288,7 +288,7 @@ def linear_pair_logits(
     *,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """Return the [M] logits over temperature of M chosen pairs of row and id, with gradient.
+    """Return the [M] logits, divided by temperature, of M pairs of row and id, with gradient.
 
     With the log-probability l of an id a of the same row by `linear_logprob`, the log-probability
     of an id j in the whole vocabulary is l + logit(j) - logit(a).

@@ -103,7 +103,7 @@ PAIR_NUMBERS = 1 << 22
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-    """Return the [M] logits of the pairs over temperature, some thousand pairs at a time."""
+    """Return the [M] logits of the pairs divided by temperature, some thousand pairs at a time."""
     logits = scale.new_empty(len(pairs.rows))
     for part in _parts(hidden, pairs):
         rows, ids = pairs.rows[part], pairs.ids[part]
@@ -160,7 +160,7 @@ def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
 
 
 def _scaled_logits(states: Tensor, chunk: Tensor, scale: Tensor) -> Tensor:
-    """Return [N, columns] logits over temperature, in the dtype of the statistics."""
+    """Return [N, columns] logits divided by temperature, in the dtype of the statistics."""
     return (states @ chunk.to(states.dtype).T).mul_(scale[:, None])
 
 

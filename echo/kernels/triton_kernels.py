@@ -344,7 +344,7 @@ def pair_logits_kernel(
     num_pairs, states_stride, weight_stride,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the logits over temperature of a few pairs of a row and an id."""
+    """Store the logits, divided by temperature, of a few pairs of a row and an id."""
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     is_pair = pairs < num_pairs
     rows = tl.load(rows_ptr + pairs, mask=is_pair, other=0)
@@ -524,7 +524,7 @@ _PAIRS = 32
 
 @_on_its_device
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-    """Return the [M] logits of the pairs over temperature; a pair reads one row of the head."""
+    """Return the [M] logits of the pairs divided by temperature, from one head row per pair."""
     hidden = hidden.contiguous()
     logits = scale.new_empty(len(pairs.rows))
     if len(logits):

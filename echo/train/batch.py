@@ -204,7 +204,7 @@ def _lacks_support(group: Group) -> bool:
 
 
 def _has_likely_ids(rollout: Rollout) -> bool:
-    """Return whether every trained token has likely ids."""
+    """Return whether every trained token has recorded likely ids of the sampler."""
     if rollout.likely is None:
         return not rollout.completion_mask.any()
     return bool((rollout.likely.counts[rollout.completion_mask] > 0).all())

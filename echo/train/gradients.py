@@ -182,7 +182,8 @@ class Gradients:
     def _score(self, micro: MicroBatch, loss: Loss) -> _Scored:
         """Return the policy's scores of a micro-batch, fused with the loss if the loss allows it.
 
-        Supports leave few logits to compute, so that there is nothing to fuse the loss with.
+        For tokens that were drawn from a known set of ids, only the logits of that set are
+        computed, so there is no kernel that the loss could be fused with.
         """
         policy = self._models.policy
         fused_clip = loss.fused_clip if isinstance(loss, ClippedTokenLoss) else None

@@ -31,7 +31,7 @@ RowScores = list[npt.NDArray[np.float32]]
 
 
 class TokenScores:
-    """Scores tokens by the policy and by the models beside it."""
+    """Scores tokens by the policy and by the frozen models beside it, without a gradient."""
 
     def __init__(self, models: Models, *, inv_temperature: float) -> None:
         """Store the models that score.
@@ -52,7 +52,7 @@ class TokenScores:
         return _score_rows(rows, self._models.policy, self._policy_logprobs)
 
     def of_version(self, rows: Sequence[TrainingRow]) -> RowScores:
-        """Return [T, 2] scores of each row by the weights that the rescorer holds.
+        """Return the scores of each row, [T, 2], under the weights that the rescorer holds.
 
         Returns:
             Log-probability of each token, and the log of the mass that top_k and top_p leave.

@@ -74,7 +74,7 @@ class Speedometer:
             self._totals.part_s[name] = self._totals.part_s.get(name, 0.0) + spent_s
 
     def packing(self, packed: Iterator[T]) -> Iterator[T]:
-        """Yield the items of an iterator, and count the time that they take to make as packing."""
+        """Yield the items of an iterator; count the time until each comes as packing."""
         while True:
             with self.part("pack"):
                 found = next(packed, None)

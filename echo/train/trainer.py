@@ -79,7 +79,7 @@ GroupScores = list[list[npt.NDArray[np.float32]]]
 
 
 class Trainer:
-    """A policy, its optimizer, and the steps that train it."""
+    """A policy, its optimizer, and the operations by which a program trains the policy."""
 
     def __init__(
         self,
@@ -178,8 +178,8 @@ class Trainer:
 
         Args:
             batch: the rows to train on, with the counts that the loss divides by.
-            loss: any loss; it gets the inputs that it declares in `needs`, except rollouts that
-                `batch` leaves out.
+            loss: any loss; the loss gets the inputs that it declares in `needs`, except rollouts
+                that `batch` leaves out.
 
         Returns:
             Sums over the tokens of the pass by metric (train/findings.py), and the loss as
@@ -207,7 +207,7 @@ class Trainer:
         return _by_group(groups, scores)
 
     def optim_step(self, settings: OptimizerSettings) -> float:
-        """Clip the accumulated gradient, have AdamW apply it, and drop it.
+        """Clip the accumulated gradient, update the weights by AdamW, and drop the gradient.
 
         Args:
             settings: settings of this update; the learning rate is taken at the step under way.

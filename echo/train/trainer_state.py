@@ -34,7 +34,7 @@ class TrainerState:
         self._ranks = policy.compute.ranks
 
     def save(self, directory: Path) -> None:
-        """Write the state into an existing directory, without a gradient that is not applied yet.
+        """Write the state into an existing directory; a gradient not yet applied is left out.
 
         If there are several adapters, each is written into a directory of its name.
 
@@ -55,7 +55,7 @@ class TrainerState:
         self._adapters.for_each(save_adapter)
 
     def load(self, directory: Path) -> None:
-        """Read a state that any number of ranks has written.
+        """Continue from a state in a directory, which any number of ranks may have written.
 
         Raises:
             StorageError: if the files are missing or damaged.

@@ -99,7 +99,7 @@ class TrainedWeights:
         return norm
 
     def update(self, optimizer: AdamW, settings: OptimizerSettings, *, step: int) -> float:
-        """Clip the gradient, have the optimizer apply it, and drop it.
+        """Clip the gradient, update the weights by the optimizer, and drop the gradient.
 
         Args:
             optimizer: an optimizer from `new_optimizer`.

@@ -68,7 +68,7 @@ Job = Callable[[], None]
 
 
 class Mailbox:
-    """Passes jobs to the thread that holds it open; a closed mailbox runs them in the caller."""
+    """Passes jobs to the thread that holds the mailbox open; if closed, the caller runs them."""
 
     def __init__(self) -> None:
         """Start closed, without jobs."""
@@ -366,7 +366,7 @@ class TransformersEngine(Engine):
                 waiting.append(batch)
 
     def _numbers(self, prompt_tokens: int, completion_tokens: int) -> str:
-        """Describe the memory that a rollout needs, the budget and the free memory."""
+        """Return a text with the memory that a rollout needs, the budget and the free memory."""
         weights, one = self._needs(prompt_tokens, completion_tokens)
         return (
             f"the weights take {format_bytes(weights)}, one rollout of {prompt_tokens} + "
@@ -376,7 +376,7 @@ class TransformersEngine(Engine):
         )
 
     def _needs(self, prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
-        """Return the bytes of the weights and of one rollout."""
+        """Return the bytes of the weights, and the bytes that one rollout of this size needs."""
         one = (
             self._kv_bytes_per_token * (prompt_tokens + completion_tokens)
             + SAMPLING_BYTES_PER_LOGIT * self._vocab_size

@@ -98,7 +98,7 @@ def with_remedy(reason: str) -> str:
 
 
 def find_missing_compiler() -> str:
-    """Return what Triton lacks for the C code that it compiles when vLLM starts; "" if nothing.
+    """Return what Triton lacks to compile its C code when vLLM starts; "" if it lacks nothing.
 
     A cache of Triton may hold the compiled code already, so the start need not fail.
     """

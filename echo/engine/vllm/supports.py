@@ -50,7 +50,7 @@ class SupportLogprobs(FlatLogprobs):
 
 
 def collect_supports() -> None:
-    """Make vLLM's front end in this process collect supports if a request sets `flat_logprobs`."""
+    """Make vLLM's front end in this process record supports for requests with `flat_logprobs`."""
     engine_logprobs.create_sample_logprobs = _create  # type: ignore[attr-defined]
 
 

@@ -220,7 +220,7 @@ def learner_compute(
 
 
 class Policy:
-    """A causal language model that scores tokens."""
+    """A causal language model that scores completion tokens, and is trained unless it is frozen."""
 
     def __init__(self, source: ModelSource, compute: Compute, *, is_frozen: bool = False) -> None:
         """Build the model, load its weights, and check that it can be trained.

@@ -420,7 +420,7 @@ class LeadImages:
         together: Callable[[], AbstractContextManager[None]],
         lost: Callable[[BaseException], RankError],
     ) -> None:
-        """Connect to the other ranks.
+        """Connect to the other ranks of this machine, and learn which ranks are on others.
 
         Args:
             ranks: all ranks of the learner.

@@ -62,7 +62,7 @@ class Ranks:
     rank: int
     """Number of this rank, counted from 0."""
     size: int
-    """Number of ranks."""
+    """Number of ranks that train the model together."""
     mesh: DeviceMesh | None
     """All ranks in the default process group, which takes tensors on the CPU as well; None for a
     process alone.
@@ -211,7 +211,7 @@ def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> An
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, not copied, or a tensor that is whole itself."""
+    """Return this rank's part of a sharded tensor, not copied; an unsharded tensor itself."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
