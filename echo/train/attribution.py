@@ -243,7 +243,7 @@ class VersionRetention:
         return sorted(self._sizes)
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> bool:
-        """Write a version and delete older versions; return False if it alone exceeds the bound.
+        """Write a version and delete older ones; return False if this version exceeds the bound.
 
         Raises:
             StorageError: if the version cannot be written.
@@ -269,7 +269,7 @@ class VersionRetention:
         return True
 
     def find(self, version: PolicyVersion) -> Path | None:
-        """Return the file of a version, or None if it is not on disk."""
+        """Return the path of a version's file, or None if the version is not on disk."""
         return self._path(version) if version in self._sizes else None
 
     def forget(self, version: PolicyVersion) -> None:

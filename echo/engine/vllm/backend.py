@@ -69,7 +69,7 @@ class EngineWasDeadError(EngineDeadError):
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Why a vLLM died, and how many requests it was running."""
+    """The reason why a vLLM died, and the number of requests that it was running."""
 
     reason: str
     num_running: int
@@ -142,7 +142,7 @@ class BackendOutput:
 
 
 HandedOver = Weights | Sequence[JoinedChanges]
-"""What a backend installs: all weights, or the changes to the weights that vLLM has."""
+"""Weights for a backend to install: all weights, or changes to the weights that vLLM has."""
 
 
 class Backend(abc.ABC):

@@ -566,7 +566,7 @@ class VllmEngine(Engine):
         return self._installed.request(version)
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts fit: blocks of the KV cache by blocks that a rollout needs."""
+        """Return how many rollouts of this size, in tokens, fit into vLLM's KV cache at once."""
         facts = self._backend.facts
         num_tokens = min(prompt_tokens + completion_tokens, facts.max_model_len)
         number = self._num_blocks // facts.blocks_of(num_tokens)
@@ -594,7 +594,7 @@ class VllmEngine(Engine):
     # --- used by `Call` --------------------------------------------------------------------------
 
     def check(self, request: Request, sampling: Sampling) -> None:
-        """Refuse a request that the running vLLM cannot sample.
+        """Raise if the running vLLM cannot sample this request.
 
         Raises:
             EngineError: naming the request, or the KV cache that is too small for it.

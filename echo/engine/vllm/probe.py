@@ -142,7 +142,7 @@ class SwapProbe:
         """Held while the model's weights are replaced or used."""
 
     def bound(self, window: int) -> None:
-        """Make the prompt fit into `window` tokens; must be called before it is made."""
+        """Make the prompt fit into `window` tokens; must be called before the prompt is made."""
         most = max(START_TOKENS + 1, (window - 1) // NUM_TEXTS)
         self._text_tokens = min(self._text_tokens, most)
         self.num_tokens = NUM_TEXTS * self._text_tokens

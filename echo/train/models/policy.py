@@ -285,7 +285,7 @@ class Policy:
             self.load(source.tensors)
 
     def _check_and_round(self) -> None:
-        """Check the model's logits, and round its weights if it computes in 16 bits.
+        """Check the model's logits, and round its weights if the model computes in 16 bits.
 
         The check is made before rounding if the model can compute in float32: in 16 bits a
         difference may be lost in the rounding.
@@ -310,7 +310,7 @@ class Policy:
 
     @property
     def _head(self) -> Tensor:
-        """The LM head's weight; if the model is sharded, it is whole only within `_compute`."""
+        """The LM head's weight; that of a sharded model is whole only within `_compute`."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -761,7 +761,7 @@ def _without_a_look_at_positions() -> Iterator[None]:
 
 
 def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
-    """Return the float32 model on its device, with the directory's weights or random ones.
+    """Return the float32 model on its device, with the directory's weights or random weights.
 
     A model that will be sharded is built on the CPU without weights: pages that are never written
     take no memory.

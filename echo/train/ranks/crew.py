@@ -223,7 +223,7 @@ class RankCommand(msgspec.Struct, frozen=True):
     name: str
     """What to do: "build", "write_rows" (of an image), "stop", or a method of the trainer."""
     path: str | None = None
-    """Path of the command's checkpoint, version or directory; None if it has none."""
+    """Path of the command's checkpoint, version or directory; None for a command without path."""
     groups: tuple[tuple[bytes, bytes], ...] = ()
     """The groups of the command, encoded as they are sent on the wire."""
     dtype: str = ""
