@@ -721,10 +721,10 @@ class GspoLoss:
 class OaplLoss:
     """Regression of a rollout's log-ratio on its advantage; no importance weight, no clip.
 
-    R_i = sum_t ln(pi(t) / mu(t));  loss = sum_i (beta R_i - A_i)^2 / num_rollouts, with A_i = r_i -
-    V and V = b ln mean exp(r / b) over the group, b = baseline_beta (advantages.py). The policy
-    that maximises reward - beta KL(pi || mu) has beta R = r - V* on every rollout. So that policy
-    is the minimum of the loss, whatever policy the rollouts were sampled from.
+    R_i = sum_t ln(pi(t) / mu(t));  loss = sum_i (beta R_i - A_i)^2 / num_rollouts, with
+    A_i = r_i - V and V = b ln mean exp(r / b) over the group, b = baseline_beta (advantages.py).
+    The policy that maximises reward - beta KL(pi || mu) has beta R = r - V* on every rollout. So
+    that policy is the minimum of the loss, whatever policy the rollouts were sampled from.
 
     Source: OAPL, arXiv:2602.19362, eq. 2 and 3, with b = 1 and beta = 1e-3. The paper was not at
     hand: formula and constants are taken from two implementations in forks of NeMo RL, whose tests
