@@ -2,6 +2,7 @@
 
     python bench/bench_memory.py run --model DIRECTORY --steps 300
     python bench/bench_memory.py step
+    python bench/bench_memory.py lengths --model DIRECTORY
 
 `run` starts a learner, a relay and two workers, as a user would, on prompts and completions of
 ever-new lengths, and notes the resident bytes of each process when a step's row has come.
@@ -13,6 +14,10 @@ and of lengths, which do not become fewer by that. Evaluations and checkpoints h
 `step` makes steps with the most tokens that the settings allow, in a process of its own for each
 vocabulary and case, and compares the peak with what the memory budget says. Cases: prompts that are
 shared in a row and prompts that are not, gradient checkpointing, an adapter, a reference policy.
+
+`lengths` fills rows in several ways, each in a process of its own: it counts the lengths of the
+rows of 100 steps and the tokens that fill them, for small and large steps, and measures how the
+process grows over --measured small steps.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from typing import Any
 
 import harness
 import psutil
+from learner.lengths import WAYS, watch
 from learner.peak import CASES, measure
 from learner.uneven import UnevenTask
 
@@ -152,9 +158,23 @@ def compare_steps(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows}
 
 
+# --- lengths --------------------------------------------------------------------------------------
+
+
+def compare_lengths(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return lengths, filling and growth by way of filling rows."""
+    rows = []
+    for way in arguments.ways:
+        command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        print(json.dumps(rows[-1]), flush=True)
+    return {"rows": rows}
+
+
 def main() -> None:
     parser = harness.new_parser(__doc__)
-    parser.add_argument("what", choices=["run", "step"], nargs="?", default="step")
+    parser.add_argument("what", choices=["run", "step", "lengths"], nargs="?", default="step")
     parser.add_argument("--model", type=Path, help="directory of the model that a run trains")
     parser.add_argument("--steps", type=int, default=300, help="of a run")
     parser.add_argument(
@@ -168,20 +188,28 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="of a step")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of lengths")
+    parser.add_argument("--measured", type=int, default=24, help="steps of lengths that compute")
+    parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--of", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = harness.parse(
-        parser, layers=2, groups=1, steps=8, vocab=[49152], cases=["shared", "lora"]
+        parser, layers=2, groups=1, steps=8, vocab=[49152], cases=["shared", "lora"], measured=2
     )
-    if arguments.what == "run" and arguments.quick and arguments.model is None:
+    if arguments.what != "step" and arguments.quick and arguments.model is None:
         arguments.model = harness.tiny_model()
     if arguments.of is not None:  # as `compare_steps` starts it
         print(json.dumps(measure(arguments)))
+    elif arguments.way is not None:  # as `compare_lengths` starts it
+        arguments.steps = min(arguments.steps, 100)
+        print(json.dumps(watch(arguments)))
     elif arguments.what == "step":
         name = f"memory_step_{arguments.dtype}"
         print(f"wrote {harness.save(name, compare_steps(arguments))}")
     elif arguments.model is None:
-        parser.error("run needs --model, the directory of a model with its tokenizer")
+        parser.error(f"{arguments.what} needs --model, the directory of a model with its tokenizer")
+    elif arguments.what == "lengths":
+        print(f"wrote {harness.save('memory_lengths', compare_lengths(arguments))}")
     else:
         result = watch_run(arguments)
         for each in result["verdicts"].values():
