@@ -35,9 +35,11 @@ def make_model(task: str) -> Path:
     """Return the quickstart's warmed-up model, made if it is not there yet."""
     from rich.console import Console
 
-    from echo.cli.quickstart import make_model
+    from echo.cli.quickstart import SmallModel
 
-    return Path(make_model(task, Console(stderr=True), for_vllm=False))
+    small = SmallModel(task, for_vllm=False)
+    small.make(Console(stderr=True))
+    return small.path
 
 
 def read_evaluations(path: Path) -> list[dict[str, float]]:

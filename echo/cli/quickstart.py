@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,8 +19,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -113,24 +115,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(config_path, arguments.set, "learner")
         check_addresses(config)
         threads: list[str] = []  # one each for the small model: more would only wait
-        with interrupts.unwinding():
+        with interrupts.unwinding(), ExitStack() as held:
+            small: SmallModel | None = None
             if arguments.model is not None:
                 model = find_pretrained(arguments.model, console)
                 threads = thread_settings(os.cpu_count() or 1, arguments.workers)
             else:
-                model = make_model(task, console, for_vllm=config.engine.kind == "vllm")
-        overrides = [
-            override_of("model.name", model),
-            f"run.seed={arguments.seed or 0}",
-            *threads,
-            *share_settings(config, arguments.workers),
-            *arguments.set,
-        ]
-        config = load_config(config_path, overrides, "learner")
-        with ExitStack() as held:
+                small = SmallModel(task, for_vllm=config.engine.kind == "vllm")
+                model = str(small.path)
+            overrides = [
+                override_of("model.name", model),
+                f"run.seed={arguments.seed or 0}",
+                *threads,
+                *share_settings(config, arguments.workers),
+                *arguments.set,
+            ]
+            config = load_config(config_path, overrides, "learner")
             overrides += free_settings(config, held)
             config = load_config(config_path, overrides, "learner")
-            return run_nodes(config_path, config, overrides, arguments, console)
+            return run_nodes(config_path, config, overrides, arguments, console, small=small)
     except EchoError as error:
         return fail(error)
 
@@ -150,31 +153,42 @@ class WarmupBar:
         self._bar.update(self._job, completed=step, total=num_steps, description=text)
 
 
-def make_model(name: str, console: Console, *, for_vllm: bool) -> str:
-    """Return the path of a task's small warmed-up model; make the model if it is missing."""
-    from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
-    from echo.train.models.warmup import make_warm_model
+class SmallModel:
+    """The small model of a task, which is warmed up the first time."""
 
-    columns = (
-        TextColumn("[bold]making the small model[/]"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} steps, {task.description}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        model = make_warm_model(
-            name,
-            models_directory(),
-            task=TASKS[name](),
-            seed=0,
-            head_dim=VLLM_HEAD_DIM if for_vllm else HEAD_DIM,
-            view=WarmupBar(bar),
+    def __init__(self, task_name: str, *, for_vllm: bool) -> None:
+        """Take the task's name; vLLM needs wider attention heads than transformers."""
+        from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
+        from echo.train.models.warmup import make_warm_model, warm_model_path
+
+        made_from: Any = {
+            "task": TASKS[task_name](),
+            "seed": 0,
+            "head_dim": VLLM_HEAD_DIM if for_vllm else HEAD_DIM,
+        }
+        directory = models_directory()
+        self.path = warm_model_path(task_name, directory, **made_from)
+        """Directory of the model, which `make` makes."""
+        self._make = partial(make_warm_model, task_name, directory, **made_from)
+
+    def make(self, console: Console) -> None:
+        """Warm up the model, unless its directory exists, and print its pass rates.
+
+        Raises:
+            EchoError: if it cannot be made or stored.
+        """
+        columns = (
+            TextColumn("[bold]making the small model[/]"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} steps, {task.description}"),
+            TimeRemainingColumn(),
         )
-    console.print(
-        f"start: {model.path} answers {model.pass_rate_sampled:.0%} of held-out prompts right "
-        f"(sampled), {model.pass_rate_greedy:.0%} greedily"
-    )
-    return str(model.path)
+        with Progress(*columns, console=console, transient=True) as bar:
+            model = self._make(view=WarmupBar(bar))
+        console.print(
+            f"start: {model.path} answers {model.pass_rate_sampled:.0%} of held-out prompts right "
+            f"(sampled), {model.pass_rate_greedy:.0%} greedily"
+        )
 
 
 def find_pretrained(name: str, console: Console) -> str:
@@ -342,49 +356,81 @@ def run_nodes(
     overrides: Sequence[str],
     arguments: argparse.Namespace,
     console: Console,
+    *,
+    small: SmallModel | None = None,
 ) -> int:
-    """Start the four processes, wait for the learner, and print the summary."""
+    """Start the four processes, wait for the learner, and print the summary.
+
+    The relay and the workers start while `small`, if given, is made: their imports take as long.
+    """
     nodes: list[NodeProcess] = []
+    learner: NodeProcess | None = None
     final = config.run_dir / "final"
-    # Made before the learner makes them, so that all four can start at once.
+    # Made before the learner makes them, so that the others can start before it.
     environment = join_environment(config)
-    with interrupts.handled(lambda number: pass_on(number, nodes)):
+    names = {"relay": "relay"}
+    names |= {f"w{number}": "worker" for number in range(1, arguments.workers + 1)}
+    is_missing = small is not None and not small.path.exists()
+    # A model that does not exist yet cannot be the workers' own: they fetch it from the learner.
+    not_theirs = [override_of("model.name", str(small.path))] if small and is_missing else []
+    shared = [setting for setting in overrides if setting not in not_theirs]
+    with interrupts.handled(lambda number: pass_on(number, learner)):
         try:
-            extra = ["--no-report", *(["--resume"] if arguments.resume is not None else [])]
-            learner = start_node("learner", "learner", config_path, overrides, extra=extra)
-            nodes.append(learner)
-            logs = config.run_dir / "logs"
-            names = {"relay": "relay"}
-            names |= {f"w{number}": "worker" for number in range(1, arguments.workers + 1)}
             for name, role in names.items():
-                own = [*overrides, f"{role}.name={name}"]
-                output = logs / f"{name}.stderr"
+                own = [*shared, f"{role}.name={name}"]
+                output = config.run_dir / "logs" / f"{name}.stderr"
                 nodes.append(
                     start_node(name, role, config_path, own, environment=environment, output=output)
                 )
-            code = wait_for(learner, nodes[1:], console)
-            failed = {node: end for node in nodes[1:] if (end := describe_end(node))}
+            if small is not None:
+                small.make(console)
+            extra = ["--no-report", *(["--resume"] if arguments.resume is not None else [])]
+            learner = start_node("learner", "learner", config_path, overrides, extra=extra)
+            code = wait_for(learner, nodes, console)
+            failed = {node: end for node in nodes if (end := describe_end(node))}
         finally:
             # After the last step every node ends by itself; otherwise they would wait for the
             # learner.
-            stop(nodes, grace_s=GRACE_S if final.exists() else 0.0)
-    run_dir = config.run_dir
+            with interrupts.handled(lambda _: None):
+                started = [*([] if learner is None else [learner]), *nodes]
+                stop(started, grace_s=GRACE_S if final.exists() else 0.0)
+            if learner is None and small is not None:
+                shutil.rmtree(config.run_dir, ignore_errors=True)  # it holds keys and logs only
     if code:
-        for end in failed.values():  # the learner's view has covered what was told meanwhile
-            console.print(f"[yellow]{end}[/]", soft_wrap=True)
-        is_killed = code == 128 + signal.SIGKILL
-        if not interrupts.is_interruption(code):
-            how = "was killed" if is_killed else f"ended with code {code}"
-            console.print(f"[red]the learner {how}[/]; its log: {run_dir}/logs")
-            if not is_killed:
-                return code
-        if (run_dir / "config.json").exists():
-            line = f"{command('quickstart')} --resume {run_dir}"
-            console.print(f"stopped before the end; to go on: {line}", soft_wrap=True)
-        has_worker = any(node.role == "worker" and node not in failed for node in nodes)
-        return code if has_worker else 1
-    show_summary(run_dir, console, commands=next_commands(config))
+        return report_failure(code, nodes, failed, config.run_dir, console)
+    show_summary(config.run_dir, console, commands=next_commands(config))
     return 0
+
+
+def report_failure(
+    code: int,
+    nodes: Sequence[NodeProcess],
+    failed: Mapping[NodeProcess, str],
+    run_dir: Path,
+    console: Console,
+) -> int:
+    """Print how the learner and the other nodes ended; return the exit code of this command.
+
+    Args:
+        code: exit code of the learner, which is not 0.
+        nodes: the other nodes.
+        failed: text on how each of them failed, without those that did not.
+        run_dir: directory of the run.
+        console: gets the text.
+    """
+    for end in failed.values():  # the learner's view has covered what was told meanwhile
+        console.print(f"[yellow]{end}[/]", soft_wrap=True)
+    is_killed = code == 128 + signal.SIGKILL
+    if not interrupts.is_interruption(code):
+        how = "was killed" if is_killed else f"ended with code {code}"
+        console.print(f"[red]the learner {how}[/]; its log: {run_dir}/logs")
+        if not is_killed:
+            return code
+    if (run_dir / "config.json").exists():
+        line = f"{command('quickstart')} --resume {run_dir}"
+        console.print(f"stopped before the end; to go on: {line}", soft_wrap=True)
+    has_worker = any(node.role == "worker" and node not in failed for node in nodes)
+    return code if has_worker else 1
 
 
 def next_commands(config: Config) -> list[str]:
@@ -452,15 +498,15 @@ def start_node(
     return NodeProcess(name, process, role, output)
 
 
-def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:
-    """Forward a signal to the learner, the first of `nodes`; exit if no node was started yet."""
+def pass_on(number: int, learner: NodeProcess | None) -> None:
+    """Forward a signal to the learner; exit if the learner was not started yet."""
     if number == signal.SIGHUP:
         interrupts.leave_terminal()
-    if not nodes:
+    if learner is None:
         interrupts.announce(number)
         raise SystemExit(interrupts.signal_exit_code(number))
     # A terminal sends Ctrl-C to the learner as well, which counts the two as one.
-    nodes[0].process.send_signal(number)
+    learner.process.send_signal(number)
 
 
 def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Console) -> int:

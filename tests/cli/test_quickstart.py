@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from echo.cli import interrupts, quickstart
+from echo.cli import interrupts, parsers, quickstart
 from echo.cli.node import configuration_of
 from echo.cli.parsers import CONFIGS, MODEL_CONFIG, node_parser
 from echo.cli.quickstart import (
@@ -34,6 +34,7 @@ from echo.cli.quickstart import (
     thread_settings,
     wait_for,
 )
+from echo.config.fields import override_of
 from echo.config.load import (
     diff_configs,
     load_config,
@@ -42,6 +43,7 @@ from echo.config.load import (
     save_resolved,
 )
 from echo.config.schema import VllmSection
+from echo.core.errors import EngineError
 from echo.core.extras import find_config
 from echo.engine import model
 from echo.net.listener import bound_socket, listen_on
@@ -357,7 +359,7 @@ def test_who_ends_the_quickstart_ends_its_learner(number: int) -> None:
     began = time.monotonic()
     console = Console(record=True, width=80, quiet=False, stderr=True)
     threading.Thread(target=terminate, daemon=True).start()
-    with interrupts.handled(lambda number: pass_on(number, [learner, node])):
+    with interrupts.handled(lambda number: pass_on(number, learner)):
         assert wait_for(learner, [node, other], console) == 7
     assert time.monotonic() - began < 30
     assert "w1 ended with code 3" in console.export_text()
@@ -373,3 +375,57 @@ def test_a_learner_whose_workers_have_all_failed_is_ended(tmp_path: Path) -> Non
     assert wait_for(learner, [node], console) == 7
     told = console.export_text()
     assert f"w1 ended with code 3: ModuleNotFoundError: No module named 'x'; see {tmp_path}" in told
+
+
+class Small:
+    """A small model that notes which nodes run when it is made, and then cannot be made."""
+
+    def __init__(self, path: Path, nodes: list[str]) -> None:
+        self.path = path
+        self.nodes = nodes
+        self.seen: list[str] = []
+
+    def make(self, console: Console) -> None:
+        self.seen = [*self.nodes]
+        raise EngineError("no range of pass rates")
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_others_start_while_the_small_model_is_made_and_end_if_it_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, exists: bool
+) -> None:
+    started: list[str] = []
+    settings: dict[str, list[str]] = {}
+    processes = []
+
+    def start_node(
+        name: str, role: str, config_path: Path, overrides: list[str], **_: object
+    ) -> NodeProcess:
+        started.append(name)
+        settings[name] = overrides
+        processes.append(start(name, PATIENT))
+        return processes[-1]
+
+    monkeypatch.setattr(quickstart, "start_node", start_node)
+    small = Small(tmp_path / "model", started)
+    if exists:
+        small.path.mkdir()
+    own = override_of("model.name", str(small.path))
+    overrides = [own, f"run.dir={tmp_path}", "run.name=a"]
+    config_path = find_config("quickstart.toml")
+    config = load_config(config_path, overrides, "learner")
+    config.run_dir.mkdir()
+    arguments = parsers.quickstart_parser().parse_args([])
+    with pytest.raises(EngineError, match="no range"):
+        quickstart.run_nodes(
+            config_path,
+            config,
+            overrides,
+            arguments,
+            Console(quiet=True),
+            small=small,  # type: ignore[arg-type]
+        )
+    assert small.seen == started == ["relay", "w1", "w2"]
+    assert [own in each for each in settings.values()] == [exists] * 3
+    assert [each.process.poll() for each in processes] == [7, 7, 7]
+    assert not config.run_dir.exists()

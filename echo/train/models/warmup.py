@@ -156,17 +156,28 @@ def make_warm_model(
         EngineError: if no attempt ends in the recipe's range of pass rates.
         StorageError: if the disk is full or not writable.
     """
-    if task_name not in RECIPES:
-        raise ConfigError(
-            f"no warm-up for the task {task_name!r}; there is one for {', '.join(RECIPES)}. For "
-            "other tasks set model.name to a model that can already answer"
-        )
-    path = directory / f"{task_name}-{_recipe_hash(task_name, task, seed, head_dim)}"
+    path = warm_model_path(task_name, directory, task=task, seed=seed, head_dim=head_dim)
     found = _read_result(path)
     if found is not None:
         return found
     with _one_thread():
         return _make(task_name, task, path, seed, head_dim, view)
+
+
+def warm_model_path(
+    task_name: str, directory: Path, *, task: Demonstrator, seed: int, head_dim: int = HEAD_DIM
+) -> Path:
+    """Return the place of the model that `make_warm_model` makes from the same arguments.
+
+    Raises:
+        ConfigError: if the task has no recipe.
+    """
+    if task_name not in RECIPES:
+        raise ConfigError(
+            f"no warm-up for the task {task_name!r}; there is one for {', '.join(RECIPES)}. For "
+            "other tasks set model.name to a model that can already answer"
+        )
+    return directory / f"{task_name}-{_recipe_hash(task_name, task, seed, head_dim)}"
 
 
 def pass_rate(
