@@ -34,7 +34,7 @@ MODULES = {
 SCRIPTS = [name for name, text in MODULES.items() if "__main__" in text]
 PARTS = {
     "bench_learner": ("step", "profile", "exact", "balance", "memory", "publish"),
-    "bench_memory": ("run", "step"),
+    "bench_memory": ("run", "step", "lengths"),
 }
 """What a benchmark of several parts takes as its first argument."""
 COMMANDS = [

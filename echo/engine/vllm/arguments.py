@@ -153,7 +153,9 @@ def check_installation() -> None:
 
 
 def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) -> None:
-    """Set vLLM's environment variables and import vLLM; a second call does nothing.
+    """Set vLLM's environment variables, import vLLM, and make it record supports of tokens.
+
+    A second call does nothing.
 
     Raises:
         EngineError: if vLLM is missing, installed twice, or of another version.
@@ -165,6 +167,7 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
         importlib.import_module("vllm.v1.engine.async_llm")
         if is_cpu:  # on a GPU the worker has a process, and so file descriptors, of its own
             importlib.import_module("vllm.v1.worker.cpu_worker")
+        importlib.import_module("echo.engine.vllm.supports").collect_supports()
     except (AttributeError, ImportError, OSError, RuntimeError) as error:
         raise EngineError(
             f"vLLM cannot be imported: {describe_error(error)}. {_import_remedy(str(error))}"

@@ -26,7 +26,6 @@ never used with another.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import logging
 import threading
@@ -468,7 +467,6 @@ class VllmEngine(Engine):
         _refuse(device, kv_cache, lora)
         passed, is_cpu = arguments or {}, device == "cpu"
         import_vllm(is_cpu=is_cpu, passed=passed, num_threads=num_threads)
-        importlib.import_module("echo.engine.vllm.supports").collect_supports()
         self._device = device
         self._process: Process = process
         self._num_threads = num_threads
