@@ -330,7 +330,7 @@ def test_a_machine_that_was_given_back_is_never_rented_again() -> None:
     death = FaultRow(at_s=150.0, kind="preempt", target="dear", for_s=5.0)
     _, history = simulate(replace(scenario, settings=settings, faults=[death]))
     gone = [rental.name for rental in history.rentals if (rental.until_s or 150.0) < 150.0]
-    assert len(gone) == 2
+    assert len(gone) >= 2
     for name in gone:
         assert [rental.name for rental in history.rentals].count(name) == 1
 
