@@ -5,10 +5,10 @@ of an expired lease waits to be granted again, before new groups (`leases/groups
 these states). The first valid result of a group is accepted, whatever its attempt. A later result
 is a duplicate and does no harm.
 
-The book remembers an expired lease until its group ends, so that the lease does not start again
-when its worker still lists it. Until then it also remembers which worker was granted each attempt;
-after a restart the ledger supplies these workers. The learner accepts a result or a failure of a
-group only from these workers.
+The book remembers an expired lease until its group ends, so a worker that still lists the lease
+does not bring it back. Until the group ends, the book also remembers which worker was granted each
+attempt; after a restart the ledger supplies these workers. The learner accepts a result or a
+failure of a group only from these workers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from echo.leases.groups import (
 LOST_WORKER = "(before the restart)"
 """Holder of a lease from before a restart, until a worker claims the lease."""
 MAX_WORKERS = 10_000
-"""Number of newest workers about which something is remembered, also after they have left."""
+"""Number of workers that are remembered: the newest ones, including workers that have left."""
 
 
 @dataclass(slots=True)
 class LeasedWorker:
-    """The state of a worker on which grants depend; each heartbeat updates this state."""
+    """What is known of a worker when its grants are decided; each heartbeat updates it."""
 
     node_id: str
     installed: PolicyVersion | None = None
@@ -138,7 +138,7 @@ class LeaseBook:
                 record.num_beside = len(records)
 
     def load(self, worker_id: str, group_id: int, attempt: int) -> float:
-        """Return the mean of a worker's numbers of leases when it was granted a group and now."""
+        """Return the mean of two numbers: the worker's leases right after this grant, and now."""
         now = max(1, self.num_leases(worker_id))
         record = self.group(group_id).find(attempt, worker_id)
         return now if record is None else (record.num_beside + now) / 2
@@ -180,8 +180,8 @@ class LeaseBook:
     def restore(self, group_id: int, holders: Mapping[int, str], *, now: float) -> None:
         """Enter the attempts (number -> worker) of a group from before a restart of the learner.
 
-        LOST_WORKER holds the lease of the newest attempt, until this attempt's worker claims the
-        lease or it expires.
+        LOST_WORKER holds the lease of the newest attempt until the worker of this attempt claims
+        the lease, or until the lease expires.
         """
         self.adopt(group_id, max(holders), LOST_WORKER, now=now)
         self._groups[group_id].holders = dict(holders)
@@ -233,7 +233,7 @@ class LeaseBook:
         """Check that states, leases and workers agree; for tests.
 
         Raises:
-            AssertionError: if they do not.
+            AssertionError: if they disagree.
         """
         for state, group_ids in self._by_state.items():
             for group_id in group_ids:

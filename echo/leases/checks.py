@@ -57,7 +57,7 @@ def find_partial_fault(
 
 
 def _find_token_fault(tokens: Tokens, vocab_size: int) -> str | None:
-    """Return the fault of sampled tokens, of which there is at least one; None if valid."""
+    """Return the fault of one or more sampled tokens; None if they are valid."""
     ids, logprobs = tokens.token_ids, tokens.sampler_logprobs
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > MAX_LOGPROB:
         return BAD_LOGPROBS

@@ -11,8 +11,9 @@
 Waiting groups are granted again, the oldest first. The result of a closed group is in the buffer,
 or the group has ended with a reason.
 
-The table below is `TABLE`: the state that each event leads to. `-` stays in the state. `!` cannot
-happen in the state; it is a fault of the learner and raises an error.
+The table below is `TABLE`: the state to which each event leads. `-`: the event leaves the state as
+it is. `!`: the event cannot happen in this state; it would be a fault of the learner, and raises an
+error.
 
              Leased   LeaseEnded  LastLeaseEnded  ResultArrived  GroupEnded
     waiting  granted  !           !               storing        closed
@@ -34,7 +35,7 @@ from echo.core.rollout import PolicyVersion
 from echo.core.tables import IGNORED, IMPOSSIBLE, Move
 
 MAX_ATTEMPTS = 20
-"""Number of grants of one group after which it is ended: it probably makes workers fail."""
+"""A group is ended after this number of grants, because it probably makes its workers fail."""
 
 
 class OpenState(StrEnum):
@@ -64,7 +65,7 @@ class LeaseRecord:
     is_confirmed: bool = False
     """Whether the worker has listed the lease in a heartbeat since the lease was last sent."""
     is_delivered: bool = False
-    """Whether the result of the lease is being judged or written; then it no longer expires."""
+    """Whether the result is being judged or written; from then on the lease does not expire."""
     is_over: bool = False
     """Whether the lease has ended, for any reason."""
     running_s: float = 0.0

@@ -95,7 +95,7 @@ class PartialGroup:
     began_at: float | None = None
     """Time at which the group last entered the engine; None before that."""
     is_continued: bool = False
-    """Whether the group had tokens when it last entered the engine, of this or another worker."""
+    """Whether the group had tokens, of this or another worker, when it last entered the engine."""
 
     def seconds(self, now: float) -> float:
         """Return the seconds since the group entered the engine; 0 (unknown) if continued."""
@@ -163,12 +163,12 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Reclaimed:
-    """Event: another worker is to continue the group, begun or not."""
+    """Event: another worker is to get the group, whether it has begun or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """Event: the group is left to another worker."""
+    """Event: this worker gives the group up to another worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Event: the learner has acknowledged the group, which has ended there."""
+    """Event: the learner acknowledges the group, because the group has ended at the learner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ class HeldLeases:
     # --- to the learner ---
 
     def begun(self) -> list[PartialGroup]:
-        """Return every group that has tokens and no result yet and is wanted, oldest first."""
+        """Return every wanted group that has tokens but no result yet, oldest first."""
         held = self.of(*WAITING, GroupState.RUNNING, GroupState.RECLAIMED, GroupState.SCORING)
         return sorted((group for group in held if group.num_tokens), key=lambda group: group.key)
 
@@ -356,7 +356,7 @@ class HeldLeases:
         return due
 
     def forget_shipments(self) -> None:
-        """Make every group with tokens due for shipment again, as the learner may have lost it."""
+        """Make all groups with tokens due for shipment: the learner may have lost its copies."""
         for group in self._groups.values():
             group.num_shipped = 0
 

@@ -1,9 +1,9 @@
 """The copies of a worker's unfinished groups: at the learner, and in a file of the worker.
 
-To ship a group is to send its tokens so far to the learner. The learner leases a shipped group to
-another worker if its worker does not come back. A worker that comes back reads its file and lists
-the groups in it; the learner then acknowledges those that are no longer wanted. Both copies are
-renewed every `ship_s` seconds, and when a worker pauses or leaves.
+To ship a group is to send its tokens so far to the learner. If the worker does not come back, the
+learner leases its shipped groups to other workers. If the worker comes back, it reads its file and
+lists the groups in this file; the learner then acknowledges the groups that are no longer wanted.
+Both copies are renewed every `ship_s` seconds, and when a worker pauses or leaves.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class PartialKeeper:
         return shipments
 
     def save(self, run_id: str, *, interval_s: float = 0.0, now: float) -> list[Action]:
-        """Return the action to write the file of unfinished groups, unless it would not change.
+        """Return the action that writes the file of unfinished groups; [] if nothing has changed.
 
-        There is no action either if the groups were last compared with the file less than
-        `interval_s` seconds ago.
+        The result is also [] if the groups were last compared with the file less than `interval_s`
+        seconds ago.
         """
         if now < self._saved_at + interval_s:
             return []

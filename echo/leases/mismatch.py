@@ -3,14 +3,14 @@
 The learner computes the log-probability of every token that it trains on. So for each group it
 knows how far the worker's log-probabilities are from its own: `mismatch_kl`, nats per token. An
 honest worker has a mismatch above 0, because engines and data types round differently, and older
-weights increase it. So a worker is compared only with its equals, the workers of the same engine
-and data type, and each of its groups only with their groups of the same staleness.
+weights increase it. So a worker is compared only with its equals: the workers of the same engine
+and data type. Each of its groups is compared only with their groups of the same staleness.
 
 A worker is reported by name and set aside, like a useless worker (`leases/usefulness.py`), if all
 of these conditions hold:
 
-* At least half of its last WINDOW trained groups can be compared. For a group to be compared, at
-  least two equals must have MIN_EQUAL groups of its staleness; so a fleet needs three workers.
+* At least half of its last WINDOW trained groups can be compared. A group can be compared if at
+  least two equals have MIN_EQUAL groups of the same staleness, so a fleet needs three workers.
 * The median ratio of its groups' mismatch to its equals' mismatch is at least TIMES.
 * Its median mismatch is above FLOOR, whatever the equals' mismatch is.
 
@@ -34,7 +34,7 @@ WINDOW = 50
 MIN_EQUAL = 5
 """Number of groups of one level of staleness that an equal needs to serve as a comparison."""
 TIMES = 5.0
-"""Ratio of a worker's mismatch to its equals' mismatch from which on the worker stands out."""
+"""Least ratio of a worker's mismatch to its equals' mismatch at which the worker stands out."""
 FLOOR = 0.005
 """Nats per token; a worker with a lower mismatch does not stand out. Honest workers have a mismatch
 of 0.001 with float32, and a few times as much with old weights or bfloat16.

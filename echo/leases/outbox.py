@@ -50,7 +50,7 @@ class Outbox:
 
     @property
     def deadline(self) -> float | None:
-        """Time of the next due delivery; 0.0 if one was never sent, None if the outbox is empty."""
+        """Time at which a delivery is next due; 0.0 if one was never sent, None if empty."""
         if not self._deliveries:
             return None
         sent = [delivery.sent_at for delivery in self._deliveries.values()]

@@ -42,7 +42,8 @@ from echo.wire.token_sets import SetBytes, decode_all_sets, encode_all_sets
 # --- Partial groups and the staleness policy ---
 #
 # A member has its tokens so far, each with its log-probability and the version that sampled it. So
-# no token is sampled twice, and a rollout that another worker continues is exact for each token.
+# no token is sampled twice, and if another worker continues a rollout, the version and
+# log-probability of each token stay exact.
 #
 #     empty --sampled--> unfinished <--continued--> ... --> finished          one member
 #     all members finished --> the group is scored and delivered              the partial group
@@ -153,8 +154,8 @@ def _refresh_one(
 # --- Shipped partial groups: the learner keeps them for the next worker of the group ---
 #
 # The learner keeps only the newest shipment of each group, in memory: after its restart the workers
-# ship again. Shipments beyond the bound are dropped and counted. If the worker of such a group is
-# lost, the group is sampled from the start, which costs tokens only.
+# ship again. Shipments beyond the bound are dropped and counted. If a shipment was dropped and its
+# worker is then lost, the group is sampled from the start, which costs only tokens.
 
 
 MAX_HELD_BYTES = 1 << 30
@@ -376,7 +377,7 @@ def decode_members(frame: Frame) -> list[PartialRollout]:
 
 
 def _checked_size(header: MemberHeader) -> int:
-    """Return a member's number of tokens, after checking all that its header alone shows."""
+    """Return a member's number of tokens, after all checks that need only its header."""
     size = sum(count for _, _, count in header.spans)
     if size > MAX_TOKENS:
         raise RemoteProtocolError(f"partial rollout of {size} tokens; at most {MAX_TOKENS}")

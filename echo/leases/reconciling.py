@@ -1,11 +1,12 @@
 """Reconciliation of a worker's leases: the list in its heartbeat is compared with the book.
 
 * A lease that the worker does not list, though it should have it by now, is sent again.
-* A lease that the worker was asked to give up and no longer lists is given up: its group is
+* If a worker no longer lists a lease that it was asked to give up, the lease ends, and its group is
   reserved for the worker that the request names.
 * A lease that the worker lists and the book does not have is entered, for example after a restart
   of the learner. If the group has ended, if another worker continues it, or if the worker was not
-  granted this attempt, the learner sends the worker that the lease is unwanted.
+  granted this attempt, the lease is not entered, and the learner reports it to the worker as
+  unwanted.
 * A listed lease that has expired is not entered again, but still occupies a place of its worker.
 """
 
@@ -77,7 +78,7 @@ class Reconciling:
         self._groups.shipped.count(worker, message)
         listed = {(state.group_id, state.attempt): state for state in message.leases}
         records = leases.worker_leases(worker.node_id)
-        # A group that waits behind a running one shares its progress.
+        # Progress of a running group also renews the leases of groups that wait behind it.
         has_progress |= any(
             record.key in listed and listed[record.key].num_tokens > record.num_tokens
             for record in records

@@ -216,7 +216,7 @@ class Results:
         )
 
     def _may_end(self, node_id: str, message: Deliver | Failed) -> bool:
-        """Return whether a worker was granted the attempt, or the group is not open any more."""
+        """Return whether a worker was granted the attempt, or the group has ended."""
         group = self._groups.leases.group(message.group_id)
         is_theirs = group.was_granted(message.attempt, node_id)
         return is_theirs or not self._groups.is_open(message.group_id)
@@ -264,8 +264,8 @@ class Results:
     def on_partial(self, node_id: str, message: Partial, payload: list[Frame]) -> list[Action]:
         """Store a worker's unfinished rollouts of a group for the next worker that gets the group.
 
-        They are dropped if the worker holds no lease of the group, because then they may be late or
-        invented.
+        If the worker holds no lease of the group, the rollouts are dropped, because they may be
+        late or invented.
 
         Raises:
             RemoteProtocolError: if the message is malformed or cannot have been sampled.
@@ -287,7 +287,7 @@ class Results:
     # --- failures --------------------------------------------------------------------------------
 
     def on_failed(self, node_id: str, message: Failed, *, now: float) -> list[Action]:
-        """End a group that a worker could not finish, or grant it again if other workers can."""
+        """Grant a failed group again if other workers may be able to sample it, or end it."""
         group = self._groups.leases.group(message.group_id)
         if group.is_storing or not self._groups.is_open(message.group_id):
             return self._ack(node_id, message, "duplicate")

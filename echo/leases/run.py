@@ -32,8 +32,8 @@ class LeaseSettings:
     refused.
     """
     hedge_factor: float | None = None
-    """Factor by which a copy must be expected sooner than the original lease
-    (`leases/grants/dispatch.py`); if None, groups are copied only for their age.
+    """A group is copied if the copy should be done this many times sooner than the original lease
+    (`leases/grants/dispatch.py`); if None, groups are copied only because of their age.
     """
     is_eager: bool = False
     """Whether groups are granted as early as admission allows, instead of just in time."""
@@ -58,7 +58,7 @@ class RunState:
 
 
 class AcceptedGroups(Protocol):
-    """The groups that are accepted and not yet trained on, as the scheduler needs them."""
+    """What the scheduler asks about the groups that are accepted and not yet trained on."""
 
     num_trimmed_tokens: int
     """Number of tokens that the buffer has masked because they had grown too old."""
@@ -91,7 +91,7 @@ class Prompts(Protocol):
 
 
 def find_prompt_fault(prompts: Prompts, group_id: int) -> DataError | PromptPendingError | None:
-    """Return the error for which a group's prompt is not available; None if it is available.
+    """Return the error that makes a group's prompt unavailable; None if it is available.
 
     The prompt of an open group may be missing, for example after a restart.
     """

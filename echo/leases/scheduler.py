@@ -51,7 +51,7 @@ if enough groups are granted or accepted.
 
 
 class Scheduler:
-    """Grants leases as far as admission and the workers' capacities allow, and tracks these."""
+    """Grants leases up to what admission and the workers' capacities allow; tracks the leases."""
 
     def __init__(
         self,
@@ -113,7 +113,8 @@ class Scheduler:
 
     @property
     def _is_just_in_time(self) -> bool:
-        # Agents ask for their groups when they play: held back, they would wait.
+        # Agents ask for a group when they are ready to play, so they would wait for a group that is
+        # held back.
         return not (self._settings.is_eager or self._settings.prompts_are_free)
 
     @property

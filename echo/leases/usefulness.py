@@ -35,12 +35,12 @@ LEAST_SHARE = 0.1
 AWAY_S = 600.0
 """Seconds for which a worker is set aside."""
 ALONE_S = 60.0
-"""Seconds without another worker that can sample, after which no worker stays set aside."""
+"""If no other worker could sample for this number of seconds, no worker stays set aside."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """The number of useful groups that one worker is credited with, and that it has delivered."""
+    """The useful groups of one worker: the number credited to it, and the number it delivered."""
 
     expected: float = 0.0
     useful: float = 0.0
@@ -164,7 +164,7 @@ class Usefulness:
         return texts
 
     def _find_dominant(self, others: Collection[str]) -> str | None:
-        """Set aside the worker of nearly all groups since the last useful one, if there is one.
+        """If one worker made nearly all groups since the last useful group, set it aside.
 
         Returns a line for the operator; None if no worker was set aside.
         """

@@ -9,8 +9,8 @@ finished steps. `buffered` counts the accepted groups that no finished step has 
 a step under way are among them. `running` counts a group once, even if two workers run it.
 
 The consumed, buffered and running groups are the promised groups. So a group is granted only if the
-groups promised before leave a place in the batches that may train on samples of version w. A group
-beyond these batches would be stale.
+groups that are already promised leave a place in the batches that may train on samples of version
+w. A group beyond these batches would be stale.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from echo.core.rollout import Lineage, PolicyVersion, is_surviving
 from echo.leases.book import LeasedWorker
 
 Bounds = Mapping[PolicyVersion | None, int]
-"""Installed version -> number of promised groups from which on its workers get no more."""
+"""Installed version -> number of promised groups at which its workers get no more groups."""
 
 
 def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: int) -> int:
     """Return the number of groups in all batches that may train on samples of a version.
 
     A worker that has installed the version may be granted a group while the number of groups
-    consumed, buffered or running is lower than this.
+    consumed, buffered or running is lower than the result.
 
     Args:
         max_staleness: S, the bound on staleness in steps, inclusive.
@@ -54,7 +54,7 @@ def oldest_version(
 ) -> PolicyVersion | None:
     """Return the oldest version that may sample the next group; None if none survives.
 
-    It is the version of the step `oldest_step` that no resume has abandoned.
+    Of the versions with step `oldest_step`, the result is the one that no resume has abandoned.
     """
     step = oldest_step(
         max_staleness=max_staleness, groups_per_step=groups_per_step, num_promised=num_promised

@@ -19,14 +19,14 @@ from echo.leases.groups import LeaseRecord
 # --- Dispatch: the next group goes to the worker that should finish it first ---
 #
 # A round places all groups that admission allows, one after the other. Each is placed on the worker
-# with the earliest predicted finish: when that worker is done with the groups that it holds and
-# those placed on it before, plus the time of the group itself. A group that is placed on a worker
-# with free capacity is granted. A group that is placed on a full worker stays with the learner
-# until that worker has free capacity, even if a slower worker could take it now.
+# that should finish it first. The predicted finish is the time at which the worker is done with its
+# earlier groups, plus the time of the group itself. A group that is placed on a worker with free
+# capacity is granted. A group that is placed on a full worker stays with the learner until that
+# worker has free capacity, even if a slower worker could take it now.
 #
-# A worker that should install the newest version soon is treated as if it had it from that instant
-# on. Otherwise the first worker to install the version would be granted all the groups that the
-# version makes room for.
+# A worker that should install the newest version soon is treated as having this version from the
+# expected instant on. Otherwise the first worker to install the version would be granted all the
+# groups that the version makes room for.
 #
 # An engine becomes slower the more groups it runs, so each further group of a worker is predicted
 # to take longer. Otherwise an engine with places for a whole batch would be granted the whole batch
@@ -40,13 +40,13 @@ from echo.leases.groups import LeaseRecord
 FULL_SLOWDOWN = 2.0
 """Factor by which a group takes longer in a full engine than in an empty engine.
 
-The value is assumed, because the learner nearly always sees an engine at one load only. It decides
-how much later a worker with fewer groups may be ready and still be preferred.
+The value is assumed, because the learner nearly always sees an engine at one load only. The value
+decides how much later a worker with fewer groups may become free and still be preferred.
 """
 
 
 def slowdown(num_groups: float, num_places: int) -> float:
-    """Return the factor by which a group takes longer among `num_groups` than alone.
+    """Return the time that a group takes in an engine with `num_groups`, divided by its time alone.
 
     The engine has places for `num_places` groups.
     """
@@ -62,15 +62,15 @@ class Load:
     """Number of groups that the worker can hold."""
     num_held: int
     most_promised: int
-    """Number of promised groups from which on the worker gets no more for its present version."""
+    """Number of promised groups at which the worker gets no more groups for its present version."""
     most_soon: int
-    """Number of promised groups from which on the worker gets no more for the version that it is
+    """Number of promised groups at which the worker gets no more groups for the version that it is
     expected to install soon.
     """
     group_s: float = 1.0
     """Seconds that one group takes in the worker's engine if the engine is otherwise empty."""
     trial_s: float = 1.0
-    """Like `group_s`, but for the worker's first group; it decreases while the worker is idle."""
+    """The value that replaces `group_s` while the worker has no lease; idle time decreases it."""
     free_at: list[float] = field(default_factory=lambda: [0.0])
     """For each place in the worker's engine, the time at which the place is free; a heap."""
 
@@ -137,8 +137,9 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
 #
 # Moves happen while the next batch waits for running groups and admission has no further group. An
 # idle worker, such as one that has just joined, then gets leases of other workers. The learner asks
-# their holder for them (`Reclaim`). The holder gives up each lease that it has not begun. Its next
-# heartbeat without the lease confirms that, and the group is granted to the idle worker.
+# their holder for them (`Reclaim`). The holder gives up each lease that it has not begun. The
+# holder's next heartbeat, which no longer lists the lease, confirms this. Then the group is granted
+# to the idle worker.
 #
 # A lease moves if the idle worker should finish the group sooner than the holder by more than a
 # group's time and a heartbeat; a smaller gain does not justify the transfer. The holder must have
@@ -146,9 +147,9 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
 #
 # Until the first group of a run is made, lengths and speeds are unknown and all workers count as
 # equal. A newcomer then gets an equal number of groups, so that the first batch does not wait for
-# the worker that was ready first. Most engines have begun all of their groups by then, so begun
-# groups move as well, together with their partial rollouts. Episodes of environments and agents do
-# not move once begun.
+# the worker that was ready first. When a newcomer joins, most engines have begun all of their
+# groups, so begun groups move as well, together with their partial rollouts. Episodes of
+# environments and agents do not move once begun.
 #
 # A lost request is repeated. If a holder keeps a lease for RELEASE_BEATS heartbeats, it is not
 # asked again, and the idle worker copies the group: the holder may be dead or report falsely.
@@ -195,7 +196,7 @@ class Newcomer:
 def even_out(
     held: Mapping[str, Sequence[LeaseRecord]], newcomers: Sequence[Newcomer]
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return the leases to move so that all workers hold equal numbers, each with its new worker.
+    """Return the leases to move, each with its new worker, so that all workers hold equal numbers.
 
     Args:
         held: worker -> its leases that may move; the last of them moves first.
@@ -215,8 +216,9 @@ def even_out(
 
 # --- Hedging: a second copy of a late group on a faster worker ---
 #
-# Copies are made only while the next batch is incomplete, and only by workers with a free place for
-# which admission has no further group. So they cost power and delay no other group. Two rules:
+# Copies are made only while the next batch is incomplete, and only by workers that have a free
+# place but that admission allows no further group. So copies cost power and delay no other group.
+# Two rules:
 #
 # * A group without a copy is copied if the copy, sampled from the start, should be done `factor`
 #   times sooner than the original. The copying worker must have made a group.
@@ -231,9 +233,9 @@ def even_out(
 
 
 AGE_FACTOR = 4.0
-"""A group is copied because of its age at AGE_FACTOR x `factor` times the usual duration."""
+"""A lease is old enough for a copy at AGE_FACTOR x `factor` times the usual time of a group."""
 USUAL_FACTOR = 2.0
-"""The `factor` in the rule for age if hedging is off."""
+"""The `factor` that the rule for age uses if hedging is off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,23 @@
-"""Finish times: predictions when a worker will finish a group, from recent lengths and speeds.
+"""Finish times: when workers should finish their groups, predicted from lengths and speeds.
 
 The length of a group is the number of tokens of its longest completion, because that completion
 ends last. The speed of a worker is in such tokens per second, from the start of a group to its
 delivery. So the speed includes rewards, tools and prefill.
 
-For a group that already has n tokens, the expected rest is computed from the lengths of recently
-accepted groups: the mean of the lengths above n, minus n. With a heavy tail the rest grows with n.
-A group longer than all of these lengths is expected to double.
+For a group that already has n tokens, the expected number of further tokens is computed from the
+lengths of recently accepted groups: the mean of the lengths above n, minus n. With a heavy tail
+this number grows with n. A group that is longer than all of these lengths is expected to double.
 
 A heartbeat reports one number for a running group, the progress of all its completions together.
-The longest completion is credited with that progress, but at most with the worker's speed. So a
-stalled group is recognized, and a group with one running completion does not count as stalled.
+The longest completion is credited with that progress, but not with more than the worker's speed
+allows. So a stalled group is recognized, and a group with one running completion does not count as
+stalled.
 
 A worker of unknown speed counts as twice as fast as the fastest worker, so that it is tried. The
 groups that such a worker then holds are expected to advance at the median speed of all workers. An
 idle worker's speed estimate doubles every `RETRY_GROUPS` group times, up to the fastest worker's.
-So a slow worker is retried with one group, and less often the slower it was.
+So a slow worker is tried again with one group from time to time: the slower the worker, the less
+often.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ MAX_SPEED = 1e6
 """Highest speed of one completion, tokens per second; a report of a higher speed is cut to this."""
 
 EQUAL_SPEED = 0.8
-"""Share of the fastest worker's speed above which a worker counts as equally fast, until the first
-group is made: speeds from heartbeats are not more accurate than this.
+"""Share of the fastest worker's speed above which a worker counts as equally fast. The share is
+used until the first group is made, because speeds from heartbeats are not more accurate.
 """
 
 SLOWEST = 1 / 64
@@ -59,7 +61,7 @@ SLOWEST = 1 / 64
 """
 
 RETRY_GROUPS = 4.0
-"""Idle time, in times that a group takes, after which a worker's speed estimate doubles."""
+"""Idle time, in durations of a group, after which a worker's speed estimate doubles."""
 
 
 class LengthHistory:
@@ -81,7 +83,7 @@ class LengthHistory:
         return len(self._newest)
 
     def add(self, num_tokens: int) -> None:
-        """Add the length of a group; if there are MAX_LENGTHS, it replaces the oldest length."""
+        """Add the length of a group; beyond MAX_LENGTHS the oldest length is dropped."""
         if len(self._newest) == MAX_LENGTHS:
             self._sorted.remove(self._newest.popleft())
         self._newest.append(num_tokens)
@@ -108,14 +110,16 @@ class Speed:
     seconds: float = 0.0
     """`tokens` and `seconds` are sums over the worker's groups; older groups have lower weights."""
     load_s: float = 0.0
-    """Weighted sum of each group's seconds times the worker's leases in that time."""
+    """Weighted sum over groups: the group's seconds times the leases that the worker held
+    meanwhile.
+    """
     provisional: float | None = None
     """Tokens per second, estimated from heartbeats; used until the worker has made a group."""
     busy_at: float = 0.0
     """Time at which the worker last held a lease."""
     version: PolicyVersion | None = None
     lag_s: float = 0.0
-    """Mean seconds from the first worker's installation of a version to this worker's."""
+    """Mean seconds by which this worker installs a version later than the first worker."""
     freed_at: float = 0.0
     """Time at which the worker last delivered a group; another group may have begun then."""
 
@@ -152,12 +156,13 @@ class FinishTimes:
     def group_s(self, worker_id: str) -> float:
         """Return the usual seconds of a group on a worker; infinity if no group was made.
 
-        If this worker has made no group, the durations on all workers count.
+        If this worker has made no group, the durations on all workers are used.
         """
         speed = self.of(worker_id)
         if not speed.seconds and self._seconds:
             return statistics.median(self._seconds)
-        # Continued groups have a length but no duration; then use the speed by heartbeats.
+        # Continued groups have a length but no duration. If the worker made only such groups, its
+        # speed is estimated from heartbeats.
         is_known = self.knows_a_group and speed.measured is not None
         return self.lengths.mean / self.known_speed(speed) if is_known else math.inf
 

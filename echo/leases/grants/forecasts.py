@@ -15,8 +15,8 @@ from echo.leases.grants.dispatch import RunningGroup
 from echo.leases.grants.finish_times import FinishTimes
 
 _Key = tuple[int, int, int]
-"""(changes of the worker's leases so far, its unknown leases, its places), all as numbers: a
-forecast is valid while these numbers are the same.
+"""(number of changes to the worker's leases so far, number of its unknown leases, number of its
+places). A forecast is valid while these numbers stay the same.
 """
 
 

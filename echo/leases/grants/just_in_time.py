@@ -9,35 +9,37 @@ the group can still be made in time from the next version:
     have(b) = accepted
             + running groups that should be done by max(ready(b) - margin, soonest)
             + held groups that would be done by ready(b) - margin, if each began at arrival(worker),
-              or when its worker's running groups are done, if that is before; a worker whose groups
-              would then be as old as the bound allows has none, since a late one would be stale
+              or when its worker's running groups are done, if that is earlier; workers whose groups
+              would then be as old as the bound allows are left out, since a late group would be
+              stale
     due     = max over b of need(b) - have(b)         groups to grant now, at least 0
 
 Running and held groups count in proportion to the share of recent groups that were useful: useless
 groups end when they arrive, so that further ones are needed. B is the number of groups per step.
 ready(b) is the instant at which the learner can begin to train on batch b. arrival(worker) is the
 instant at which the worker should install the next version. soonest is the instant at which a group
-that is granted now should be done: only a running group that should be done later is worth a
-replacement. A fleet that is too slow is never held back, because all of its groups are due.
+that is granted now should be done: only a running group that should be done even later is worth
+replacing. A fleet that is too slow is never held back, because all of its groups are due.
 
-**ready(b)**: the begin of the newest step, plus the median time from the begin of a step until the
-learner can begin the next one, for each step from there to b.
+**ready(b)**: the beginning of the newest step, plus, for each step from there to b, the median time
+from the beginning of a step until the learner can begin the next step.
 
 **arrival(worker)**: the end of the optimizer step that makes the next version, plus the worker's
 usual delay from there to the installation. Versions follow each other at the period of the last
-two. A late version counts as about to arrive, so groups are held until they are due.
+two. If a version is late, it is expected at any moment, so groups are still held back until they
+are due.
 
 **margin**: seconds of safety against errors of the estimates, such as the lengths of groups. The
 margin grows by the time that the learner has waited for a batch, but at most by the time for which
-groups of that batch were held back. It shrinks with each step by WAIT_SHARE of the step's time, or
-faster if every recent batch was complete earlier than that. In equilibrium the learner therefore
-waits about WAIT_SHARE of its time for fresher groups.
+groups of that batch were held back. At a step without such a wait the margin shrinks by WAIT_SHARE
+of the step's time, or by SPARE_SHARE of the least spare time of recent batches if that is more. In
+equilibrium the learner therefore waits about WAIT_SHARE of its time for fresher groups.
 
-**Open**: no group is held back while the learner waits for more than OPEN_SHARE of its recent time,
-apart from the longest wait, or while the fleet without its fastest worker would be too slow for the
-learner: groups that are made ahead then bridge the loss of a worker. Until a step has been timed
-and a version installed, groups are granted for two batches, or for all free places if these are
-more.
+**Open**: no group is held back in two cases. In the first case the learner has waited for more than
+OPEN_SHARE of its recent time, not counting the longest wait. In the second case the fleet without
+its fastest worker would be too slow for the learner: groups that are made ahead then bridge the
+loss of a worker. Until a step has been timed and a version installed, groups are granted for two
+batches, or for all free places if these are more.
 
 The method is flow control by the bandwidth-delay product, as in BBR. The queue that is kept short
 is the queue of groups that wait for the learner.
@@ -68,10 +70,10 @@ WAIT_SHARE = 0.005
 """Share of its time that the learner waits, in equilibrium, in exchange for fresher groups."""
 
 FIRST_MARGIN = 0.1
-"""The initial margin, in times of a step."""
+"""The initial margin, in durations of a step."""
 
 MAX_MARGIN = 4.0
-"""The largest margin, in times of a step."""
+"""The largest margin, in durations of a step."""
 
 SPARE_SHARE = 0.05
 """At each step the margin shrinks by this part of the least spare time of recent batches."""
@@ -141,7 +143,7 @@ class JustInTime:
 
     @property
     def is_holding(self) -> bool:
-        """Whether the last decision has held groups back that a free place could have begun."""
+        """Whether the last decision held back groups that a worker could have begun."""
         return bool(self._held_since)
 
     def is_resting(self, *, now: float) -> bool:
@@ -187,7 +189,7 @@ class JustInTime:
             self._delay_s[worker_id] = delay_s if known_s is None else (known_s + delay_s) / 2
 
     def _adjust_margin(self, waited_s: float, spare_s: float) -> None:
-        """Raise the margin by a wait that holding groups back has caused, or else lower it."""
+        """Raise the margin if the learner waited for groups held back; otherwise lower it."""
         step_s = self._step_s
         margin_s = FIRST_MARGIN * step_s if self._margin_s is None else self._margin_s
         caused_s = min(waited_s, self._delayed_s.pop(self._step, 0.0))
@@ -267,7 +269,7 @@ class JustInTime:
         share = self._useful_share
         soonest = min((load.finish_at for load in loads if load.num_free > 0), default=now)
         made_at = sorted(running)
-        # Groups that are not useful, running ones too, make room for further ones.
+        # A group that is not useful, even a running one, is replaced by a further group.
         num_later = math.ceil((num_held + (1 - share) * len(made_at)) / share)
         held_at = sorted(self._held_done_at(loads, installed, num_later, now))
         num_needed = 0
@@ -291,7 +293,7 @@ class JustInTime:
     @property
     def _is_open(self) -> bool:
         """Whether the learner has recently waited so long that no group is to be held back."""
-        # A single wait is for the margin to prevent.
+        # The longest wait is left out: to prevent a single wait is the margin's task.
         waited_s = sum(self._waited_s) - max(self._waited_s)
         return waited_s > OPEN_SHARE * len(self._waited_s) * self._step_s
 
@@ -332,9 +334,9 @@ class JustInTime:
     ) -> list[float]:
         """Return the times at which `num_groups` groups would be done if they are held back.
 
-        A worker begins such groups with the next version, or before that when its present groups
-        are done, since they would slow the present groups down. A worker whose groups would be
-        nearly as old as the bound allows is left out.
+        A worker begins a held group when it installs the next version, or earlier if its present
+        groups are done. If the worker began sooner, the held group would slow its present groups
+        down. A worker whose groups would be nearly as old as the bound allows is left out.
         """
         heap = []
         for load, version in zip(loads, installed, strict=True):
@@ -362,7 +364,7 @@ class JustInTime:
         return math.ceil(late_s / self._step_s) + max(1, step - before) - 1
 
     def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
-        """Record the time since which groups are held back that a free place could have begun."""
+        """Record since when each group is held back that a worker could have begun."""
         size = self._groups_per_step
         for ordinal in range(num_promised, num_promised + due):
             since = self._held_since.pop(ordinal, now)

@@ -1,7 +1,7 @@
 """Occupancy of workers in a round of grants: their leases, including those that the round adds.
 
-A round grants one group after another. Each grant takes a place at a worker, and promises a group
-to future batches. Only these two counts are changed while the round is decided.
+A round grants one group after another. Each grant takes a place at a worker and adds a promised
+group. While the round is decided, only these two counts change.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Occupancy:
         free = {
             node_id: (worker.num_places or worker.capacity) - self.num_held(worker)
             for node_id, worker in self.able.items()
-            # The batches that may train on its version must hold all promised groups.
+            # The batches that may train on the worker's version must have places for all promised
+            # groups.
             if self.bounds[worker.installed] >= self.num_promised
         }
         return {node_id: number for node_id, number in free.items() if number > 0}
@@ -111,10 +112,11 @@ class Occupancy:
     def _soon(
         self, worker_id: str, installed: PolicyVersion, newest: PolicyVersion, own: int
     ) -> tuple[int, float]:
-        """Return the limit of the version that a worker should install soon, and the expected time.
+        """Return (limit, time) for the version that a worker should install soon.
 
-        The limit is a number of promised groups. If the time is unknown, the result is `own`, the
-        limit of the installed version, and the present time.
+        The limit is the number of promised groups at which workers with this version get no more.
+        The time is that of the expected installation. If the time is unknown, the result is `own`,
+        the limit of the installed version, and the present time.
         """
         at = self._finish_times.installs_at(worker_id, newest, now=self._now)
         if at is None:

@@ -76,13 +76,13 @@ class Relief:
         newcomers = [
             Newcomer(name, occupancy.num_held(worker) + pending[name], worker.capacity)
             for name, worker in occupancy.able.items()
-            # A slower worker gets new groups instead, once its speed is known.
+            # A slower worker gets no leases of others, but new groups once its speed is known.
             if name in equals and occupancy.bounds[worker.installed] == occupancy.num_promised
         ]
         return even_out(self._movable(running), newcomers) if newcomers else []
 
     def _move_waiting(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Return leases not begun yet to move to idle workers that would finish them sooner."""
+        """Return leases to move to idle workers that would finish them sooner; none has begun."""
         loads = self._occupancy.loads(self._occupancy.idle())
         for load in loads:
             for _ in range(pending[load.node_id]):
@@ -170,7 +170,7 @@ class Relief:
         return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
 
     def _withheld_from(self, record: LeaseRecord) -> str | None:
-        """Return the worker for which a lease was requested, if the holder kept it; else None."""
+        """Return the worker that was to get a lease, if the holder kept the lease; else None."""
         request = record.request
         if request is None or record.copy_of is not None:
             return None

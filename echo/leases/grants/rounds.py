@@ -62,7 +62,7 @@ class Decisions:
     released: list[int] = field(default_factory=list)
     """Ids of the groups in `OpenGroups.released` that the round has considered, granted or not."""
     fault: DataError | None = None
-    """The error for which no more prompts can be used; None if there is none."""
+    """The error because of which no more prompts can be used; None if no such error occurred."""
 
 
 class Round:
