@@ -27,9 +27,9 @@ from echo.core.rollout import Group, Lineage, PolicyVersion, find_fault
 from echo.engine.engine import Sampling
 from echo.engine.weights import Weights
 from echo.leases.book import LeaseBook
-from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules
 from echo.leases.run import LeaseSettings, RunState
+from echo.leases.worker.outbox import Outbox
 from echo.net.transport import TransportOptions
 from echo.records.ledger import Ledger
 from echo.roles.joining import AdmissionSettings

@@ -1,10 +1,10 @@
 """Partial groups: unfinished groups that are kept, sent to the learner, and continued later.
 
 A **partial group** is a leased group while it is sampled. A worker keeps a partial group among its
-leases (`leases/held.py`), applies the staleness policy whenever the group enters an engine again,
-and ships the group, which means that it sends the tokens to the learner, every `ship_s` seconds
-(`leases/keeper.py`). The learner keeps the tokens (`ShippedPartials`) and sends them to the next
-worker that gets the group.
+leases (`leases/worker/held.py`), and applies the staleness policy whenever the group enters an
+engine again. Every `ship_s` seconds it ships the group: it sends the tokens to the learner
+(`leases/worker/keeper.py`). The learner keeps the tokens (`ShippedPartials`) and sends them to the
+next worker that gets the group.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from echo.core.rollout import Lineage, PartialRollout, PolicyVersion, StaleToken
 from echo.core.timers import RecentMap
 from echo.core.token_sets import TokenSets
 from echo.leases.book import MAX_WORKERS, LeasedWorker
-from echo.leases.held import PartialGroup
+from echo.leases.worker.held import PartialGroup
 from echo.wire.codec import DECODE_ERRORS, MAX_ARRAY_BYTES, Frame
 from echo.wire.messages import Grant, Heartbeat, Lease
 from echo.wire.token_sets import SetBytes, decode_all_sets, encode_all_sets

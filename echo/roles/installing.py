@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from echo.core.errors import EngineError
 from echo.core.rollout import Lineage, PolicyVersion, is_surviving
 from echo.core.units import one_line
-from echo.leases.held import PartialGroup
+from echo.leases.worker.held import PartialGroup
 from echo.roles.engine_facts import EngineFacts
 from echo.wire.actions import Action
 

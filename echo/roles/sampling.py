@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from echo.core.bounds import MAX_LEASES
 from echo.core.metrics import Counters
 from echo.core.rollout import PartialRollout, PolicyVersion
-from echo.leases.held import (
+from echo.leases.partials import apply_staleness_policy
+from echo.leases.worker.held import (
     WAITING,
     GroupState,
     HeldLeases,
@@ -42,7 +43,6 @@ from echo.leases.held import (
     Stopped,
     Whole,
 )
-from echo.leases.partials import apply_staleness_policy
 from echo.roles.engine_facts import EngineFacts
 from echo.roles.installing import EngineVersions, Install, LearnerProgress
 from echo.wire.actions import Action

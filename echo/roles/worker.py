@@ -2,18 +2,18 @@
 
 A leased group waits in the queue, is sampled in the engine, and may be interrupted between two
 calls of the engine. Its result stays in the outbox until the learner has written it to disk
-(`leases/held.py` has a table of these states). Each heartbeat lists all groups, so the learner
-knows which leases to send again and which to renew. A lost link changes none of this: running
-groups go on, results are kept, and after the next Admitted all unacknowledged results are sent
-again.
+(`leases/worker/held.py` has a table of these states). Each heartbeat lists all groups, so the
+learner knows which leases to send again and which to renew. A lost link changes none of this:
+running groups go on, results are kept, and after the next Admitted all unacknowledged results are
+sent again.
 
 The role consists of parts that decide, each on its own state, and return their decisions:
 
-    HeldLeases       leases/held.py       the state of each leased group
-    EngineCalls      roles/sampling.py    which groups enter the engine, and when it is stopped
-    EngineVersions   roles/installing.py  which version is installed, and which samples a group
-    PartialKeeper    leases/keeper.py     which unfinished groups are shipped and saved
-    Departure        roles/departure.py   when the worker leaves, and when it is drained
+    HeldLeases       leases/worker/held.py    the state of each leased group
+    EngineCalls      roles/sampling.py        which groups enter the engine, and when it is stopped
+    EngineVersions   roles/installing.py      which version is installed, and which samples a group
+    PartialKeeper    leases/worker/keeper.py  which unfinished groups are shipped and saved
+    Departure        roles/departure.py       when the worker leaves, and when it is drained
 
 `Worker` connects these parts: it passes messages and events to them, sends results to the learner,
 and reports its state in heartbeats. Its shell (`runtime/worker/node.py`, or a simulation) carries
@@ -49,7 +49,8 @@ from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import Group, Lineage, PartialRollout, PolicyVersion, Rollout
 from echo.core.timers import earliest
 from echo.core.units import one_line
-from echo.leases.held import (
+from echo.leases.partials import decode_continuations
+from echo.leases.worker.held import (
     BUSY,
     WAITING,
     Closed,
@@ -61,9 +62,8 @@ from echo.leases.held import (
     Reported,
     key_of,
 )
-from echo.leases.keeper import PartialKeeper, PartialsFound, PartialsSaved
-from echo.leases.outbox import Outbox
-from echo.leases.partials import decode_continuations
+from echo.leases.worker.keeper import PartialKeeper, PartialsFound, PartialsSaved
+from echo.leases.worker.outbox import Outbox
 from echo.roles.departure import (
     DRAIN_S,
     Departure,

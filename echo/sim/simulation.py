@@ -24,8 +24,8 @@ from echo.core.errors import EchoError
 from echo.core.price import Price
 from echo.core.rollout import MAX_UNACKED_GROUPS
 from echo.fleet.market import Offer
-from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules
+from echo.leases.worker.outbox import Outbox
 from echo.net.transport import TransportOptions
 from echo.roles.departure import ReleaseTerms
 from echo.roles.engine_facts import EngineFacts

@@ -11,7 +11,7 @@ import numpy as np
 
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PartialRollout, PolicyVersion
-from echo.leases.held import LeaseKey, key_of
+from echo.leases.worker.held import LeaseKey, key_of
 from echo.roles.departure import Drained, MachineReleased, Release
 from echo.roles.engine_facts import EngineFacts
 from echo.roles.installing import Install, VersionInstalled

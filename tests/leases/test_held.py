@@ -6,8 +6,8 @@ import pytest
 
 from echo.core.errors import LocalProtocolError
 from echo.core.tables import IGNORED, IMPOSSIBLE
-from echo.leases import held
-from echo.leases.held import (
+from echo.leases.worker import held
+from echo.leases.worker.held import (
     BUSY,
     EVENTS,
     TABLE,
@@ -22,7 +22,7 @@ from echo.leases.held import (
     Taken,
     Whole,
 )
-from echo.leases.outbox import Outbox
+from echo.leases.worker.outbox import Outbox
 from echo.wire.messages import Deliver
 from tests.leases.tables import draw, reachable
 from tests.roles.harness import make_lease

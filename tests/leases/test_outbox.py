@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from echo.leases.outbox import Outbox
+from echo.leases.worker.outbox import Outbox
 from echo.wire.messages import Deliver
 
 

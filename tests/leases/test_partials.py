@@ -20,16 +20,6 @@ from echo.core.rollout import (
     find_fault,
     trim_stale,
 )
-from echo.leases.held import (
-    Closed,
-    GroupState,
-    HeldLeases,
-    PartialGroup,
-    Reported,
-    Stopped,
-    Whole,
-)
-from echo.leases.outbox import Outbox
 from echo.leases.partials import (
     FreshPartials,
     apply_staleness_policy,
@@ -38,6 +28,16 @@ from echo.leases.partials import (
     encode_groups,
     encode_members,
 )
+from echo.leases.worker.held import (
+    Closed,
+    GroupState,
+    HeldLeases,
+    PartialGroup,
+    Reported,
+    Stopped,
+    Whole,
+)
+from echo.leases.worker.outbox import Outbox
 from echo.wire.messages import Deliver, Failed
 from tests.core.groups import make_partial
 from tests.roles.harness import make_lease

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from echo.leases.grants.dispatch import Load
-from echo.leases.held import GroupState
+from echo.leases.worker.held import GroupState
 from tests.promises.world import Rated, World
 
 FAST, BOTH = {"fast": 100.0}, {"fast": 100.0, "slow": 10.0}

@@ -24,10 +24,10 @@ from echo.leases.grants.relief import Relief
 from echo.leases.groups import OpenGroup
 from echo.leases.mismatch import Mismatches
 from echo.leases.open_groups import AppendRecord, FinishedGroups
-from echo.leases.outbox import Outbox
 from echo.leases.partials import ShippedPartials
 from echo.leases.results import Results
 from echo.leases.scheduler import Scheduler
+from echo.leases.worker.outbox import Outbox
 from echo.records import ledger
 from echo.roles import joining
 from echo.roles.control import ControlLink

@@ -59,8 +59,8 @@ from echo.engine.engine import (
     Watcher,
 )
 from echo.engine.weights import find_nonfinite
-from echo.leases.held import BUSY, GroupState
 from echo.leases.partials import PartialRules
+from echo.leases.worker.held import BUSY, GroupState
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import AnyRecord, Ledger, Published
 from echo.roles.learner import StandbyChosen

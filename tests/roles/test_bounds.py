@@ -21,10 +21,10 @@ from echo.core.bounds import (
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
-from echo.leases.held import Reported
 from echo.leases.partials import MemberHeader, ShippedPartials
 from echo.leases.results import StoreGroup
 from echo.leases.scheduler import Scheduler
+from echo.leases.worker.held import Reported
 from echo.roles import worker
 from echo.wire import messages
 from echo.wire.actions import HangUp, Note

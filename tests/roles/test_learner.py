@@ -13,12 +13,12 @@ import pytest
 from echo.core.metrics import Counters
 from echo.core.rollout import PartialRollout
 from echo.leases import results
-from echo.leases.held import GroupState, HandedOver, PartialGroup, Stopped
 from echo.leases.partials import (
     ShippedPartials,
     encode_continuations,
     encode_members,
 )
+from echo.leases.worker.held import GroupState, HandedOver, PartialGroup, Stopped
 from echo.roles import learner, members, plans, review
 from echo.roles.members import Member, Presence
 from echo.wire import codec

@@ -11,11 +11,11 @@ import pytest
 
 from echo.core.errors import EngineError
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
-from echo.leases import keeper
-from echo.leases.held import BUSY, GroupState, PartialGroup
-from echo.leases.keeper import PartialsFound, PartialsSaved, Save
-from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules, decode_groups, encode_groups
+from echo.leases.worker import keeper
+from echo.leases.worker.held import BUSY, GroupState, PartialGroup
+from echo.leases.worker.keeper import PartialsFound, PartialsSaved, Save
+from echo.leases.worker.outbox import Outbox
 from echo.roles import departure, installing, node, sampling, worker
 from echo.roles.departure import (
     DRAIN_S,
@@ -252,7 +252,7 @@ def test_every_event_of_a_worker_has_its_handler() -> None:
         for module in modules
         for each in vars(module).values()
         if isinstance(each, type)
-        and each.__module__ == module.__name__  # a group's events are those of leases/held.py
+        and each.__module__ == module.__name__  # a group's events are those of held.py
         and (each.__doc__ or "").startswith("Event")
     }
     assert found == set(Worker.HANDLERS) - {Built}

@@ -25,7 +25,7 @@ from echo.core.errors import EchoError
 from echo.core.rollout import Group, Rollout
 from echo.core.token_sets import TokenSets, join_sets
 from echo.engine.engine import Completion
-from echo.leases.held import LeaseKey, key_of
+from echo.leases.worker.held import LeaseKey, key_of
 from echo.wire.messages import Lease
 
 MAX_EPISODE_ATTEMPTS = 3

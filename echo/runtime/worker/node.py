@@ -44,9 +44,9 @@ from echo.engine.engine import (
     is_out_of_memory,
 )
 from echo.engine.weights import tensors_from_image
-from echo.leases.held import GroupState, PartialGroup
-from echo.leases.keeper import PartialsFound, PartialsSaved, Save
 from echo.leases.partials import PartialRules
+from echo.leases.worker.held import GroupState, PartialGroup
+from echo.leases.worker.keeper import PartialsFound, PartialsSaved, Save
 from echo.net.transport import Transport
 from echo.records.files import write_file
 from echo.roles.departure import Drained, DrainRequested, MachineReleased, Release

@@ -35,8 +35,8 @@ from echo.engine.model import (
 )
 from echo.engine.vllm.arguments import Process
 from echo.engine.weights import publish_image
-from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules
+from echo.leases.worker.outbox import Outbox
 from echo.net.transport import Transport
 from echo.roles.joining import EXPECTED, LIKELY_IDS
 from echo.roles.worker import Worker

@@ -33,7 +33,7 @@ from enum import StrEnum
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PartialRollout, PolicyVersion
 from echo.core.tables import IGNORED, IMPOSSIBLE, Move
-from echo.leases.outbox import Outbox
+from echo.leases.worker.outbox import Outbox
 from echo.wire.codec import Frame
 from echo.wire.messages import Lease, LeaseState, Message
 

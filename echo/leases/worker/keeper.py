@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from echo.core.bounds import MAX_PAYLOAD_BYTES
 from echo.core.errors import RemoteProtocolError
-from echo.leases.held import HeldLeases
 from echo.leases.partials import decode_groups, encode_groups, encode_members
+from echo.leases.worker.held import HeldLeases
 from echo.wire.actions import Action, Note
 from echo.wire.codec import Frame, payload_bytes
 from echo.wire.messages import Partial
