@@ -24,7 +24,7 @@ from learning.delays import DelayInjector, Direction, add_options, read_injector
 from echo.cli.node import read_run_file, run_role
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Group
-from echo.roles.installing import Install
+from echo.roles.worker.installing import Install
 from echo.runtime.learner import setup
 from echo.runtime.learner.node import LearnerNode
 from echo.runtime.worker import setup as worker_setup

@@ -34,7 +34,7 @@ from echo.net.transport import TransportOptions
 from echo.records.ledger import Ledger
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
-from echo.roles.worker import Worker
+from echo.roles.worker.worker import Worker
 from echo.runtime import node
 from echo.runtime.identity import JoinSource
 from echo.runtime.learner.follower import Row

@@ -27,11 +27,11 @@ from echo.fleet.market import Offer
 from echo.leases.partials import PartialRules
 from echo.leases.worker.outbox import Outbox
 from echo.net.transport import TransportOptions
-from echo.roles.departure import ReleaseTerms
-from echo.roles.engine_facts import EngineFacts
 from echo.roles.joining import NodeSettings
 from echo.roles.relay import Relay
-from echo.roles.worker import Worker
+from echo.roles.worker.departure import ReleaseTerms
+from echo.roles.worker.engine_facts import EngineFacts
+from echo.roles.worker.worker import Worker
 from echo.runtime.identity import Identity
 from echo.runtime.node import Node
 from echo.runtime.relay import RelayNode

@@ -12,12 +12,12 @@ import numpy as np
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PartialRollout, PolicyVersion
 from echo.leases.worker.held import LeaseKey, key_of
-from echo.roles.departure import Drained, MachineReleased, Release
-from echo.roles.engine_facts import EngineFacts
-from echo.roles.installing import Install, VersionInstalled
 from echo.roles.joining import Configure
-from echo.roles.sampling import CallReturned, EngineCall, MembersGrown, Recall, Sample, Score
-from echo.roles.worker import EngineBuilt, GroupScored, Worker
+from echo.roles.worker.departure import Drained, MachineReleased, Release
+from echo.roles.worker.engine_facts import EngineFacts
+from echo.roles.worker.installing import Install, VersionInstalled
+from echo.roles.worker.sampling import CallReturned, EngineCall, MembersGrown, Recall, Sample, Score
+from echo.roles.worker.worker import EngineBuilt, GroupScored, Worker
 from echo.runtime.node import DialingNode
 from echo.sim.clock import InlineThreads
 from echo.sim.lengths import Groups

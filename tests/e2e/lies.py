@@ -13,7 +13,7 @@ from typing import Any
 
 from echo.core.rollout import Group
 from echo.net.zmq import ZmqTransport
-from echo.roles import worker
+from echo.roles.worker import worker
 from echo.wire.codec import decode_envelope, decode_group, decode_message, encode_group
 from echo.wire.messages import LEARNER_ID, Chunk, Deliver
 

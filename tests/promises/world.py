@@ -64,7 +64,7 @@ from echo.leases.worker.held import BUSY, GroupState
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import AnyRecord, Ledger, Published
 from echo.roles.learner import StandbyChosen
-from echo.roles.sampling import EngineCall, Recall, Sample
+from echo.roles.worker.sampling import EngineCall, Recall, Sample
 from echo.runtime import relay
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import JoinSource

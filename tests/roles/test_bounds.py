@@ -25,7 +25,7 @@ from echo.leases.partials import MemberHeader, ShippedPartials
 from echo.leases.results import StoreGroup
 from echo.leases.scheduler import Scheduler
 from echo.leases.worker.held import Reported
-from echo.roles import worker
+from echo.roles.worker import worker
 from echo.wire import messages
 from echo.wire.actions import HangUp, Note
 from echo.wire.codec import (

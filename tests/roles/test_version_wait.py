@@ -8,7 +8,7 @@ import pytest
 from echo.core.rollout import PolicyVersion
 from echo.leases.grants.admission import most_promised, oldest_step
 from echo.leases.worker.held import Closed, GroupState, Stopped
-from echo.roles.worker import MAX_VERSION_WAIT_S, Worker
+from echo.roles.worker.worker import MAX_VERSION_WAIT_S, Worker
 from echo.wire.messages import Lease
 from tests.promises.conftest import MakeWorld
 from tests.roles.harness import make_lease

@@ -16,8 +16,10 @@ from echo.leases.worker import keeper
 from echo.leases.worker.held import BUSY, GroupState, PartialGroup
 from echo.leases.worker.keeper import PartialsFound, PartialsSaved, Save
 from echo.leases.worker.outbox import Outbox
-from echo.roles import departure, installing, node, sampling, worker
-from echo.roles.departure import (
+from echo.roles import node
+from echo.roles.joining import Built
+from echo.roles.worker import departure, installing, sampling, worker
+from echo.roles.worker.departure import (
     DRAIN_S,
     Drained,
     DrainRequested,
@@ -25,16 +27,15 @@ from echo.roles.departure import (
     Release,
     ReleaseTerms,
 )
-from echo.roles.engine_facts import EngineFacts
-from echo.roles.installing import (
+from echo.roles.worker.engine_facts import EngineFacts
+from echo.roles.worker.installing import (
     INSTALL_AGAIN_S,
     EngineDamaged,
     Install,
     InstallFailed,
     VersionInstalled,
 )
-from echo.roles.joining import Built
-from echo.roles.sampling import (
+from echo.roles.worker.sampling import (
     CallRaised,
     CallRefused,
     CallReturned,
@@ -48,7 +49,7 @@ from echo.roles.sampling import (
     Score,
     Withdraw,
 )
-from echo.roles.worker import EngineBuilt, GroupScored, LeaseDropped, LeasesDemanded, Worker
+from echo.roles.worker.worker import EngineBuilt, GroupScored, LeaseDropped, LeasesDemanded, Worker
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import Frame, decode_group

@@ -19,7 +19,7 @@ from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
 from echo.net.transport import Disconnected, Received
 from echo.roles.joining import Configure
-from echo.roles.sampling import Score
+from echo.roles.worker.sampling import Score
 from echo.runtime import event_log
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import load_or_create_identity

@@ -11,8 +11,8 @@ import pytest
 from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
 from echo.net.transport import Received
-from echo.roles.departure import Drained
 from echo.roles.node import Role
+from echo.roles.worker.departure import Drained
 from echo.runtime.node import STALL_S, Node, Topics
 from echo.sim.clock import InlineThreads
 from echo.sim.network import Network, Port

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from echo.config.load import parse_config
-from echo.roles.departure import ReleaseTerms
 from echo.roles.learner import GrantsStopped
 from echo.roles.members import RunEnded
+from echo.roles.worker.departure import ReleaseTerms
 from echo.runtime.worker.release import release, terms_of
 from tests.promises.conftest import MakeWorld
 

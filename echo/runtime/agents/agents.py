@@ -22,8 +22,14 @@ from blake3 import blake3
 from echo.core.errors import DataError
 from echo.core.rollout import NO_OPINION
 from echo.engine.engine import Request, Sampling
-from echo.roles.sampling import NoResult
-from echo.roles.worker import GroupFinished, LeaseDropped, LeasesAlive, LeasesDemanded, Worker
+from echo.roles.worker.sampling import NoResult
+from echo.roles.worker.worker import (
+    GroupFinished,
+    LeaseDropped,
+    LeasesAlive,
+    LeasesDemanded,
+    Worker,
+)
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.agents.dialogue import Dialogue
 from echo.runtime.agents.sessions import Episodes, Session, SessionError, Turn, group_of

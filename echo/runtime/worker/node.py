@@ -1,7 +1,7 @@
 """The worker's node: carries out the actions of the worker's role in threads.
 
-The role (`roles/worker.py`) decides what to sample, stop, score, install and save. The node makes
-each of these actions a call in a thread, and reports the outcome to the role as an event
+The role (`roles/worker/worker.py`) decides what to sample, stop, score, install and save. The node
+makes each of these actions a call in a thread, and reports the outcome to the role as an event
 (`report`). Meanwhile the loop receives weights, forwards them to children and delivers results. A
 version is installed only when it is complete. If the learner's seal arrived before the
 installation, the image is hashed again in memory before it is loaded. If outside agents produce the
@@ -49,17 +49,17 @@ from echo.leases.worker.held import GroupState, PartialGroup
 from echo.leases.worker.keeper import PartialsFound, PartialsSaved, Save
 from echo.net.transport import Transport
 from echo.records.files import write_file
-from echo.roles.departure import Drained, DrainRequested, MachineReleased, Release
-from echo.roles.engine_facts import EngineFacts, Sampler
-from echo.roles.installing import (
+from echo.roles.joining import Configure, NodeState
+from echo.roles.worker.departure import Drained, DrainRequested, MachineReleased, Release
+from echo.roles.worker.engine_facts import EngineFacts, Sampler
+from echo.roles.worker.installing import (
     EngineDamaged,
     Install,
     InstallFailed,
     InstallMissed,
     VersionInstalled,
 )
-from echo.roles.joining import Configure, NodeState
-from echo.roles.sampling import (
+from echo.roles.worker.sampling import (
     CallRaised,
     CallRefused,
     CallReturned,
@@ -73,7 +73,7 @@ from echo.roles.sampling import (
     Score,
     Withdraw,
 )
-from echo.roles.worker import EngineBuilt, GroupFinished, GroupScored, Worker, answer_to
+from echo.roles.worker.worker import EngineBuilt, GroupFinished, GroupScored, Worker, answer_to
 from echo.runtime.agents.agents import AgentParts, Agents
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.disk_store import MemoryStore

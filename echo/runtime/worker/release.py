@@ -1,9 +1,10 @@
 """Release of a rented worker machine: when it happens, and the command that is run.
 
 A worker on standby still costs money. So with `worker.release_after_s` a worker leaves by itself
-after this time on standby or without the learner (`roles/departure.py`). It then takes no more
-leases, delivers its results, and runs the user's command that gives the machine back. Its Goodbye
-reports whether the command has succeeded: only then the learner stops counting the machine's cost.
+after this time on standby or without the learner (`roles/worker/departure.py`). It then takes no
+more leases, delivers its results, and runs the user's command that gives the machine back. Its
+Goodbye reports whether the command has succeeded: only then the learner stops counting the cost of
+the machine.
 
 The command also runs when the learner reports the end of the run. It does not run after Ctrl-C or
 an error, because the operator may want to look at the machine.
@@ -19,7 +20,7 @@ import tempfile
 from contextlib import suppress
 
 from echo.config.schema import NetworkSection, WorkerSection
-from echo.roles.departure import ReleaseTerms
+from echo.roles.worker.departure import ReleaseTerms
 
 RELEASE_TIMEOUT_S = 60.0
 """Time limit of the command worker.on_release, seconds: providers answer in seconds, so retries

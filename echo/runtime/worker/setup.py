@@ -39,7 +39,7 @@ from echo.leases.partials import PartialRules
 from echo.leases.worker.outbox import Outbox
 from echo.net.transport import Transport
 from echo.roles.joining import EXPECTED, LIKELY_IDS
-from echo.roles.worker import Worker
+from echo.roles.worker.worker import Worker
 from echo.runtime import node as wiring
 from echo.runtime.agents.agents import AgentParts
 from echo.runtime.agents.dialogue import Dialogue

@@ -43,8 +43,8 @@ from echo.leases.worker.held import (
     Stopped,
     Whole,
 )
-from echo.roles.engine_facts import EngineFacts
-from echo.roles.installing import EngineVersions, Install, LearnerProgress
+from echo.roles.worker.engine_facts import EngineFacts
+from echo.roles.worker.installing import EngineVersions, Install, LearnerProgress
 from echo.wire.actions import Action
 from echo.wire.messages import BAD_LOGPROBS, ENGINE_ERROR, Lease
 

@@ -24,7 +24,7 @@ from echo.core.errors import EngineError
 from echo.core.rollout import Lineage, PolicyVersion, is_surviving
 from echo.core.units import one_line
 from echo.leases.worker.held import PartialGroup
-from echo.roles.engine_facts import EngineFacts
+from echo.roles.worker.engine_facts import EngineFacts
 from echo.wire.actions import Action
 
 INSTALL_AGAIN_S = 30.0

@@ -10,10 +10,10 @@ sent again.
 The role consists of parts that decide, each on its own state, and return their decisions:
 
     HeldLeases       leases/worker/held.py    the state of each leased group
-    EngineCalls      roles/sampling.py        which groups enter the engine, and when it is stopped
-    EngineVersions   roles/installing.py      which version is installed, and which samples a group
+    EngineCalls      sampling.py              which groups enter the engine, and when it is stopped
+    EngineVersions   installing.py            which version is installed, and which samples a group
     PartialKeeper    leases/worker/keeper.py  which unfinished groups are shipped and saved
-    Departure        roles/departure.py       when the worker leaves, and when it is drained
+    Departure        departure.py             when the worker leaves, and when it is drained
 
 `Worker` connects these parts: it passes messages and events to them, sends results to the learner,
 and reports its state in heartbeats. Its shell (`runtime/worker/node.py`, or a simulation) carries
@@ -64,24 +64,24 @@ from echo.leases.worker.held import (
 )
 from echo.leases.worker.keeper import PartialKeeper, PartialsFound, PartialsSaved
 from echo.leases.worker.outbox import Outbox
-from echo.roles.departure import (
+from echo.roles.joining import NodeSettings
+from echo.roles.members import IDLE
+from echo.roles.node import DialingRole, Handler
+from echo.roles.worker.departure import (
     DRAIN_S,
     Departure,
     DrainRequested,
     MachineReleased,
     ReleaseTerms,
 )
-from echo.roles.engine_facts import EngineFacts
-from echo.roles.installing import (
+from echo.roles.worker.engine_facts import EngineFacts
+from echo.roles.worker.installing import (
     InstallEvent,
     InstallFailed,
     LearnerProgress,
     VersionInstalled,
 )
-from echo.roles.joining import NodeSettings
-from echo.roles.members import IDLE
-from echo.roles.node import DialingRole, Handler
-from echo.roles.sampling import (
+from echo.roles.worker.sampling import (
     CallReturned,
     Decision,
     EngineCalls,
