@@ -9,10 +9,10 @@ Three operations are enough for a program to train:
 `step` makes these calls: it turns rewards into advantages, groups into rows, takes the gradient of
 the loss, and updates the weights. The parts of a trainer do the work and exchange values:
 
-    models       the policy, and the frozen models beside it              models.py
-    scores       log-probabilities without a gradient                     scores.py
-    gradients    the gradient of a batch                                  gradients.py
-    passes       retries in smaller micro-batches if memory runs out      passes.py
+    models       the policy, and the frozen models beside it              models/models.py
+    scores       log-probabilities without a gradient                     passes/scores.py
+    gradients    the gradient of a batch                                  passes/gradients.py
+    passes       retries in smaller micro-batches if memory runs out      passes/passes.py
     weights      parameters, clipping, updates                            weights.py
     adapters     which adapter is in the model; moments, settings, counts adapters.py
     state        what the next step depends on, on disk                   trainer_state.py
@@ -61,14 +61,14 @@ from echo.core.rollout import Group
 from echo.engine.lora import NAME
 from echo.train.adapters import Adapters
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
-from echo.train.findings import LOSS, Sums, pass_metrics
-from echo.train.gradients import BatchFindings, Gradients
 from echo.train.models.models import Models
 from echo.train.models.policy import Compute, ModelSource
 from echo.train.models.rescoring import Rescoring
 from echo.train.optimizer import OptimizerSettings
-from echo.train.passes import Passes, as_step_errors
-from echo.train.scores import RowScores, TokenScores
+from echo.train.passes.findings import LOSS, Sums, pass_metrics
+from echo.train.passes.gradients import BatchFindings, Gradients
+from echo.train.passes.passes import Passes, as_step_errors
+from echo.train.passes.scores import RowScores, TokenScores
 from echo.train.speed import Speedometer
 from echo.train.step import StepError, StepResult
 from echo.train.trainer_state import TrainerState
@@ -182,7 +182,7 @@ class Trainer:
                 that `batch` leaves out.
 
         Returns:
-            Sums over the tokens of the pass by metric (train/findings.py), and the loss as
+            Sums over the tokens of the pass by metric (train/passes/findings.py), and the loss as
             "loss/policy".
 
         Raises:

@@ -32,11 +32,11 @@ from echo.algo.losses import ClippedTokenLoss
 from echo.core.errors import ConfigError
 from echo.kernels.logprob import EntropyMode, TokenLosses
 from echo.train.batch import StepBatch
-from echo.train.findings import ENTROPY, LOSS, NUM_TOKENS, Sums, gather_findings
 from echo.train.models.models import Models
-from echo.train.passes import as_step_errors, make_rounds
+from echo.train.passes.findings import ENTROPY, LOSS, NUM_TOKENS, Sums, gather_findings
+from echo.train.passes.passes import as_step_errors, make_rounds
+from echo.train.passes.scores import TokenScores
 from echo.train.ranks.sharding import Ranks
-from echo.train.scores import TokenScores
 from echo.train.speed import Speedometer
 from echo.train.step import StepError
 

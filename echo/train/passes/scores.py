@@ -24,7 +24,7 @@ from echo.algo.batching import MicroBatch, TrainingRow
 from echo.algo.loss import BatchScores, LossNeeds
 from echo.train.models.models import Models
 from echo.train.models.policy import Policy
-from echo.train.passes import make_rounds
+from echo.train.passes.passes import make_rounds
 
 RowScores = list[npt.NDArray[np.float32]]
 """The scores of each row: [T, ...] for its T completion tokens."""
