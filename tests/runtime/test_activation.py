@@ -13,12 +13,12 @@ import pytest
 from echo.core.price import Price
 from echo.core.rollout import PolicyVersion
 from echo.fleet.market import Offer
-from echo.leases.throughput import Throughput
 from echo.records.ledger import read_records
 from echo.roles.members import Member, Presence, Roster
 from echo.runtime.learner.costs import control as cost_control
 from echo.runtime.learner.costs.activation import Activation
 from echo.runtime.learner.costs.meter import CostMeter, spent_before
+from echo.runtime.learner.costs.throughput import Throughput
 from echo.wire.messages import NodeStats
 from tests.fleet.fleets import JOB
 from tests.promises.conftest import MakeWorld

@@ -28,10 +28,10 @@ from echo.fleet.activation import (
 )
 from echo.fleet.job import Job
 from echo.fleet.market import UNLIMITED, Offer
-from echo.leases.throughput import MIN_REPORTS
 from echo.roles.learner import Learner, StandbyChosen
 from echo.roles.members import Member
 from echo.runtime.learner.costs.measurements import Measurements
+from echo.runtime.learner.costs.throughput import MIN_REPORTS
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action, Note
 from echo.wire.codec import BYTES_PER_TOKEN

@@ -14,9 +14,9 @@ from functools import cache
 from echo.core.rollout import PolicyVersion
 from echo.fleet.activation import Links
 from echo.fleet.market import UNLIMITED
-from echo.leases.throughput import Throughput
 from echo.roles.learner import Learner
 from echo.roles.members import Member
+from echo.runtime.learner.costs.throughput import Throughput
 
 POLL_S = 0.1
 """Seconds between two checks of the installed versions: the resolution of broadcast times."""

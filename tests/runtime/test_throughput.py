@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo.leases.throughput import Throughput
+from echo.runtime.learner.costs.throughput import Throughput
 
 
 def look(capability: Throughput, *, load: float, rate: float, seconds: int, start: int = 0) -> int:
