@@ -1,9 +1,9 @@
 """Adapters by name on one base in memory; the model holds one adapter at a time.
 
 The model has place for one adapter. The weights, moments, settings and counts of every other
-adapter are set aside, with its gradient if that has not been applied yet. `use` puts another
-adapter into the model, so no other part of a trainer needs to know that there are several. All
-adapters have one shape, and share the trainer's loss, temperature, advantages and reference.
+adapter are set aside. A gradient that has not been applied yet is set aside, too. `use` puts
+another adapter into the model, so no other part of a trainer needs to know that there are several.
+All adapters have one shape, and share the trainer's loss, temperature, advantages and reference.
 
 A trainer that trains all weights has no adapters, and a single `progress`.
 """
@@ -50,7 +50,7 @@ class Adapters:
         name: str | None,
         settings: OptimizerSettings,
     ) -> None:
-        """Start with the adapter that is in the model, or with all weights, and a new optimizer.
+        """Start with a new optimizer, for the adapter that is in the model or for all weights.
 
         Args:
             policy: the model.
@@ -176,7 +176,7 @@ class Adapters:
 
 
 def _no_adapters(name: str) -> ConfigError:
-    """Return the error to raise if an adapter is named to a trainer that trains all weights."""
+    """Return the error for a call that names an adapter of a trainer that trains all weights."""
     return ConfigError(
         f"adapter {name!r}: this trainer trains all weights; one whose ModelSource has a lora "
         "trains adapters"

@@ -82,7 +82,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class RoundTrip:
-    """A tokenizer that finds completions whose token ids change by decoding and encoding again."""
+    """Finds completions whose token ids change when they are decoded and encoded again."""
 
     def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
         """Load the tokenizer of a model directory; `chat_template` replaces its own template."""
@@ -204,7 +204,7 @@ _NAME = re.compile(r"v(\d+)_(\d+)\.safetensors")
 
 
 HEADER_BYTES = 256
-"""Upper bound on the bytes of a file's header: once for the file, and once for each tensor."""
+"""Upper bound on the bytes in a file's header for each tensor, and for the rest of the header."""
 
 
 class VersionRetention:
@@ -296,8 +296,8 @@ class VersionRetention:
 
 
 MAX_KEPT_BYTES = 4 << 30
-"""Largest total size, in bytes, of the versions on the learner's disk; of a large model fewer
-versions are kept.
+"""Largest total size, in bytes, of the versions on the learner's disk. Fewer versions of a large
+model fit into it.
 """
 NUM_ROLLOUTS = 8
 """Number of rollouts scored in a measurement. They have thousands of tokens to compute a variance
@@ -378,8 +378,8 @@ def make_attribution(
     retention = VersionRetention(
         versions_dir,
         max_bytes=MAX_KEPT_BYTES,
-        # One version more than groups may have tokens of: the newest version is published before
-        # the oldest tokens have been trained on.
+        # Groups may have tokens of max_staleness + 1 versions. One more is kept, because the newest
+        # version is published before the oldest tokens have been trained on.
         max_versions=max_staleness + 2,
     )
     probe = MismatchProbe(retention, text, num_rollouts=NUM_ROLLOUTS, seed=seed)
@@ -387,7 +387,7 @@ def make_attribution(
 
 
 def make_rescoring(sampling: SamplingSection, published_dtype: str) -> Rescoring:
-    """Return the argument `rescoring` of a trainer, for the measurement."""
+    """Return the argument `rescoring` that a trainer needs for the measurement."""
     return Rescoring(
         sampling=make_sampling(sampling, []), published_dtype=torch_dtype(published_dtype)
     )

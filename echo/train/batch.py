@@ -6,7 +6,7 @@ before it accepts a group, so that a step trains on every group that it gets:
     one_member      nothing to compare a rollout with
     bad_reward      a reward that is not finite
     reward_too_large  a reward beyond the bound, which might overflow in the step
-    bad_logprobs    a sampler's log-probability of a trained token that is not finite or above 0
+    bad_logprobs    a trained token whose log-probability by the sampler is above 0 or not finite
     bad_token_ids   an id outside the vocabulary
     bad_support     a token that is not among the ids that it was drawn from
     all_masked      no trained token, for example because every completion was cut off
@@ -44,8 +44,8 @@ from echo.core.rollout import MAX_LOGPROB, Group, Rollout
 from echo.core.token_sets import TOO_LARGE
 
 MAX_LIKELY_MASS = 1.05
-"""Largest sum of the probabilities of a token's likely ids; above 1, since they are rounded when
-sent.
+"""Largest sum of the probabilities of a token's likely ids. The bound is above 1, since the
+probabilities are rounded when they are sent.
 """
 
 

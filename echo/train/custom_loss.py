@@ -5,8 +5,9 @@ A custom loss is a function of `LossInputs` and keyword options that returns a `
     def my_loss(inputs: LossInputs, *, strength: float = 1.0) -> LossOutput: ...
 
 The function gets whole rollouts. It declares further needs as an attribute: `my_loss.needs =
-LossNeeds(whole_groups=True)` (algo/loss.py). It has to divide by the counts of the whole batch in
-`inputs`, or its gradient depends on how the batch is divided into micro-batches.
+LossNeeds(whole_groups=True)` (algo/loss.py). It has to divide by the counts of the whole batch,
+which are in `inputs`. Otherwise its gradient would depend on how the batch is divided into
+micro-batches.
 """
 
 from __future__ import annotations

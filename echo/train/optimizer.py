@@ -60,7 +60,7 @@ class OptimizerSettings:
     """Number of steps of the whole run, for a falling schedule."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the running mean of the gradient and of that of its square."""
+    """Decay rates of two running means: of the gradient, and of the gradient's square."""
     max_grad_norm: float = 1.0
     """Bound on the norm of the whole gradient; infinity for no clipping."""
     minibatches_per_step: int = 1
@@ -73,7 +73,7 @@ class OptimizerSettings:
             raise ValueError(f'lr_schedule = "{self.lr_schedule}" needs num_steps, where it ends')
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of the step that makes version `step`, from 1.
+        """Return the learning rate of the step that makes version `step`, which is at least 1.
 
         The first step after the warm-up has the full rate, and the last step a rate above 0.
         """

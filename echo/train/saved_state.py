@@ -121,7 +121,7 @@ def load(
 
 
 def find_adapters(directory: Path) -> tuple[str, ...]:
-    """Return the sorted names of a state's adapters; empty for a single model or adapter."""
+    """Return the sorted names of a state's adapters; empty for all weights or a single adapter."""
     if (directory / TRAINER_FILE).exists():
         return ()
     return tuple(sorted(path.parent.name for path in directory.glob(f"*/{TRAINER_FILE}")))

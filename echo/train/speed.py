@@ -74,7 +74,7 @@ class Speedometer:
             self._totals.part_s[name] = self._totals.part_s.get(name, 0.0) + spent_s
 
     def packing(self, packed: Iterator[T]) -> Iterator[T]:
-        """Yield the items of an iterator; count the time until each comes as packing."""
+        """Yield the items of an iterator, and count the waits for them as time of packing."""
         while True:
             with self.part("pack"):
                 found = next(packed, None)
@@ -86,7 +86,8 @@ class Speedometer:
         """Count a micro-batch that went forward and backward.
 
         Args:
-            spans: for each segment, its number of tokens, and that of the prompt that it shares.
+            spans: for each segment, its number of tokens, and the number of tokens of the prompt
+                that it shares.
             num_scored: number of tokens that went through the loss.
             is_packed: whether all segments were in one row.
         """

@@ -28,8 +28,8 @@ first update.
 `step_count` grows by one with every batch that is consumed, so each batch makes one policy version.
 If no rollout had an advantage, that version has the weights of the version before: momentum and
 weight decay are not applied either. A batch whose loss or gradient is not finite, or cannot be
-computed, makes no version. `step` then raises `StepError` and has changed nothing: of several
-updates, the earlier ones are undone from a backup in the host's memory. `find_faulty` says which
+computed, makes no version. `step` then raises `StepError` and has changed nothing: if the step has
+already made updates, they are undone from a backup in the host's memory. `find_faulty` says which
 groups are at fault.
 
 Log-probabilities are of the whole distribution at `temperature`. Samplers with top-p or top-k
@@ -157,7 +157,7 @@ class Trainer:
     # --- the three operations --------------------------------------------------------------------
 
     def prepare(self, groups: Sequence[Group]) -> StepBatch:
-        """Return the batch that a step makes of these groups, as `forward_backward` takes it.
+        """Return the batch that a step makes of these groups, for `forward_backward`.
 
         Args:
             groups: at least one, each with two or more rollouts.
@@ -186,7 +186,8 @@ class Trainer:
             "loss/policy".
 
         Raises:
-            StepError: if the gradient cannot be computed; that of earlier calls is dropped too.
+            StepError: if the gradient cannot be computed; the gradient of earlier calls is dropped
+                too.
         """
         return self._add_gradient(batch, loss).sums
 

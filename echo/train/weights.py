@@ -1,8 +1,8 @@
 """The weights that a trainer trains, with their gradients, as its process holds them.
 
 Parameters are the policy's (float32 masters where the model computes in 16 bits). A shard is this
-rank's part of a parameter, in the same memory: the whole of it for a process alone. Optimizers see
-shards; forward and backward passes see parameters.
+rank's part of a parameter, in the same memory. If a process trains alone, its shard is the whole
+parameter. Optimizers see shards; forward and backward passes see parameters.
 
 On a GPU, publication copies the weights on `copy_stream` while the next gradient is computed. Every
 method that changes weights waits for that stream first.
@@ -133,8 +133,9 @@ class TrainedWeights:
                 )
             self._policy.round()
             if self._device.type == "cuda":
-                # Otherwise the update's seconds would count for the next part of the step. A wait
-                # for the whole device would be one for the publication beside the step as well.
+                # Without this wait, the update's seconds would count for the next part of the step.
+                # A wait for the whole device would also wait for the publication on the other
+                # stream.
                 torch.cuda.current_stream(self._device).synchronize()
         finally:
             self.drop_gradients()

@@ -6,13 +6,13 @@
     VARLEN     torch's varlen operator, which is FlashAttention 2
 
 On a GPU that computes in 16 bits, `choose_kernel` tries the fastest kernel first, on two segments
-of the shapes that the model's own layers ask for: values and gradients must be those of each
-segment alone. A kernel that fails leaves one notice in the log, and the next one is tried.
+of the shapes that the model's own layers ask for: values and gradients must equal those that each
+segment has alone. A kernel that fails leaves one notice in the log, and the next one is tried.
 
-cuDNN is the faster one on GPUs of capability 9 only, and for long segments only: it makes a plan
-for each length, which takes up to hundreds of milliseconds and is kept without bound. So segments
-of LONG_TOKENS and more are copied into contiguous tensors whose lengths are multiples of
-PLAN_TOKENS, and plans are found again. Of shorter segments, cuDNN saves less than the launches
+cuDNN is faster only on GPUs of capability 9 and only for long segments. It makes a plan for each
+length, which takes up to hundreds of milliseconds, and it keeps all plans. So segments of
+LONG_TOKENS and more are copied into contiguous tensors whose lengths are multiples of PLAN_TOKENS:
+few different lengths need few plans. For shorter segments, cuDNN saves less time than its launches
 cost. torch's operator with cumulative lengths for cuDNN would plan in every call, and is not used.
 
 FlashAttention 3 and 4 replace the flash kernels of the whole process, also those of an evaluation
@@ -48,7 +48,7 @@ MAX_ERROR = 0.03
 
 FA3_MODULE = "flash_attn_interface"
 FA4_MODULES = ("flash_attn.cute.interface", "vllm.vllm_flash_attn.cute.interface")
-"""Modules that may hold FlashAttention 4: that of its own package, and that of vLLM's CUDA wheel.
+"""Modules that may hold FlashAttention 4: one of its own package, and one of vLLM's CUDA wheel.
 """
 FA4_ADAPTER = "echo.train.models.flash_attention_4"
 
@@ -70,8 +70,7 @@ class Kernel:
     """Number of tokens from which a segment is computed by dense products; None if no segment is.
     """
     slowdown: float = 1.0
-    """Time that the attention of the other segments takes, as a multiple of its time in padded
-    rows.
+    """Time that attention without dense products takes, as a multiple of its time in padded rows.
     """
 
 
@@ -123,7 +122,7 @@ class LongSegments:
     `packed_attention`; None if all segments are long.
     """
     keys: Tensor | None
-    """[K] int64: places in the row of the keys of the other segments; None if no prompt is shared.
+    """[K] int64: where in the row the other segments have their keys; None if no prompt is shared.
     """
 
 
@@ -201,7 +200,7 @@ def find_kernel_fault(
 
 
 def activate(kernel: Kernel) -> None:
-    """Have torch's varlen operator use a kernel's implementation, if it names one, from now on."""
+    """If a kernel names an implementation, have torch's varlen operator use it from now on."""
     if kernel.implementation == "FA4":
         # Imported here: the module is torch's prototype, and may go.
         from torch.nn.attention import _fa4
@@ -219,7 +218,7 @@ def deactivate(kernel: Kernel) -> None:
 
 
 def import_fa4() -> ModuleType:
-    """Import FlashAttention 4 from its own package, or else from vLLM's; return the module.
+    """Import FlashAttention 4 from its own package, or if that is missing from vLLM's; return it.
 
     Raises:
         ImportError: if neither package is installed.
@@ -378,7 +377,8 @@ def _attend_each(
 ) -> Iterator[Tensor]:
     """Yield the attention within each segment at the start of a row, [1, length, H, Dv].
 
-    cuDNN finds a plan by sizes and strides. A view of the row would have the row's strides.
+    cuDNN finds a plan by sizes and strides. A view would have the strides of its row, and rarely
+    find a plan, so each segment is copied.
     """
     start = 0
     for length in lengths:

@@ -68,7 +68,7 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
 
 
 def _keep_compiled() -> None:
-    """Set the directory of torch's caches to one that outlives temporary files.
+    """Set the directory of torch's caches to a directory that outlives temporary files.
 
     Processes may share the directory, which is beside the warmed-up models. If the directory cannot
     be written, torch keeps its own.

@@ -1,4 +1,4 @@
-"""FlashAttention 4 as torch calls it, whose forward returns further values in some versions."""
+"""FlashAttention 4 with the results that torch expects; some versions return further values."""
 
 from typing import Any
 

@@ -7,9 +7,9 @@ For T tokens in segments of s_1, s_2, ... tokens, with S scored tokens:
 N is the number of weights in matrix products that one token uses, without the head's V x h: experts
 that the token does not use are left out. H is the number of heads, and D their width. Each weight
 takes two operations per token forward, two for the gradient of its input, and two for its own
-gradient, unless it is frozen. Only the causal half of the score matrix counts, and only its band
-under a sliding window. Recomputation, padding and the optimizer do not count, so they lower the
-utilization.
+gradient, unless it is frozen. Only the causal half of the score matrix counts; of a layer with a
+sliding window, only the band within the window. Recomputation, padding and the optimizer do not
+count, so they lower the utilization.
 
 The convention of PaLM (arXiv:2204.02311, appendix B), which most published figures use, counts the
 head for every token, and the whole score matrix of a row, also across its segments: (6 N + 6 V h +

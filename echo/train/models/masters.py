@@ -1,10 +1,10 @@
 """Float32 masters of a model whose own weights are 16 bits wide.
 
-The model holds the masters rounded, as workers do, so learner and sampler compute with the same
-numbers, and no operation has to cast a weight. Each micro-batch makes gradients in 16 bits, which
-are added in float32 to the gradients of the masters. The masters are trained, published and saved.
-Weights that are not trained (the base of an adapter, a reference policy) have no master, and take 2
-bytes per parameter.
+The model holds the masters rounded, and workers hold the same rounded weights. So learner and
+sampler compute with the same numbers, and no operation has to cast a weight. Each micro-batch makes
+gradients in 16 bits, which are added in float32 to the gradients of the masters. The masters are
+trained, published and saved. Weights that are not trained (the base of an adapter, a reference
+policy) have no master, and take 2 bytes per parameter.
 
 A sharded model needs no masters (ranks/sharding.py): each layer is rounded when it is gathered.
 """

@@ -3,20 +3,20 @@
 A row [1, L] has no padding, so no computation is wasted, each micro-batch nearly reaches the limit
 of tokens, and whole groups fit that a padded rectangle could not hold. An attention registered with
 transformers as `packed` keeps rollouts apart, by one of the kernels in attention.py. No mask
-function is registered with it, so transformers makes no mask of size L x L, and passes the
-arguments that `arguments` returns to every layer.
+function is registered with it, so transformers makes no mask of size L x L. transformers passes the
+result of `arguments` on to every layer.
 
-Completions of one prompt may share it: the prompt is a segment of its own, and each completion
-attends to the prompt's keys and then to its own. The kernel gets the prompt's keys once for each
-completion; all else in a layer is computed once for the prompt.
+Completions of one prompt may share that prompt: the prompt is a segment of its own, and each
+completion attends to the prompt's keys and then to its own. The kernel gets the prompt's keys once
+for each completion; all else in a layer is computed once for the prompt.
 
 This attention does what a mask would do: it is causal, within the segment, and within the layer's
 window. Other settings of a model's attention (caps, sinks, biases, windows in the mask only) are
 refused. Layers that mix tokens without attention cannot see segments, and some architectures would
 mix rollouts silently. So `find_obstacle` tries each model: two short segments in one row must give
-the states that each gives alone. The probe is too short to show a window or a chunk, so it passes
-only layers of full and sliding attention; sliding attention is tested for each family of models.
-`can_share_prompts` tries two completions of one prompt in the same way.
+the states that each gives alone. The probe is too short to show a window or a chunk, so only layers
+of full and sliding attention are accepted. The tests check sliding attention for each family of
+models. `can_share_prompts` tries two completions of one prompt in the same way.
 
 Shapes: L tokens of a row, H heads of width D, n segments.
 """
@@ -114,7 +114,7 @@ def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
     if not number:
         return None
     others, lengths = spans[number:], segments.lengths[:number]
-    start = sum(lengths)  # in the row, and also in the keys: a long segment has its own alone
+    start = sum(lengths)  # in the row, and in the keys: a long segment shares no prompt
     return LongSegments(
         lengths=lengths,
         others=(
@@ -130,8 +130,8 @@ def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
 
 
 Run = tuple[int, int, tuple[int, int]]
-"""A run of neighbouring segments of equal length and shared prompt: their number, their length, and
-the start and tokens of the prompt.
+"""A run of neighbouring segments that have the same length and the same shared prompt: their
+number, their length, and the start and tokens of the prompt.
 """
 
 
@@ -161,7 +161,7 @@ def packed_attention(
     Args:
         module: the layer's attention.
         query: [1, H, L, D], or several rows of one segment each.
-        key: [1, Hkv, L, D]; each of its heads serves H / Hkv of the query's.
+        key: [1, Hkv, L, D]; each of its heads serves H / Hkv heads of the query.
         value: [1, Hkv, L, Dv].
         attention_mask: None; a mask is refused.
         scaling: factor of the scores; None for 1 / sqrt(D).
@@ -176,7 +176,7 @@ def packed_attention(
         segment_keys: [K] int64, places of the segments' keys in the row, for the kernel; None if
             each segment has the keys of its own tokens alone.
         long_segments: segments at the start of the row that dense products compute; None for none.
-        segment_runs: runs of equal segments, without the kernel.
+        segment_runs: runs of equal segments, for a kernel without cumulative lengths.
         seen_shapes: gets the shape of this layer's attention.
         others: further arguments of this model's attention.
 
@@ -349,7 +349,7 @@ def _find_leak(
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of a token's state from the expected one, over its norm."""
+    """Return the largest relative difference, by norm, of a token's state from the expected one."""
     found, expected = found.float(), expected.float()
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 

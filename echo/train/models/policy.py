@@ -1,14 +1,14 @@
 """The policy being trained: a causal language model that scores completion tokens.
 
-It may be any model of AutoModelForCausalLM, or the text model of one that reads images, if its
-logits are exactly hidden states times LM head. Log-probabilities are computed from these two, so
-that no [tokens, vocabulary] matrix is stored (kernels/logprob.py). Models that scale, cap or shift
-their logits are refused: the configuration is checked, and the logits of a few tokens are compared
-with the product.
+It may be any model of AutoModelForCausalLM, or the text model of a model that also reads images.
+Its logits have to be exactly hidden states times LM head. Log-probabilities are computed from these
+two, so that no [tokens, vocabulary] matrix is stored (kernels/logprob.py). Models that scale, cap
+or shift their logits are refused: the configuration is checked, and the logits of a few tokens are
+compared with the product.
 
-Rollouts go through the model in packed rows if it keeps them apart, in padded rows otherwise
+Rollouts go through the model in packed rows if the model keeps them apart, in padded rows otherwise
 (packing.py); the numbers are the same. If prompts are long compared with their completions, the
-rollouts of a prompt share the prompt in a packed row, and it is computed once.
+rollouts of a prompt share the prompt in a packed row, so the prompt is computed once.
 
 Trained weights are float32. With a compute type of bfloat16 the model itself holds them rounded
 (masters.py), and hidden states and LM head are multiplied in bfloat16 with float32 sums. A GPU's
@@ -154,7 +154,7 @@ class Compute:
     """Largest number of tokens that go through the model at once, with padding."""
     packs: Literal["auto"] | bool = True
     """Whether rollouts share a row, if the model keeps them apart; "auto" pads the rows of a batch
-    that cost less when they are padded (rows.py).
+    if padded rows cost less (rows.py).
     """
     share_prompts: bool = True
     """Whether rollouts of one prompt share the prompt in a packed row, if that saves enough tokens.
@@ -310,7 +310,7 @@ class Policy:
 
     @property
     def _head(self) -> Tensor:
-        """The LM head's weight; that of a sharded model is whole only within `_compute`."""
+        """The LM head's weight; in a sharded model the weight is whole only within `_compute`."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -395,7 +395,7 @@ class Policy:
         )
 
     def _check_ids(self, rows: Sequence[TrainingRow]) -> None:
-        """Raise if a row has an id outside the vocabulary: on a GPU the process would end later."""
+        """Raise if a row has an id outside the vocabulary: on a GPU it would end the process."""
         if not rows:
             return
         ids = np.concatenate(
@@ -747,7 +747,7 @@ def _begin_to_bring_back(offloaded: tuple[torch.device, Tensor]) -> Tensor:
 def _without_a_look_at_positions() -> Iterator[None]:
     """Keep transformers from checking whether positions start again within a padded row.
 
-    They never do, and the host would wait for a GPU to check.
+    Positions never do that here, and the check would make the host wait for a GPU.
     """
     find = getattr(masking_utils, "find_packed_sequence_indices", None)
     if find is None:  # another release of transformers

@@ -1,10 +1,11 @@
 """Rows of a batch: divided into micro-batches, packed or padded, whichever costs less.
 
-Packed rows have no padding, and rollouts of a prompt can share it there. But without a varlen
-kernel, attention is called once for each run of equal segments. A small model with many lengths
-spends more time in these calls than padding would take. And on some GPUs attention of padded rows
-is faster. So both layouts are made, and their costs are compared: the model's operations on
-rollouts and padding, and the calls of attention. Ranks make the same plan from the same rows.
+Packed rows have no padding, and in them rollouts of one prompt can share the prompt. But without a
+varlen kernel, attention is called once for each run of equal segments. A small model with many
+lengths spends more time in these calls than padding would take. And on some GPUs attention of
+padded rows is faster. So both layouts are made, and their costs are compared: the model's
+operations on rollouts and padding, and the calls of attention. Ranks make the same plan from the
+same rows.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from echo.train.models.flops import ModelFlops
 from echo.train.ranks.sharding import Ranks
 
 CALL_FLOPS = {"cpu": 6e6, "cuda": 5e9}
-"""Number of operations that a device makes in the time that a call of attention takes beside its
-products, forward and backward: the time of the host's code and, on a GPU, of some forty launches.
+"""A call of attention, forward and backward, takes time beside its products: for the host's code
+and, on a GPU, for some forty launches. This is the number of operations that a device makes in that
+time.
 """
 
 

@@ -42,7 +42,7 @@ from echo.engine.model import (
 )
 
 FORMAT = 1
-"""Version of the code below; it must be raised with each change by which a recipe gives another
+"""Version of the code below; it must be raised with each change that has a recipe give another
 model.
 """
 
@@ -106,7 +106,7 @@ class WarmupRecipe:
     max_grad_norm: float = 1.0
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of a step, from 1: the rate rises, stays level, and falls."""
+        """Return the learning rate of step 1, 2, ...; it rises, stays level, and falls."""
         rising = step / self.num_warmup_steps
         falling = (num_steps - step + 1) / (self.decay_share * num_steps)
         return self.learning_rate * min(1.0, rising, falling)

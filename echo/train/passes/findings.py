@@ -1,8 +1,8 @@
 """Findings of forward and backward passes, and a step's metrics, which are computed from them.
 
-A finding is a sum over the N tokens that went through the loss, under the name of the metric that
-it becomes. These findings are not sums over tokens: the loss itself, the largest ratio, which is a
-maximum, and the sums over rollouts.
+A finding is a sum over the N tokens that went through the loss, and has the name of the metric that
+is computed from it. Three kinds of findings are not sums over tokens: the loss itself, the largest
+ratio (a maximum), and the sums over rollouts.
 """
 
 from __future__ import annotations

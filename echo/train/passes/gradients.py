@@ -4,8 +4,9 @@ Each micro-batch goes forward through the policy and the reference, through the 
 gradients add up on the parameters. Every loss is divided by counts of the whole batch, so how the
 batch is divided into micro-batches does not change the gradient.
 
-A loss that declares further needs (algo/loss.py) gets them here: whole groups in a micro-batch, the
-group's expectation, a first pass over the batch, entropies, the proximal policy, the reference.
+A loss that declares further needs (algo/loss.py) gets these inputs here: whole groups in a
+micro-batch, the group's expectation, a first pass over the batch, entropies, the proximal policy,
+the reference.
 
 Shapes: B rollouts of a micro-batch, T completion tokens (padded), N trained tokens of the
 micro-batch.
@@ -128,7 +129,7 @@ class Gradients:
         Raises:
             MemoryShortageError: if this process trains alone, and its memory was too small; the
                 gradient on the parameters is then incomplete, as after any other error.
-            StepError: on all ranks, if the loss raised on any.
+            StepError: on all ranks, if the loss raised an error on any rank.
         """
         if not batch.samples:
             return BatchFindings(sums={LOSS: 0.0}, by_group={})

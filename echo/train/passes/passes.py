@@ -1,8 +1,8 @@
 """Passes of rows through the models, in rounds of a micro-batch each.
 
-Several ranks make a pass together (ranks/sharding.py). Every call to a model within a round is made
-by all of them, equally often and in the same order, even by a rank whose own micro-batch has failed
-or has no row. A rank that runs out of memory within a pass ends the job.
+Several ranks make a pass together (ranks/sharding.py). Within a round all ranks make the same calls
+to a model in the same order. A rank also makes these calls if its own micro-batch has failed or has
+no row. A rank that runs out of memory within a pass ends the job.
 
 A process that trains alone and runs out of memory repeats the pass in smaller micro-batches. If a
 single rollout is too large, the batch is refused.
@@ -39,7 +39,10 @@ FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.Accelera
 
 @contextmanager
 def as_step_errors() -> Iterator[None]:
-    """Turn an error of the block, which computes on a batch, into a `StepError` if not fatal."""
+    """Turn an error of the `with` block into a `StepError`, unless the error is fatal.
+
+    The block computes on a batch.
+    """
     try:
         yield
     except StepError:

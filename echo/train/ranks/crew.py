@@ -17,8 +17,8 @@ its crash reason into the store through which the ranks found each other.
     it hangs, or its          no reason; a collective of the others runs out of time: COLLECTIVE_S
     machine is gone
 
-No state is saved then, since no rank alone has it all. The run continues from its last checkpoint
-after a restart by torchrun (`--max-restarts`) or by the user.
+No state is saved then, since no rank alone has the whole state. The run continues from its last
+checkpoint after a restart by torchrun (`--max-restarts`) or by the user.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def form(
     *,
     collective_s: float = COLLECTIVE_S,
 ) -> Crew:
-    """Return the ranks that use the same store, after making their process groups."""
+    """Make the process groups of the ranks that use the same store, and return these ranks."""
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,
@@ -193,7 +193,10 @@ class CrashReasons:
         return True
 
     def explain(self) -> str:
-        """Return a text that names the failed ranks and their reasons, after up to REASONS_S."""
+        """Return a text that names the failed ranks and their reasons.
+
+        Wait up to REASONS_S for the reasons.
+        """
         try:
             self.wait_for_others(REASONS_S)
             found, missing = [], []
@@ -355,7 +358,7 @@ class LeadTrainer:
     def __init__(
         self, crew: Crew, build: Build, checkpoint: Path | None, *, published_dtype: str
     ) -> None:
-        """Have all ranks build their trainers and, for a checkpoint, load it.
+        """Have all ranks build their trainers, which load the checkpoint if there is one.
 
         Args:
             crew: the ranks.
@@ -491,7 +494,10 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
 def _carry_out(
     trainer: Trainer, images: FollowImages, command: RankCommand, log: logging.Logger
 ) -> None:
-    """Carry out a command; log an error that all ranks raise alike, which the leader handles."""
+    """Carry out a command.
+
+    An error that all ranks raise alike is only logged, since the leader handles it.
+    """
     path = None if command.path is None else Path(command.path)
     calls: dict[str, Callable[[], object]] = {
         "step": lambda: trainer.step(command.batch),

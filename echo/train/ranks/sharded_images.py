@@ -12,7 +12,7 @@
 All of this happens during the next step. On a CPU a step waits until its rank's rows are rounded.
 On a GPU the rows are copied to pinned memory on another stream, and the optimizer waits for that
 stream. Rows from another machine use a process group of their own, since the next step uses the
-others.
+other groups.
 
 No rank gathers the model. The place of a row in an image depends on the model alone, and every rank
 codes a block to the same bytes. So the versions of several ranks equal the versions of one process
@@ -450,7 +450,10 @@ class LeadImages:
         self.helpers = tuple(LocalRank(link.coding, self._numbers) for link in links.values())
 
     def prepare(self) -> bool:
-        """Return whether `make` would not wait; begin to allocate memory if it is lacking."""
+        """Return whether `make` would run without a wait.
+
+        If memory is lacking, begin to allocate it.
+        """
         if any(each is not None and not each.done() for each in (self._ready, self._growing)):
             return False
         if self._memory.can_grow and not self._memory.has_free:

@@ -5,8 +5,8 @@ model, joins some (the experts of a layer), and reads this rank's rows of each. 
 ranks than experts, a rank may have no rows of a tensor and reads nothing. The tensors are copied
 into the shards, one decoder layer after the other.
 
-transformers joins and divides the rows of one rank. That is correct only if a row of the result
-comes from the same row of each source; every rank reads all other tensors whole.
+transformers joins and divides the rows of one rank. That is correct only if each row of the result
+comes from the same row of each source. A tensor without this property is read whole by every rank.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _keeps_rows(operation: ConversionOps) -> bool:
 
 
 def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) -> None:
-    """Give each tensor of a model without memory the shape of the part that this rank reads."""
+    """Give each tensor of a model on the meta device the shape of the part that this rank reads."""
     for name in _named(shapes):
         tensor = own[name]
         if name in read_whole and isinstance(tensor, nn.Parameter):  # buffers are whole anyway
@@ -150,7 +150,7 @@ def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
 
 
 def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
-    """Replace a tensor by one without memory, with the shape of this rank's part of `own`."""
+    """Replace a tensor by a meta tensor, with the shape of this rank's part of `own`."""
     part = sharding.like(torch.empty_like(sharding.local(own), device="meta"), own)
     module, last = _place(shapes, name)
     is_parameter = isinstance(own, nn.Parameter)

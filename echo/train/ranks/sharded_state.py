@@ -166,7 +166,7 @@ def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turn the errors of torch's checkpoints in the block into a `StorageError` with `what`."""
+    """Turn an error of torch's checkpoint code in the block into a `StorageError` with `what`."""
     try:
         with warnings.catch_warnings():
             # torch warns that there is only one process, which is intended here.
