@@ -28,8 +28,9 @@ shorter."""
 CHECK_S = 0.1
 """Seconds between two checks for connections whose unfinished message is too long."""
 CONNECTIONS_PER_CHECK = 512
-"""Largest number of connections in one check, which takes a system call for each; the next check
-continues with the others."""
+"""Largest number of connections in one check, because each of them takes a system call. The next
+check continues with the others.
+"""
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 """Extracts `tcpi_bytes_received` from Linux's struct tcp_info."""
 
@@ -86,7 +87,7 @@ class AcceptedConnections:
         self._has_spoken.discard(descriptor)
 
     def spoke(self, descriptor: int) -> None:
-        """Note that a whole message has arrived over a connection, so it is no stranger."""
+        """Note that a whole message arrived over a connection, which is then no stranger."""
         if descriptor in self._whole_bytes:
             self._strangers.pop(descriptor, None)
             self._has_spoken.add(descriptor)

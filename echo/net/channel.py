@@ -31,7 +31,8 @@ from echo.net.transport import (
 BULK_ASK = b"\0bulk?"
 BULK_OFFER = b"\0bulk!"
 BULK_PORT_OFFSET = 1000
-"""The bulk port is the listener's own port plus this number; if that port is taken, any free port.
+"""The bulk port is the listener's own port plus this number; if that port is taken, the bulk port
+is any free port.
 """
 TOKEN_BYTES = 16
 
@@ -48,8 +49,9 @@ class News(enum.Enum):
 
 
 OnNews = Callable[[News, int], None]
-"""Receives an event and the descriptor of its connection; for an event of a handshake the number is
-not a descriptor."""
+"""Receives an event and the descriptor of its connection; for an event of a handshake the second
+value is no descriptor.
+"""
 
 
 class Burst:
@@ -77,7 +79,7 @@ class Burst:
         self.events.append(Received(peer, frames, is_public))
 
     def discard(self) -> None:
-        """Count a message that is discarded against the limit, so that a flood ends the burst."""
+        """Count a discarded message towards the limit, so that a flood ends the burst, too."""
         self._messages_left -= 1
         self._stats.discarded_messages += 1
 
@@ -167,7 +169,7 @@ class ZmqOutbox:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that `send` accepted and libzmq has not passed to the kernel, with overhead."""
+        """Bytes, overhead included, that `send` accepted and the kernel has not got yet."""
         while self._tracked and self._tracked[0][1].done:
             self._unsent_bytes -= self._tracked.popleft()[0]
         return self._unsent_bytes
@@ -204,8 +206,7 @@ class ZmqChannel:
     ) -> None:
         """Make a ROUTER or DEALER socket, which the caller then binds or connects.
 
-        `more` are further options of the socket, with precedence over those that follow from
-        `options`.
+        `more` has further options of the socket. They override the ones that follow from `options`.
         """
         self._loop = loop
         self._on_readable = on_readable
@@ -292,7 +293,7 @@ class ZmqChannel:
     def receive(self) -> tuple[bytes, list[Frame]] | None:
         """Return the identity and the frames of the next message; None if no message has arrived.
 
-        After None, the loop is woken by the next message.
+        After `receive` has returned None, the next message wakes the loop.
         """
         try:
             parts = [self.socket.recv(_AT_ONCE, copy=False)]

@@ -10,11 +10,11 @@ two questions:
   node of the run dials is derived from it, and a listener admits only that key.
 
 A worker makes a new server key at each start, because other nodes know its address only from plans.
-The address of a relay is part of configurations. Its key is derived from the secret, so the join
-string of the run is enough on every machine and stays valid when the relay restarts. As a
-consequence any node of the run can pose as a relay if it also takes over the relay's address. Such
-a node cannot pose as the learner or change signed data: the join string has the fingerprint of the
-learner's key.
+The address of a relay is written into configurations. So the key of a relay is derived from the
+secret: the join string of the run is enough on every machine and stays valid when the relay
+restarts. As a consequence any node of the run can pose as a relay if it also takes over the relay's
+address. Such a node cannot pose as the learner or change signed data: the join string has the
+fingerprint of the learner's key.
 """
 
 from __future__ import annotations

@@ -324,8 +324,9 @@ class DialledLink:
     def _diagnose(self, greeting: bytes, *, is_prompt: bool) -> tuple[str, bool]:
         """Return what answers at this address, and whether further attempts are useless.
 
-        The first is a text for the user. `greeting` has the first bytes that were received from the
-        address. `is_prompt` says whether the other side ended the handshake before the timeout.
+        The first value is a text for the user. `greeting` has the first bytes that were received
+        from the address. `is_prompt` says whether the other side ended the handshake before the
+        timeout.
         """
         place = without_key(self.address)
         if not greeting.startswith(b"\xff") or len(greeting) < GREETING_BYTES:
@@ -382,8 +383,9 @@ async def read_greeting(
 ) -> bytes:
     """Send the start of a ZMTP greeting; return the first bytes that the other side sends.
 
-    libzmq reports that an attempt failed, but not with which error. It reports different security
-    mechanisms only if this side reads the greeting before the other side closes.
+    libzmq reports that an attempt failed, but does not report the error. That the two sides have
+    different security mechanisms is seen only if this side reads the greeting before the other side
+    closes.
 
     Raises:
         TimeoutError: if no connection is made within `within_s` seconds.

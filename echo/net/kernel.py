@@ -29,8 +29,9 @@ WINDOW_SHARE = 0.7
 """Largest measured share of a kernel buffer that holds bytes under way; the rest of the buffer is
 overhead."""
 SOCKETS_WITHOUT_BBR = 4
-"""Least number of connections of a link without BBR; there a lost packet halves the rate of one
-connection."""
+"""Least number of connections of a link without BBR, where a lost packet halves the rate of its
+connection.
+"""
 WANTED_DESCRIPTORS = 1 << 16
 """Wanted limit of open files: enough for a learner with thousands of workers that have several
 links each."""

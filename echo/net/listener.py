@@ -6,10 +6,10 @@ second learner may start on the same port, and Linux lets both bind the port unt
 listens. So a bound socket listens for an instant and then stops sharing its port (`_hold`).
 
 The socket is made here and handed to libzmq, so that its congestion control can be chosen. Accepted
-connections inherit the choice. It applies to the bytes that this side sends: the weights, which go
-from a parent, which listens, to its children. BBR keeps its rate when packets are lost, and cubic
-collapses. On loopback, or if the kernel does not permit the wanted algorithm, the system's default
-stays.
+connections inherit the choice. The choice applies to the bytes that the listening side sends: a
+parent listens, and sends weights to its children. BBR keeps its rate when packets are lost, and
+cubic collapses. On loopback, or if the kernel does not permit the wanted algorithm, the system's
+default stays.
 """
 
 from __future__ import annotations

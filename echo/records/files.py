@@ -23,7 +23,7 @@ def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> i
         directory: the directory to lock; it is created if it is missing, and only its owner may
             read it.
         name: the name of the file that is locked; this process's id is written into it.
-        called: what messages call the directory.
+        called: the name of the directory in messages.
         in_use: the message if another process has locked the directory; the id of that process
             replaces "{}".
 

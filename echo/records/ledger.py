@@ -7,10 +7,12 @@ format 2:
   2, 3, ... without a gap), `body` (a JSON object: `kind`, `at` in Unix seconds, and the fields of
   the record class of this kind below) and `hash` (BLAKE3 of seq as 8 bytes, little-endian, followed
   by body). `kind` and `at` are columns too. `PRAGMA user_version` is the format.
-* `ledger.head`: the number of rows on the disk after the last `sync`, in decimal digits. It is
-  outside the database, so that rows lost by a damaged log or an older database are noticed.
+* `ledger.head`: the number of rows on the disk after the last `sync`, in decimal digits. The number
+  is outside the database, so that a loss of rows is noticed, after damage to the log or a copy of
+  an older database.
 * `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record has the place of its
-  group and the hash of its bytes. A file is deleted when all its groups have finally ended.
+  group and the hash of its bytes. A file is deleted once all its groups have ended and no resume
+  can void their ends.
 * `ledger.lock`: locked by the learner that writes; it has the learner's process id.
 
 Other programs can read the table, or the JSON lines of `echo-rl ledger RUN`.
@@ -23,11 +25,12 @@ run has finished. A discard is never voided.
 Durability. The event loop never waits for the disk: it appends to a queue in memory. Another
 thread, one at a time, writes the whole queue in order, or nothing of it (`commit`). After `commit`
 the records survive a kill of the process (write-ahead log, synchronous = NORMAL); after `sync` they
-survive a power cut too (FULL). So a record is committed before other nodes are informed of it. It
-is synced before another copy of the same data is dropped: a worker's copy of an acknowledged group,
-or a checkpoint that a newer one replaces. After a kill or a power cut the ledger has a prefix of
-the committed records, with all synced ones. All processes that have the ledger open share memory
-for the write-ahead log, so on a network volume they must run on the learner's machine.
+survive a power cut too (FULL). So a record is committed before other nodes are informed of the
+event. The record is synced before another copy of the same data is dropped: a worker's copy of an
+acknowledged group, or a checkpoint that a newer one replaces. After a kill or a power cut the
+ledger has a prefix of the committed records, which includes all synced records. All processes that
+have the ledger open share memory for the write-ahead log, so on a network volume they must run on
+the learner's machine.
 """
 
 from __future__ import annotations
@@ -215,7 +218,7 @@ def _hash(seq: int, body: bytes) -> bytes:
 
 
 def _tokens_by_version(group: Group) -> tuple[int, ...]:
-    """Return how many trainable tokens each version of the group sampled, in their order."""
+    """Return how many trainable tokens each version sampled, in the order of `group.versions`."""
     rows = np.concatenate(
         [rollout.policy_versions[rollout.completion_mask] for rollout in group.rollouts]
     )
@@ -543,7 +546,8 @@ class Ledger(LedgerQueue):
         self.num_records += len(rows)
         self._num_logged += len(rows)
         if durably:
-            # Last, since a number before its rows would report a loss after a crash.
+            # The number is written last: if it preceded its rows, a crash would look like a loss of
+            # rows.
             os.pwrite(self._head, HEAD_FORMAT % self.num_records, 0)
 
     def _empty_log(self) -> None:

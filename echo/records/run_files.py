@@ -4,7 +4,7 @@ If a crash has cut off the last line of metrics.jsonl, that line is left out. An
 error that names the line. Rows of steps that a resume has abandoned are left out, too.
 
 A worker's rate is its completion tokens divided by the time in which it held at least one group,
-from grant to acceptance. Time without a lease does not lower it.
+from grant to acceptance. Time without a lease does not lower the rate.
 """
 
 from __future__ import annotations

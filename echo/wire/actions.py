@@ -72,7 +72,9 @@ class Note(Action):
     """If set, at most one message per minute on this topic is logged; the other messages are
     counted."""
     ends: str = ""
-    """The topic that this message ends: messages on it that were not logged yet are dropped."""
+    """The topic that this message ends: messages on this topic that were not logged yet are
+    dropped.
+    """
 
 
 @dataclass(frozen=True, slots=True)

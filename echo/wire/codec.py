@@ -142,8 +142,8 @@ def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
     """Return the frames that a relay forwards: the same message with one more hop.
 
     Raises:
-        RemoteProtocolError: if the message runs in a circle of relays, or exceeds a size limit (if
-            the sender's implementation encoded the envelope shorter).
+        RemoteProtocolError: if the message runs in a circle of relays, or exceeds a size limit,
+            which can happen if the sender encoded the envelope in fewer bytes.
     """
     if envelope.num_hops >= MAX_HOPS:
         raise RemoteProtocolError(

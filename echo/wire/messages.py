@@ -121,7 +121,7 @@ class Probe(Message, frozen=True):
 
 
 class ProbeAck(Message, frozen=True):
-    """The answer to a Probe: the receiver of the Probe says that it has arrived."""
+    """The answer to a Probe, which confirms that the Probe has arrived."""
 
 
 class Subscribe(Message, frozen=True):
@@ -159,8 +159,8 @@ class Announce(Message, frozen=True):
 class Fetch(Message, frozen=True):
     """Child to parent: a request for these chunks in ascending order, up to the credit in bytes.
 
-    After a lost connection, or to another parent, a child sends a Fetch with the ranges still
-    missing. A Fetch replaces every earlier Fetch over this link.
+    After a lost connection or a change of parent, a child sends a Fetch with the ranges that are
+    still missing. A Fetch replaces every earlier Fetch over this link.
     """
 
     version: PolicyVersion
@@ -242,7 +242,8 @@ class Hello(Message, frozen=True):
     node_id: NodeId
     role: Word
     incarnation: Word
-    """Random name of the process: it tells a node that returns from a second node of the same name.
+    """Random name of the process, which distinguishes a node that returns from a second node of the
+    same name.
     """
     echo_version: Word
     advertise: Address | None
@@ -423,8 +424,9 @@ class NodeStats(Message, frozen=True, tag=False):
     """Ids of nodes that recently sent this node chunks with wrong hashes."""
     uplink_bytes_per_s: Rate | None = None
     downlink_bytes_per_s: Rate | None = None
-    """This and the field before: the rates of the node's links, measured by transfers; None before
-    a measurement."""
+    """This field and the field before are the rates of the node's links, measured by transfers;
+    None before a measurement.
+    """
     rtt_s: Seconds | None = None
     """Round-trip time to the node's parent, seconds; None before a measurement."""
     fetching: PolicyVersion | None = None
@@ -524,8 +526,9 @@ class Partial(Message, frozen=True):
 
 
 BAD_LOGPROBS = "bad_logprobs"
-"""The reason with which a worker gives a group up, or the learner refuses it, if log-probabilities
-are NaN, infinite or positive."""
+"""The reason for which a worker gives a group up, or the learner refuses a group: log-probabilities
+are NaN, infinite or positive.
+"""
 
 
 ENGINE_ERROR = "engine_error"

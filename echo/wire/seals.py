@@ -1,10 +1,10 @@
 """Seals of routed messages: they prove the sender and the content, and prevent replays.
 
-CURVE encrypts each hop, so a relay sees the messages that it forwards, and any holder of the run's
-secret may be a relay. A relay can delay and drop messages. It must not be able to change a reward,
-forge an Ack or a Finish, or replay an earlier message. So node and learner share two keys that no
-relay has, one for each direction, and every routed message has a seal. The exceptions are the
-messages that agree on the keys (UNSEALED in `messages.py`). Relays forward seals unchanged.
+CURVE encrypts each hop separately, so a relay sees the messages that it forwards, and any holder of
+the run's secret may be a relay. A relay can delay and drop messages. It must not be able to change
+a reward, forge an Ack or a Finish, or replay an earlier message. So node and learner share two keys
+that no relay has, one for each direction, and every routed message has a seal. The exceptions are
+the messages that agree on the keys (UNSEALED in `messages.py`). Relays forward seals unchanged.
 
 **Agreement.** Both processes have a key pair of curve 25519. Each Hello has the node's public key
 and a nonce. Each Welcome has the learner's public key, a nonce, and the hash of the Hello that it
@@ -26,8 +26,9 @@ changes its own link may reorder a few.
 
 **Replay.** Each joining has new nonces. So a message that was sealed before a reconnect, a change
 of parent or a restart belongs to an earlier channel. Such a message is dropped without a note,
-since honest messages may be late. A message without a seal was forged on the way, and so was a
-message of the present channel with a wrong code; a repeated number shows a replay (`ForgedError`).
+since honest messages may be late. `ForgedError` is raised in three cases. A message without a seal,
+or with a wrong code in the present channel, was forged on the way. A repeated number shows a
+replay.
 
 **Change of channel.** After another Welcome a node seals in the new channel. The learner uses the
 former channel, in both directions, until it has verified a message of the new channel.
@@ -211,8 +212,9 @@ class Seals:
     confirmed: Channel | None = None
     """The channel of the last message that this end has opened; None before the first."""
     offered: Channel | None = None
-    """The channel agreed on in a later Welcome, of which this end has opened no message yet; None
-    without one."""
+    """The channel of a later Welcome, in which this end has opened no message yet; None if there is
+    no such channel.
+    """
 
     @property
     def newest(self) -> Channel | None:

@@ -15,7 +15,8 @@ A rollout has two blocks: `support`, without log-probabilities, and `likely`, wi
 log-probabilities. A block is empty if the rollout has no such sets. A group is one message, so the
 largest supports are left out if the blocks would not fit into it. The blocks of all rollouts of a
 group (codec.py, and leases/partials.py for partial rollouts) stand behind the other arrays of the
-group. Its header has a pair of lengths for each rollout, and no pair at all if no rollout has sets.
+group. The group's header has a pair of lengths for each rollout, and no pair at all if no rollout
+has sets.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SetBytes = tuple[_Length, _Length]
 """The bytes of the blocks `support` and `likely` of one rollout."""
 
 MAX_IDS = 1 << 22
-"""Most ids in the sets of one rollout. A decoder needs some 200 MB for a moment for so many."""
+"""Most ids in the sets of one rollout. For this number a decoder briefly needs some 200 MB."""
 _MAX_VARINT_BYTES = 5
 """Bytes of the largest varint: ids have 31 bits."""
 
@@ -48,9 +49,9 @@ def encode_all_sets(rollouts: Sequence[Tokens], *, max_bytes: int) -> list[tuple
 
     Args:
         rollouts: the rollouts of a group.
-        max_bytes: the largest size of all blocks together. To keep it, and to keep each rollout
-            within MAX_IDS, the largest supports of the group are left out and marked TOO_LARGE, if
-            necessary all of them.
+        max_bytes: the largest size of all blocks together. If the blocks exceed this size, or a
+            rollout exceeds MAX_IDS, the largest supports of the group, if necessary all of them,
+            are left out and marked TOO_LARGE.
     """
     likely = [encode_sets(rollout.likely) for rollout in rollouts]
     max_ids, supports = MAX_SET_IDS, [rollout.support for rollout in rollouts]
