@@ -19,8 +19,8 @@ Rules
 * A parent announces an item as soon as it begins to fetch it. Chains are pipelined: a chunk is
   forwarded as soon as it has arrived and its hash has matched.
 * A node never stores or forwards a chunk that does not match the hash that the learner signed.
-* A chunk is held, forwarded and credited when it has been written, in a thread if a write may take
-  long (`receiver.py`). So a slow disk lowers only the rate at which the node with this disk
+* A chunk is held, forwarded and credited when it has been written. The write runs in a thread if it
+may take long (`receiver.py`). So a slow disk lowers only the rate at which the node with this disk
   receives.
 * A child takes the path to the newest version that costs the fewest bytes, and fetches the first
   item on this path: the whole image, a keyframe, or a delta from a version that the child holds
@@ -194,8 +194,8 @@ class Broadcast:
     def progress(self) -> tuple[PolicyVersion | None, int, int]:
         """Return the version that is being fetched, and how much of it has arrived.
 
-        The second value is the number of held chunks, the third the number of known chunks. (None,
-        0, 0) if no version is being fetched.
+        The second value is the number of held chunks, the third the number of known chunks. The
+        result is (None, 0, 0) if no version is being fetched.
         """
         item_id = self.receiver.item
         item = None if item_id is None else self._store.get(item_id)
@@ -205,7 +205,7 @@ class Broadcast:
 
     @property
     def patch_mode(self) -> PatchMode:
-        """When a delta is written over the image of its base."""
+        """The mode that says when a delta is written over the image of its base."""
         return self._store.in_place.mode
 
     @patch_mode.setter

@@ -3,7 +3,7 @@
     learner           encrypts each chunk once, hashes the result, and signs this hash and the hash
                       of the key
     any node          keeps and forwards an encrypted chunk whose hash matches, without the key
-    node with a key   decrypts a chunk: of an image when the chunk is written, of a coded block when
+    node with a key   decrypts an image's chunk when it is written, and a coded block's chunk when
                       the block is decoded
 
 So the links need not encrypt weights: the bytes of weights travel over sockets without CURVE

@@ -7,7 +7,7 @@ threads. The first byte of a coded block is its codec, the second the size of a 
 |------------|--------------------------------------------------|--------------------------|
 | UNCHANGED  | nothing (and no second byte)                     | nothing changed          |
 | CHANGES    | indices and small integer differences            | up to a third changed    |
-| DIFFERENCE | zig-zag differences of all words as byte planes  | nearly all did: fp32     |
+| DIFFERENCE | zig-zag differences of all words as byte planes  | nearly all changed: fp32 |
 | XOR        | exclusive or with the base as byte planes        | bits mean something else |
 | PLANES     | the words as byte planes, no base                | keyframes, another model |
 | RAW        | the bytes (and no second byte)                   | noise                    |
@@ -101,8 +101,8 @@ def pack_planes(words: Words) -> list[bytes]:
 def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
     """Copy `data` to `out`, which has the same length, without holding the GIL.
 
-    A slice assignment would hold the GIL, and so stop all threads while the kernel makes the writer
-    of a file's page wait.
+    A slice assignment would hold the GIL. If the kernel then makes the writer of a file's page
+    wait, all threads would wait.
     """
     np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
 
@@ -267,7 +267,7 @@ def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
 def gather(values: npt.NDArray[Any], where: Indices) -> npt.NDArray[Any]:
     """Return the values at these indices, which must be valid.
 
-    numpy's cheapest check of indices is to clip them.
+    The indices are clipped, because that is numpy's cheapest check.
     """
     return np.take(values, where, mode="clip")
 
@@ -404,8 +404,8 @@ class CodedBlock:
 
     coded: bytes
     old_hash: bytes
-    """BLAKE3-256 hash of the replaced bytes: those of the changed words and of the tail, or those
-    of the whole block."""
+    """BLAKE3-256 hash of the bytes that the block replaces: the changed words and the tail, or the
+    whole block."""
 
 
 def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBytes) -> bytes:
@@ -428,7 +428,7 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
 def code_block(
     base: memoryview | None, new: memoryview, block: tuple[int, int, WordBytes]
 ) -> CodedBlock:
-    """Return the coded form of one block of an image, with the hash of what it replaces.
+    """Return the coded form of one block of an image, with the hash of the bytes that it replaces.
 
     Args:
         base: the image of the version that the receiver holds; None to code the block alone.
@@ -532,7 +532,7 @@ _NOTHING = np.empty(0, np.int64)
 
 
 def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPatch:
-    """Return the changes that a coded block makes to its base, which is not written.
+    """Return the changes that a coded block makes to its base; the base is not written.
 
     Args:
         coded: the coded block, as `encode_delta` makes it; it may be any bytes from the network.

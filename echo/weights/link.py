@@ -1,7 +1,7 @@
 """The link to the parent: its states, rate, credit window and patience; and the uplink probe.
 
-**States** (`TABLE`; `disconnect` leads from each to alone, an event that is not named changes
-nothing):
+**States** (`TABLE`). `disconnect` leads from every state to alone. An event that is not named for a
+state leaves the state unchanged.
 
     alone             --connect--> idle
     idle              --subscribe--> subscribed        --fetch--> requested
@@ -84,8 +84,8 @@ SAMPLE_CHUNKS = 4
 """Least number of chunks of a sample: with fewer, rounding dominates the rate."""
 
 UPLINK_SAMPLE_S = (2.0, 5.0)
-"""Least busy time, in seconds, of a sample of an uplink's rate: with UPLINK_SAMPLE_ACKS
-acknowledgements or more, and with fewer."""
+"""Least busy time, in seconds, of a sample of an uplink's rate. The first value is for samples with
+at least UPLINK_SAMPLE_ACKS acknowledgements, the second for samples with fewer."""
 
 UPLINK_SAMPLE_ACKS = 128
 """Number of acknowledgements with which a sample of an uplink may be short. Each child acknowledges
@@ -93,8 +93,8 @@ several chunks at once, at a time of its own, so with fewer acknowledgements cha
 rate, and the highest sample is far too high."""
 
 IDLE_SHARE = 0.25
-"""Largest average share of children that the uplink does not limit (`UplinkEstimate.wait`), over
-the time of a sample, with which the sample counts as limited by the uplink."""
+"""A sample counts as limited by the uplink if the share of children that the uplink does not limit
+(`UplinkEstimate.wait`) is at most this, on average over the time of the sample."""
 
 LOWER_SAMPLES = 4
 """Number of lower samples in a row, all limited by the uplink, after which the estimate falls."""
@@ -189,7 +189,7 @@ class UplinkEstimate(RateEstimate):
         bound."""
 
     def wait(self, share: float, *, now: float) -> None:
-        """Note the share of children, from 0 to 1, that the uplink does not limit from now on."""
+        """Note which share of the children, 0 to 1, the uplink does not limit from now on."""
         if not self.is_paused:
             since = max(self._shared_at, self._began_at)
             self._waited_s += self._share * max(0.0, now - since)
@@ -664,7 +664,7 @@ class UplinkProbe:
         return [Send(peer, encode(Probe(), [bytes(num_bytes)], source=self._node_id))]
 
     def acknowledged(self, peer: str, *, now: float) -> list[Action]:
-        """Raise the estimate by a probe's acknowledgement; send a larger probe if that was fast.
+        """Raise the estimate when a probe is acknowledged; if that was fast, send a larger probe.
 
         An acknowledgement that is not awaited is ignored.
         """

@@ -107,8 +107,8 @@ class Manifest(msgspec.Struct, frozen=True):
 class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
     """A signed manifest or segment table, as it is sent over links with CURVE.
 
-    It has the signed bytes, the signature of their hash, and the key of the chunks, whose hash the
-    signed bytes contain.
+    It has the signed bytes, the signature of their hash, and the key of the chunks. The signed
+    bytes contain the hash of this key.
     """
 
     body: bytes
@@ -400,7 +400,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def check(self, where: str, *, first_block: int, max_bytes: int) -> None:
-        """Check that the numbers in a table fit each other and are such as this node accepts.
+        """Check that the numbers in a table fit each other, and that this node accepts them.
 
         Args:
             where: the name of the segment in error messages.

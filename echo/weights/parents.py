@@ -136,7 +136,7 @@ class Parents:
         return self._follow(now)
 
     def _rest(self, now: float) -> list[Action]:
-        """Leave all parents, as the plan has none; held chunks are kept for the next plan."""
+        """Leave all parents, since the plan has no parents; keep held chunks for the next plan."""
         peers = [connection.peer for connection in self.connections if connection.peer]
         self.current = self.next = self.spare = None
         self._follow_at = self._spare_at = self._failed_at = None

@@ -8,7 +8,8 @@ chunks from the parent. A chunk passes these steps:
     Chunk -> take -> WriteChunk -> [a thread, or here at once] -> written: held, served, credited
 
 Chunks that arrive in one message are verified one by one, and then held, forwarded and credited
-together: the Python code around each takes half as long as its hash.
+together. If each were handled alone, the Python code would take half as long as the hash of the
+chunk.
 
 **Writing.** A write to a version store may take long (if the store is a mapped file, the kernel
 makes writers wait when the disk is behind). Such a write runs in a thread, and the loop continues.
@@ -560,7 +561,7 @@ class Receiver:
     def _hold(
         self, right: list[WriteChunk], is_parent: bool, now: float
     ) -> list[Action | ParentFailed]:
-        """Mark written chunks as held, report them, and continue with what they make complete."""
+        """Mark written chunks as held and report them; go on with items that are now complete."""
         item_id, item = right[0].item_id, right[0].item
         chunks: dict[int, Frame] = {}
         size = 0

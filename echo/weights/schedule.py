@@ -118,7 +118,7 @@ class PublishPace:
     def received(
         self, installed: Sequence[PolicyVersion | None], *, now: float, train_s: float | None
     ) -> bool:
-        """Note the newest version of each node; return whether all nodes now have a published one.
+        """Note the newest version of each node; return whether all now have a published version.
 
         `installed` has None for a node without a version. `train_s` is the time of a step, to adapt
         the period; None if it is unknown.
@@ -193,7 +193,9 @@ HOPELESS_SHARE = 0.9
 """Ratio of coded to image bytes in the first segment above which the encoded version is abandoned.
 """
 KEYFRAME_MARGIN = 0.25
-"""Share of a keyframe's bytes that the deltas after it may have before a new keyframe is due."""
+"""A new keyframe is due when the last keyframe and the deltas after it have more bytes than a new
+keyframe, by this share.
+"""
 MAX_STEPS = 16
 """Largest number of encoded versions on the path to the newest version."""
 DELTA_SHARE = 0.8
@@ -201,8 +203,8 @@ DELTA_SHARE = 0.8
 RETRY_AFTER = 8
 """Number of versions without a delta after which a delta is tried again."""
 KEYFRAME_SHARE = 2 / 3
-"""Ratio of keyframe to image bytes that is assumed before a measurement: that of byte planes of
-bf16 weights."""
+"""Ratio of keyframe to image bytes that is assumed before a measurement: the ratio for byte planes
+of bf16 weights."""
 USELESS_SHARE = 0.95
 """Ratio of keyframe to image bytes above which no keyframes are made."""
 

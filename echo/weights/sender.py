@@ -65,8 +65,9 @@ PACE_S = 10.0
 """Length of one period, in seconds; a child's pace is measured over the present period and the one
 before."""
 TOGETHER_S = 0.005
-"""Seconds within which chunks arrive that are sent in one message; chunks of 1 MiB do above 3
-Gbit/s. The first of them arrives at most this much later at each hop."""
+"""Chunks that a child receives within this many seconds are sent in one message; chunks of 1 MiB
+are sent so above 3 Gbit/s. At each hop the first of these chunks arrives at most this much later.
+"""
 TOGETHER_BYTES = 4 << 20
 """Largest number of bytes of the chunks in one message, unless it is a single chunk: larger
 messages exceed the CPU's caches and are no faster."""
@@ -140,7 +141,7 @@ class Child:
     newest: PolicyVersion | None = None
     """The newest complete version that the child has reported; None without one."""
     announced: object = None
-    """What the last announcement to the child contained; None if it must be announced again."""
+    """What the last announcement to the child contained; None if the child must get a new one."""
     newest_announced: PolicyVersion | None = None
     """The newest version that was announced to the child."""
     fetching: ItemId | None = None
@@ -254,8 +255,8 @@ react is forgotten."""
 MAX_LEAD_CHUNKS = 4
 """Largest number of chunks that a child may be ahead of its slowest healthy sibling."""
 MAX_SIBLINGS = 64
-"""Largest number of siblings with which a child is held back; with more the fleet is a star, which
-shares the uplink."""
+"""A child with more siblings than this is not held back: then the fleet is a star, which shares the
+uplink."""
 SLOW_AFTER_S = 5.0
 SILENT_CHUNKS = 8
 """A child that is silent for as long as this many chunks usually take may be dead, so other
@@ -490,7 +491,7 @@ class Sender:
         return found
 
     def forward(self, item: ItemId, chunks: Mapping[int, Frame], now: float) -> list[Action]:
-        """Send chunks that this node has just written to the children that wait for them.
+        """Send newly written chunks to the children that wait for these chunks.
 
         Args:
             item: the item of the chunks.
@@ -552,7 +553,7 @@ class Sender:
         }
 
     def dropped(self, item: ItemId, *, now: float) -> list[Action]:
-        """Tell the children that were fetching an item that this node no longer has it."""
+        """Send Gone for a dropped item to the children that were fetching this item."""
         version, form = item
         actions: list[Action] = []
         for peer, child in self.children.items():
@@ -596,7 +597,10 @@ class Sender:
         )
 
     def expire(self, now: float) -> list[Action]:
-        """Send children that wait the chunks that they may have now, or else a Waiting."""
+        """Send each waiting child the chunks that it may have now.
+
+        A child that may have none gets a Waiting.
+        """
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
             if not self._waits(child) or now < _waiting_due_at(child):

@@ -41,7 +41,7 @@ class Watchdog:
         self._since = now if self._since is None else self._since
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note that the parent waits for the item itself, and repeats this within `again_s`."""
+        """Note that the parent waits for the item, and sends another Waiting within `again_s`."""
         self._link.waits(again_s=again_s, now=now)
         self._since = now if self._since is None else self._since
 

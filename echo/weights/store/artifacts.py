@@ -158,7 +158,7 @@ class Transfer(Chunked):
     """Patches that are written, or being written, over the image's memory; oldest first.
 
     A patch is appended to this list in place, and is taken back by assigning a new list. So `read`
-    notices a new patch because the list is longer, and a patch that was begun and taken back
+    notices a new patch by the length of the list. It notices a patch that was begun and taken back
     because the list is another object.
     """
     sent: SentChunks = field(default_factory=SentChunks)

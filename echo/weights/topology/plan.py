@@ -6,29 +6,30 @@ So a node can turn to another parent without a message from the learner.
 
 **Plan.** `plan_topology` builds several trees (`trees.py`), predicts the time of each for this
 payload (`throughput.py`), and chooses among them in two steps. First it keeps the plans that take
-at most half as long again as the fastest, and of these only the plans with the fewest links between
-regions. So a version enters each region once, unless that would take much longer, for example
-because no node of a region can serve others. Then, of the plans that are about as fast as the
-fastest remaining plan, it takes the cheapest: the one with the fewest paid bytes, then the one with
-the fewest copies from the learner. So the learner sends a version once, unless a second copy
+at most 1.5 times as long as the fastest plan, and of these only the plans with the fewest links
+between regions. So a version enters each region once, unless that would take much longer, for
+example because no node of a region can serve others. Then, of the plans that are about as fast as
+the fastest remaining plan, it takes the cheapest: the one with the fewest paid bytes, then the one
+with the fewest copies from the learner. So the learner sends a version once, unless a second copy
 clearly saves time.
 
 **Replan.** The learner's `Planner` makes a plan when a node joins, when a node leaves, and when a
 node was found to send wrong chunks. It also makes a plan every REPLAN_S while versions take longer
 than WORTHWHILE_S to spread, because transfers measure the links. During a broadcast a new plan must
 save more time, since a node that changes its parent loses time and the chunks under way. So a plan
-is also made just before a version is sent, unless one was made between two broadcasts less than
-REPLAN_S ago; otherwise measurements would have no effect if versions follow each other closely. The
-plan in force is patched until another plan would save a set share of the time, so no node changes
-its parent because of small changes of measured rates. Only in a small fleet a new plan is made from
-scratch when a node that can serve joins or leaves. The first plan of a fleet that has just joined
-is made without measurements. If an uplink is measured for the first time after a plan, another plan
-is made NEWS_S after this plan.
+is also made just before a version is sent, unless a plan was made between two broadcasts less than
+REPLAN_S ago. Without these plans, measurements would have no effect if versions follow each other
+closely. The plan in force is patched until another plan would save a set share of the time, so no
+node changes its parent because of small changes of measured rates. Only in a small fleet is a new
+plan made from scratch when a node that can serve joins or leaves. The first plan of a fleet that
+has just joined is made without measurements. If an uplink is measured for the first time after a
+plan, another plan is made NEWS_S after this plan.
 
 **Inputs.** The planner knows of each node: the rate of its uplink, from the chunks that its
 children have acknowledged; the rate of its downlink, if the downlink limits the node (`sites.py`);
 its round-trip time to its parent; its region and the price of its traffic, from its configuration;
-and which nodes have sent it wrong chunks. The latter serve no node until their quarantine ends.
+and which other nodes have sent this node wrong chunks. Nodes that have sent wrong chunks serve no
+node until their quarantine ends.
 """
 
 from __future__ import annotations
@@ -169,9 +170,10 @@ class _Rows:
 # --- patch: keep a plan in force while nodes come and go ------------------------------------------
 #
 # A node that has lost its parent (which left, cannot be dialled, or is suspected) moves with its
-# whole subtree, and newcomers become leaves. Each goes nearest to the learner among the nodes that
-# can feed one more child at the plan's rate, or else to the node with the most unused uplink. Only
-# the next new plan uses a newcomer's own uplink. After many changes the plan is not patched.
+# whole subtree, and newcomers become leaves. The parent of each is the node nearest to the learner
+# that can feed one more child at the plan's rate. If no node can, the parent is the node with the
+# most unused uplink. Only the next new plan uses a newcomer's own uplink. After many changes the
+# plan is not patched.
 
 MOST_CHANGED = 0.25
 """Largest share of changed links with which a plan is patched."""
@@ -380,7 +382,7 @@ class _Plan:
 
     @property
     def cost(self) -> tuple[float, ...]:
-        """The sort key of equally fast plans, of which the one with the smallest key is chosen."""
+        """The sort key of equally fast plans; the plan with the smallest key is chosen."""
         found = self.forecast
         price = round(found.egress_gb_price, 9)
         busiest = max(num_children(self.tree))
@@ -642,7 +644,8 @@ class Planner:
             plans = self._plan_behind_relays(view.sites)
         else:
             is_busy = any(node.stats.fetching is not None for node in receivers)
-            # During its first version a fleet is unmeasured, and another plan measures other links.
+            # During its first version a fleet is unmeasured, and a change of the plan measures more
+            # links.
             is_steady = all(node.installed is not None for node in receivers)
             does_disturb = is_busy and is_steady and not is_between
             if not does_disturb:

@@ -1,7 +1,7 @@
 """The throughput of a plan, and the bound that no plan can exceed.
 
-Bound (Kumar and Ross 2006; Mundinger et al. 2008): every receiver gets the whole version, and a
-node has sent every received byte. So no plan gives all N receivers more than
+Bound (Kumar and Ross 2006; Mundinger et al. 2008): every receiver gets the whole version, and every
+received byte was sent by a node. So no plan gives all N receivers more than
 
     r* = min(u0, min d, (u0 + sum u) / N)
 

@@ -223,7 +223,7 @@ class _Grower:
 
         Nodes that may serve children are attached first, and then the leaves. Nodes of the
         learner's region come before all others; otherwise this region would need a link from
-        outside. Then the nodes of those regions follow that can serve the most children in other
+        outside. Next are the nodes of the regions that can serve the most children in other
         regions.
         """
         places, groups = self._places, self._groups
