@@ -5,8 +5,8 @@ lasts as long as its heaviest micro-batch. First-fit leaves one bin nearly empty
 each other. Here all bins get nearly the same work, and the heaviest bins are in one round.
 
 Source: the greedy rule of scheduling, longest processing time first (R. L. Graham, 1969).
-Differs from the source: a bin holds a bounded number of tokens, and the number of bins is not
-given: the function finds it.
+Differs from the source: a bin holds a bounded number of tokens, and the function finds the number
+of bins itself.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Micro-batches of rollouts under a budget of tokens, as padded rows or as one packed row.
 
-The input of a rollout is its prompt and its completion, without the last token: no scored token is
-predicted from it. A padded row has one rollout and padding on its right. Under causal attention no
+The input of a rollout is its prompt and its completion without the last token, from which no scored
+token is predicted. A padded row has one rollout and padding on its right. Under causal attention no
 real token attends to the padding, so the row needs no attention mask, and its positions count from
 0. A packed row has several rollouts one after the other, and the model must keep them apart
 (train/models/packing.py). Rollouts of one prompt may share it: the packed row then has the prompt
 once, before their completions. A packed row may be filled to one of a few sizes, with tokens that
-attend to themselves alone. Padded rows may be filled to one of a few lengths, and their number to a
-power of two. Only the model's input differs; a loss gets the same [B, T] tensors.
+attend to themselves alone. Padded rows may be filled to one of a few lengths, and further rows of
+padding may make their number a power of two. Only the model's input differs; a loss gets the same
+[B, T] tensors.
 
 Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
 """
@@ -231,7 +232,7 @@ class MicroBatch:
     """
 
     def spans(self, rows: Sequence[TrainingRow]) -> list[tuple[int, int]]:
-        """Return the tokens of each rollout or segment, and of the prompt that it shares, or 0.
+        """Return (tokens, tokens of the prompt that it shares or 0) of each rollout or segment.
 
         Args:
             rows: the rows that the micro-batch was made from; if there are none, the result is
@@ -385,9 +386,9 @@ def share_prompts(
         whole: group of each row, if groups must not be cut; None otherwise.
 
     Returns:
-        The number of tokens that each row adds to a packed row, where a shared prompt counts for
-        the first row of its unit; and a number for the unit of each row. Rows with the same unit
-        share their prompt.
+        Two numbers for each row: how many tokens it adds to a packed row, and the number of its
+        unit. The tokens of a shared prompt count for the first row of the unit. Rows with the same
+        unit share their prompt.
     """
     gathered: list[list[int]] = []
     sizes: list[int] = []  # tokens of each unit
@@ -507,7 +508,8 @@ def collate(
         units: unit of each sample in a packed row; neighbours of the same unit share their prompt.
             None if no prompt is shared.
         row_sizes: sizes that rows are filled to; None to fill no row.
-        max_tokens: limit of a micro-batch's tokens, which `row_sizes` keeps.
+        max_tokens: limit of a micro-batch's tokens; filling by `row_sizes` does not exceed this
+            limit.
     """
     units = range(len(samples)) if units is None else units
     row_sizes = row_sizes or RowSizes()

@@ -85,8 +85,9 @@ class RolloutMasks:
     arXiv:2512.02556.
     Differs from the paper: nothing; OPSM's divergence is taken against the policy that sampled.
     Limits: the usual geometric bounds (.99 to 1.01) are made for engines that round differently.
-    Under staleness they drop nearly every rollout, so that mask is off by default. If an engine's
-    numerics cause the mismatch, the veto drops long rollouts most often, since one token is enough.
+    Under staleness these bounds drop nearly every rollout, so the geometric mask is off by default.
+    If an engine's numerics cause the mismatch, the veto drops long rollouts most often, since one
+    token is enough.
     """
 
     geometric_low: float | None = None

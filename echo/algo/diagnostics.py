@@ -49,7 +49,7 @@ class LengthBias:
         self._trained: deque[tuple[int, ...]] = deque(maxlen=window)
 
     def delivered(self, group: Group) -> None:
-        """Record the lengths of a group that a worker has finished, trained later or not."""
+        """Record the lengths of a finished group, whether it will be trained or not."""
         self._delivered[group.group_id] = _lengths(group)
 
     def trained(self, groups: Iterable[Group]) -> None:
@@ -60,8 +60,8 @@ class LengthBias:
 
         Args:
             oldest_open: id of the first granted group that has not ended; None if all have ended.
-                Later groups are left out of the delivered sample, in which short completions would
-                come first.
+                Later groups are left out of the delivered sample: of these only groups with short
+                completions may have been delivered.
 
         Returns:
             `lengths/{trained,sampled}/{mean,p90}` in tokens; `lengths/bias`, the difference of the

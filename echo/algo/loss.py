@@ -1,8 +1,8 @@
 """Contract of a policy loss: inputs, output, and needs.
 
 A loss gets one micro-batch of whole rollouts, and divides by counts of the whole batch. So the
-gradient does not depend on how the batch is divided. Rollouts without an advantage count in the
-normaliser alone, unless the loss needs them, so leaving them out does not change the gradient. A
+gradient does not depend on how the batch is divided. Unless the loss needs rollouts without an
+advantage, these count only in the normaliser, so leaving them out does not change the gradient. A
 loss declares further inputs in `needs`, and the caller provides them.
 
 Every loss here corrects by the ratio of learner to sampler, and applies it once.
@@ -194,7 +194,8 @@ def required(value: T | None, name: str, loss: object) -> T:
 def masked_log_ratio(inputs: LossInputs) -> Tensor:
     """Return [B, T] log(learner / sampler), limited to -20..20, and 0 outside the mask.
 
-    `torch.where` selects, so that even a NaN in padding has no effect; a product would keep it.
+    `torch.where` selects, so that even a NaN in padding has no effect; a product with the mask
+    would keep the NaN.
     """
     log_ratio = inputs.learner_logprobs - inputs.sampler_logprobs
     log_ratio = torch.where(inputs.completion_mask, log_ratio, 0.0)

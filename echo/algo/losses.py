@@ -372,10 +372,11 @@ class DecoupledPpoLoss:
 
 
 # --- score centering ------------------------------------------------------------------------------
-# The score of a token, grad log pi, has expectation 0 under pi, and not under the mu that sampled.
+# The score of a token, grad log pi, has expectation 0 under pi, but not under mu, which sampled it.
 # So at a prefix whose expected advantage is not 0, a policy gradient on stale rollouts also pulls
-# towards mu, whatever the rewards. Score centering subtracts the score's expectation under mu,
-# which workers tell by mu's most likely ids H; the other ids, the tail, count as mu = rho pi.
+# towards mu, whatever the rewards. Score centering subtracts the score's expectation under mu.
+# Workers send mu only for its most likely ids H; for the other ids, the tail, mu is taken to be rho
+# pi.
 #
 #     rho = (1 - sum_H mu) / (1 - sum_H pi);  C = sum_H sg(m - alpha pi) log pi;  loss = base + A C,
 #
@@ -405,8 +406,8 @@ MAX_TAIL_RATIO = 100.0
 def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
     """Return rho of each token, [B, T], without gradient; 1 where the learner's tail is empty.
 
-    rho is the tail's probability under the sampler over that under the learner; the tail are the
-    ids that are not among the likely ones.
+    rho is the sampler's probability of the tail divided by the learner's. The tail consists of the
+    ids that are not among the likely ids.
     """
     learner, sampler = (
         (1.0 - likely.sum(logprobs.detach().exp(), shape)).clamp(min=0.0)
@@ -625,7 +626,8 @@ class M2poLoss:
     clip range; this follows the paper).
     Differs from the paper: mean over the batch's tokens, not over each rollout's; |log r| is
     limited to 20.
-    Limits: the bound is on the whole batch, so a first pass without gradient has to score it.
+    Limits: the bound is on the whole batch, so a first pass without gradient has to score the
+    batch.
     """
 
     needs: ClassVar[LossNeeds] = LossNeeds(batch_scores=True)
@@ -677,7 +679,7 @@ class GspoLoss:
     wider. The limit of 20 on |log r| is applied to each token, before the mean.
     Limits: the mean over a rollout moves far less than a token does, so a range made for tokens (.2
     / .28) hardly ever acts. The default was the best of three ranges on completions of 24 tokens
-    (bench/bench_staleness.py); on longer completions it acts less.
+    (bench/bench_staleness.py); on longer completions the clip acts less often.
     """
 
     clip_low: float | None = 0.02
@@ -759,7 +761,7 @@ class OaplLoss:
 # stays in the expectation, and only its loss is left out.
 # A rollout that is continued under a newer policy mixes two policies in one q_i, and a group
 # sampled by several versions mixes them in one expectation. The paper has one sampler per group.
-# `groups/mixed` is the share of groups that differ from it.
+# `groups/mixed` is the share of groups that differ from the paper in this way.
 
 
 def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:

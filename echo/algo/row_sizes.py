@@ -1,11 +1,12 @@
 """Sizes that rows of tokens are filled to, so that a model computes rows of few different sizes.
 
-In 16 bits a CPU keeps code and buffers for each number of tokens that a product has seen. There
-packed and padded rows are filled. A GPU keeps a plan for each length of padded rows, so there
-padded rows are lengthened; the length of a packed row is in no plan.
+For 16-bit products a CPU's library keeps code and buffers for each number of tokens that it has
+computed. So on a CPU packed and padded rows are filled. A GPU's library keeps a plan for each
+length of padded rows, so on a GPU padded rows are lengthened. No plan depends on the length of a
+packed row.
 
-A packed row takes the smallest size that the run has had already, as long as all rows of the run
-are filled by less than MAX_FILLED of their tokens; otherwise it adds a size to the run's sizes.
+A packed row takes the smallest fitting size that the run has had already, as long as little enough
+of the run's tokens is filling (MAX_REUSED). Otherwise the row adds a size to the run's sizes.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SIZES_PER_OCTAVE = (16, 32, 64)
-"""Numbers of sizes between a number of tokens and its double. The first number is used that keeps
-the filling below MAX_FILLED; with 16 sizes, on average 2 % of a row is filling.
+"""Numbers of sizes between a number of tokens and its double. The first of these numbers that keeps
+the filling below MAX_FILLED is used; with 16 sizes, on average 2 % of a row is filling.
 """
 
 MAX_FILLED = 0.028
 """Largest share of a run's tokens that may be filling at the end of packed rows."""
 
 MAX_REUSED = 0.025
-"""Largest share of filling, of a run's tokens, at which a row takes the size of an earlier row. The
-difference to MAX_FILLED is left for rows of new sizes.
+"""A row takes the size of an earlier row only while at most this share of the run's tokens is
+filling. The difference to MAX_FILLED is left for rows of new sizes.
 """
 
 NUM_CREDITED = 4
@@ -32,7 +33,7 @@ Without them, a run's first row would have to be nearly full.
 """
 
 LONG_TOKENS = 4096
-"""Number of tokens of a padded row from which a GPU computes attention by plans of cuDNN."""
+"""For padded rows of at least this number of tokens, a GPU computes attention by plans of cuDNN."""
 
 PLAN_TOKENS = 512
 """On a GPU, padded rows of LONG_TOKENS and more are lengthened to a multiple of this number."""
@@ -118,7 +119,7 @@ class RowSizes:
         return size if self.window is None else max(length, min(size, self.window))
 
     def number(self, num_rows: int, width: int, *, max_tokens: int) -> int:
-        """Return the number of padded rows for `num_rows` rollouts, with rows that only fill."""
+        """Return the number of padded rows for `num_rows` rollouts, rows of padding included."""
         filled = 1 << (num_rows - 1).bit_length()
         is_filled = self.fills == "rows" and filled * width <= max_tokens
         return filled if is_filled else num_rows

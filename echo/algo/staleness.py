@@ -37,7 +37,9 @@ class ControlSettings:
     clip_high: float = 0.1
     """Share of clipped tokens above which the staleness bound is too high."""
     patience: int = 5
-    """Number of steps between decisions, and of steps in a row with room before a rise; >= 1."""
+    """Number of steps between decisions; also the number of consecutive steps with room for more
+    that precede a rise; >= 1.
+    """
     smoothing: float = 0.7
     """Weight of the earlier steps in the smoothed signals, 0..1."""
 

@@ -7,15 +7,15 @@ there are at most MAX_KINDS kinds.
 
 A set of workers is assessed with the best of the allowed publish periods; the caller forecasts how
 long a broadcast to the set takes. The best set is the cheapest that satisfies the provisioning rule
-(overlap.py) within the budget; such a set is sufficient. If no set is sufficient, the best is the
-set within the budget that has the shortest step, or the cheapest of the sets that are hardly
-slower. The learner then waits, and the decision states its idle share.
+(overlap.py) within the budget; such a set is sufficient. If no set is sufficient, the best set is
+the cheapest within the budget whose step is hardly longer than the shortest. The learner then
+waits, and the decision states its idle share.
 
-The search begins with several sets: no worker, the active workers, and for each kind all workers
-whose broadcasts and groups take no longer than those of the kind, because one slow link or long
-group can make every larger set insufficient. From each set it changes the numbers of one kind, then
-of two, then of three, as long as a change makes the set better. It assesses at most MAX_ASSESSED
-sets.
+The search begins with several sets: no worker, the active workers, and one set for each kind. The
+set of a kind has all workers whose broadcasts and groups take no longer than those of the kind,
+because one slow link or long group can make every larger set insufficient. From each of these sets
+the search changes the number of workers of one kind, then of two kinds, then of three, as long as a
+change makes the set better. The search assesses at most MAX_ASSESSED sets.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Roll:
     def fleet(self, job: Job) -> RentedFleet:
         """Return the workers as a fleet with one offer for each kind.
 
-        The planner's code prices a set of workers as numbers of nodes of these offers.
+        A set of workers is then a number of nodes of each offer, which the planner's code can
+        price.
         """
         links = self.links
         regions = {
@@ -147,7 +148,7 @@ class Roll:
     def delay_s(self, job: Job) -> list[float]:
         """Return for each kind the seconds that one of its workers needs for one group.
 
-        They are the seconds of a broadcast to this worker alone and the seconds of the group.
+        The result is the seconds of a broadcast to this worker alone plus the seconds of the group.
         """
         return [
             self.links.broadcast_s([kind[0].name]) + _offer(kind[0].name, kind).group_latency_s(job)
@@ -266,7 +267,7 @@ def _kind(worker: Offer, width: float) -> object:
 
 
 def _offer(name: str, kind: Sequence[Offer]) -> Offer:
-    """Return the workers of a kind as one offer; each property has its worst worker's value."""
+    """Return the workers of a kind as one offer; each property has the worst of their values."""
     longest = max(worker.concurrency / max(worker.tokens_per_s, 1e-9) for worker in kind)
     tokens_per_s = min(worker.tokens_per_s for worker in kind)
     return replace(
@@ -426,8 +427,8 @@ def choose(
         periods: allowed publish periods; if empty, the job's own period.
 
     Returns:
-        The set. If no set is sufficient: of the sets within the budget whose step time is at most
-        HARDLY_SLOWER times the shortest, the cheapest.
+        The cheapest sufficient set. If no set is sufficient, the cheapest set within the budget
+        whose step time is at most HARDLY_SLOWER times the shortest.
     """
     return _Search(Roll(workers, links, periods=periods), job, preferred).run()
 

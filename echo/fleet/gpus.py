@@ -23,8 +23,8 @@ from echo.core.units import SIZE_UNITS
 
 # --- catalogue ------------------------------------------------------------------------------------
 #
-# Peak arithmetic is dense bfloat16 (float16 if a GPU lacks bfloat16) with float32 accumulation. It
-# and the memory bandwidth are from the vendors' data sheets.
+# Peak arithmetic is dense bfloat16 (float16 if a GPU lacks bfloat16) with float32 accumulation.
+# These rates and the memory bandwidths are from the vendors' data sheets.
 
 
 _GIB = SIZE_UNITS["GiB"]

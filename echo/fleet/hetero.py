@@ -143,7 +143,7 @@ class RolloutPlan:
     replicas: tuple[tuple[Replica, int], ...] = ()
     """(replica, number of copies of this kind)."""
     rollouts: tuple[int, ...] = ()
-    """Rollouts of one step that all copies of a kind generate, in the order of `replicas`."""
+    """For each entry of `replicas`, how many rollouts of one step all its copies generate."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -232,7 +232,7 @@ class OverlappedStep:
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step: those of the longer of its two sides."""
+        """Seconds of one step: the seconds of the longer of its two sides."""
         return max(self.train_s, self.rollout_s)
 
     @property

@@ -12,15 +12,15 @@ is the number of rollouts per step, S the staleness bound, kappa the publish per
 `predict` uses neither reading. It follows the rule of admission (leases/grants/admission.py) step
 by step: batch k is generated after batch k - 1, begins once a version w with S + w + 1 > k is
 installed, and is trained after step k - 1. So the prediction is also valid for a fleet that breaks
-the rule, and says how long its learner waits. A batch is complete when the fleet has made its
-rollouts, but not before its first group is done. If groups differ in length, some workers still
-make the last groups of a batch while the others begin the next batch or wait for it. That delays a
-batch by half of a group's time at most.
+the provisioning rule, and shows how long its learner waits. A batch is complete when the fleet has
+made its rollouts, but not before its first group is done. If groups differ in length, some workers
+still make the last groups of a batch while the others begin the next batch or wait for it. That
+delays a batch by half of a group's time at most.
 
-Staleness is that of grants just in time (leases/grants/just_in_time.py): each batch begins at the
-latest instant that delays no step of this prediction. If the learner waits for more than OPEN_SHARE
-of its time, if the fleet needs its fastest node, or if groups would be as old as S all the same,
-each batch begins as early as admission allows.
+Staleness is predicted for grants just in time (leases/grants/just_in_time.py): each batch begins at
+the latest instant that delays no step of this prediction. If the learner waits for more than
+OPEN_SHARE of its time, if the fleet needs its fastest node, or if groups that are held back would
+still be as old as S, each batch begins as early as admission allows.
 
 Differs from the paper: the second reading and the prediction are this project's.
 """
@@ -44,12 +44,16 @@ _LARGEST_TAIL = 0.5
 MAX_STALENESS = 64
 """Largest S that is proposed as a remedy: published systems train stably up to this staleness."""
 OPEN_SHARE = 0.02
-"""Share of its time that the learner must have waited so that no group is held back."""
+"""No group is held back if the learner has waited for more than this share of its time."""
 MAX_LOSS = 0.45
-"""Largest share of a fleet's speed whose loss groups that are made ahead are to bridge. So a fleet
-with twice the speed that the learner needs always holds groups back."""
+"""Groups that are made ahead are to bridge the loss of the fastest worker, but of no more than this
+share of the fleet's speed. So a fleet with twice the speed that the learner needs always holds
+groups back.
+"""
 SLACK = 1
-"""Versions by which held groups must be fresher than the bound, or a late one would be stale."""
+"""Held groups must be fresher than the bound by this number of versions; otherwise a late group
+would be stale.
+"""
 _CHANGE = 0.9
 """Factor by which a resource is improved to find out whether it limits the run."""
 

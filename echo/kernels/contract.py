@@ -81,13 +81,13 @@ class FurtherIds:
         columns = self.ids - start
         is_inside = (columns >= 0) & (columns < matrix.shape[1])
         at = self.rows, columns.clamp(0, matrix.shape[1] - 1)
-        # Places are distinct, but for sums of zeros: the result does not depend on the order.
+        # Places are distinct, except for sums of zeros, so the result does not depend on the order.
         matrix.index_put_(at, values.where(is_inside, 0.0).to(matrix.dtype), accumulate=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Statistics of each row that the forward pass computes; [N] each, but `set_logprobs`."""
+    """Statistics of each row that the forward pass computes; [N] each, except `set_logprobs`."""
 
     logprobs: Tensor
     """Log-probability of the row's id, nats."""
@@ -139,7 +139,7 @@ class LiveRows:
 
     @property
     def grad_all(self) -> Tensor:
-        """[n] sum of the gradients of a row's log-probabilities: its own id's and the sets'."""
+        """[n] sum of the gradients of each row's log-probabilities, of its own id and in `sets`."""
         if self.sets is None or self.grad_sets is None:
             return self.grad
         return self.grad + self.sets.sum(self.grad_sets, len(self.grad))
@@ -189,7 +189,7 @@ class Kernels(Protocol):
         ...
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-        """Return the [M] logits of the pairs times `scale` [N] of their rows, in its dtype."""
+        """Return the [M] logits of the pairs, each times `scale` [N] of its row, in that dtype."""
         ...
 
     def pair_gradients(

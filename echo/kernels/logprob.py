@@ -324,7 +324,7 @@ class IdSets:
     sizes: Tensor
     """[S] int64: number of ids in each set, at least 1."""
     own: Tensor
-    """[S] int64: for each set, which of the M pairs has the row's own id, which is scored."""
+    """[S] int64: for each set, the index of the pair that has the row's own id, which is scored."""
     within: Tensor
     """[S] int64: the row that each set belongs to, 0..N-1."""
     beyond: Tensor
@@ -553,8 +553,8 @@ def _live_rows(
 ) -> Tensor | None:
     """Return the indices of the rows that have a gradient; None if all rows must be computed.
 
-    The result is also None where the host would have to wait for a device to find these rows: a row
-    without a gradient adds exactly 0.
+    The result is also None where the host would have to wait for a device to find these rows.
+    Computing all rows is exact as well, because a row without a gradient adds exactly 0.
     """
     if host_waits(grad):
         return None

@@ -170,8 +170,8 @@ def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
     The terms of the scored ids themselves are left out.
 
     d logp_y / d z_j = 1[j = y] - p_j  and  d entropy / d z_j = -p_j (log p_j + entropy), where
-    p_j = exp(z_j) / total. Constants of a row are folded into its factors: fewer passes, and exact
-    where logits are large, because no logarithm is added to their peak.
+    p_j = exp(z_j) / total. Constants of a row are folded into its factors. This saves passes, and
+    is exact where logits are large, because no logarithm is added to their peak.
 
     Args:
         logits: [N, columns] logits of a chunk of the vocabulary, less the peak of each row.

@@ -4,11 +4,11 @@ Forward: one program scores a tile of rows against one part (split) of the vocab
 accumulator of the product: running maximum, sum of exponentials, weighted sum for the entropy, and
 the target's own logit. A second kernel combines the splits, which gives the log-probability of a
 token, and computes its ratio, clip and policy coefficient from it. Further ids of a row are few, so
-a third kernel multiplies their rows of the head alone. Backward: for each chunk of the
-vocabulary, one kernel computes the gradient of the logits in the dtype of the states, and cuBLAS
-turns it into the two gradients. The logits of chosen pairs of a row and an id are computed by
-kernels that read only the rows that the pairs name. There are no atomics, and every sum has a fixed
-order, so the same input gives the same bits.
+a third kernel multiplies only the rows of the head that these ids name. Backward: for each chunk of
+the vocabulary, one kernel computes the gradient of the logits in the dtype of the states, and
+cuBLAS turns it into the two gradients. The logits of chosen pairs of a row and an id are computed
+by kernels that read only the rows that the pairs name. There are no atomics, and every sum has a
+fixed order, so the same input gives the same bits.
 
 Exponentials are powers of 2, which the hardware computes: `Scores.peak` is in units of log 2.
 Operands are loaded through tensor descriptors (TMA on Hopper). Loads outside of the matrix read
@@ -85,18 +85,19 @@ HOPPER: dict[tuple[int, int], dict[KernelName, LaunchConfig]] = {
     (3, 9): {"scores": _TALL, "grad_logits": _WIDE},
 }
 """Launch configurations of Hopper GPUs, by version of Triton and by kernel. A version without an
-entry uses the entry of the next older version. Each entry holds for scores with and without
+entry uses the entry of the next older version. Each entry applies to scores with and without
 entropy.
 """
 
 PORTABLE = LaunchConfig(128, 64, 32, num_warps=8, num_stages=3)
 """Configuration of all GPUs without an entry of their own. Before Hopper, operands pass through
-registers, which must not spill either; every GPU has the 36 KiB of shared memory that it needs.
+registers, which must not spill either; every GPU has the 36 KiB of shared memory that this
+configuration needs.
 """
 
 FLOAT32 = LaunchConfig(64, 64, 32, num_warps=8, num_stages=2)
-"""Configuration for inputs in float32, which tensor cores cannot multiply exactly: for comparisons,
-not for speed.
+"""Configuration for inputs in float32, meant for comparisons and not for speed: tensor cores cannot
+multiply float32 exactly.
 """
 
 
@@ -367,7 +368,7 @@ def pair_sums_kernel(
     matrix_stride, sums_stride,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Store a part of one row of sums, over the row's pairs, of factor times row of the matrix."""
+    """Store a part of a row of sums: over the row's pairs, factor times row of the matrix."""
     row = tl.program_id(0).to(tl.int64)
     depths = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
     first = tl.load(ends_ptr + row)
