@@ -530,7 +530,7 @@ class DiskStore(MemoryStore):
     # --- allocation and release ------------------------------------------------------------------
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        """Return pages of a preallocated file with a temporary name; of memory if that fails."""
+        """Return pages of a preallocated file with a temporary name; if that fails, of memory."""
         assert self._run_hash
         try:
             try:
@@ -670,7 +670,7 @@ class DiskStore(MemoryStore):
         return stat.f_bavail * stat.f_frsize
 
     def _available_bytes(self) -> int:
-        """Return the bytes that versions may take: free ones, and files of an earlier process."""
+        """Return how many bytes versions may take: free bytes, and files of an earlier process."""
         taken = (
             entry.stat(follow_symlinks=False).st_size
             for entry in os.scandir(self.directory)

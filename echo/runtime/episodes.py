@@ -84,7 +84,7 @@ class Opening:
 
 
 def openings_of(leases: Sequence[Lease], *, group_size: int) -> list[Opening]:
-    """Return the opening of the group of each of these leases."""
+    """Return an opening for each lease, for the lease's group."""
     return [
         Opening(
             name=f"{lease.group_id}.{lease.attempt}",
@@ -394,7 +394,7 @@ def check_inherited_code(
     *,
     inherited_dir: Path,
 ) -> None:
-    """Check that the task's code that a worker is about to import is the learner's code.
+    """Check that a worker is about to import the same task code as the learner.
 
     Raises:
         ConfigError: if the code is missing on this machine, or differs from the learner's.

@@ -110,7 +110,7 @@ class Topics:
         self._write(note, note.text)
 
     def log_due(self, *, now: float) -> None:
-        """Log the number of counted notes on each topic that is due; forget topics without any."""
+        """Log how many notes were counted on each due topic; forget topics without such notes."""
         due = [topic for topic, at in self._logged_at.items() if now >= at + REPEAT_S]
         for topic in due:
             del self._logged_at[topic]

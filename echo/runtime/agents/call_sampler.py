@@ -61,7 +61,7 @@ class CallSampler:
         return completion
 
     async def run(self) -> None:
-        """Sample waiting requests until cancelled, a batch with its oldest request's settings."""
+        """Sample waiting requests until cancelled; a batch uses its oldest request's settings."""
         waiting: list[_Waiting] = []
         while True:
             if not waiting:

@@ -66,7 +66,8 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "write it into the prompt"),
     "prompt_embeds": ((), "send text or token ids"),
 }
-"""Unsupported field that would change an answer -> its neutral values, and a remedy for others."""
+"""Unsupported field that would change an answer -> its neutral values; a remedy for other values.
+"""
 
 
 class _Body(msgspec.Struct):

@@ -76,7 +76,7 @@ class Reporter:
 
         Args:
             metrics: the trainer's metrics for the step.
-            staleness: staleness in steps -> number of the step's tokens that had it.
+            staleness: staleness in steps -> number of the step's tokens with this staleness.
             now: the present time, seconds.
         """
         role = self._role

@@ -287,7 +287,7 @@ class LearnerNode(Node):
     # --- actions ---------------------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Carry out actions in order; if they append records, the others wait for the commit."""
+        """Carry out actions in order; if some append records, the others wait for the commit."""
         batch = list(actions)
         if self._delivered.is_open and any(isinstance(each, AppendRecord) for each in batch):
             super().perform(e for e in batch if isinstance(e, AppendRecord | StoreGroup))
@@ -303,8 +303,8 @@ class LearnerNode(Node):
     def on_action(self, action: Action) -> None:
         """Store a delivered group, or append a record to the ledger.
 
-        These are the actions of a learner's role; both are dropped after the learner has stopped
-        accepting groups.
+        Only a learner's role returns these two actions. Both are dropped after the learner has
+        stopped accepting groups.
         """
         match action:
             case StoreGroup() if self._delivered.is_open:
@@ -315,7 +315,8 @@ class LearnerNode(Node):
                 if action.worker_id and self._weights_check.suspect(action.record):
                     self.wake()
             case StoreGroup() | AppendRecord():
-                # Too late: it is not acknowledged, or was never accepted, so it needs no end.
+                # Too late: the group is not acknowledged, or it was never accepted, so it needs no
+                # end.
                 pass
             case _:
                 raise LocalProtocolError(f"a learner cannot {type(action).__name__}")
@@ -354,7 +355,7 @@ class LearnerNode(Node):
             self._is_work_over.set()
 
     async def _make_prompts(self, prompts: PromptsAhead) -> None:
-        """Make prompts until cancelled, and have the groups granted that waited for them."""
+        """Make prompts until cancelled; have the groups granted that waited for a prompt."""
         pool = self.threads.pool("prompts")
         while True:
             if await prompts.make(pool):
@@ -418,7 +419,8 @@ class LearnerNode(Node):
             is_lower = self.bound.adapt(role.step, result.metrics, staleness)
             if is_lower or self.pace.is_due(role.step):
                 self._is_put_off = True
-            # If no version may be sampled any more, there is nothing to train on meanwhile.
+            # If no version may be sampled any more, publish at once: no groups would arrive
+            # meanwhile.
             if self._is_put_off and (self.pace.is_overdue(role.step) or self._versions.prepare()):
                 await self._publish()
             waited_s = started_at - waited_from
@@ -426,7 +428,7 @@ class LearnerNode(Node):
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
             self._reporter.write_step(result.metrics | result.speed, staleness, now=self.now)
-            # A notice may mean that memory ran short, and the next step could run out of it.
+            # A notice may mean that memory ran short, and the next step could run out of memory.
             if result.notices or self._saver.is_due(now=self.now):
                 await self._checkpoint()
 
@@ -562,7 +564,7 @@ class LearnerNode(Node):
         await self._disk_pool.run(self.ledger.close)
 
     async def _take_no_more_groups(self) -> None:
-        """Stop granting and accepting groups; return when the written ones are on the disk."""
+        """Stop granting and accepting groups; return when written groups are on the disk."""
         self.report(GrantsStopped())
         await self._delivered.close()
         await self._commits.commit()

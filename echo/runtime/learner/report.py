@@ -29,7 +29,7 @@ from echo.weights.schedule import PublishPace
 IDLE_WINDOW_S = 60.0
 """Least seconds over which the display averages the share of time that the learner waits."""
 IDLE_WINDOW_STEPS = 10
-"""Least steps over which the display averages the share of waiting: within a step it is 0 or 1."""
+"""Least number of steps over which the display averages the share of time spent waiting."""
 MAX_HISTORY = 10_000
 """Largest number of points of a curve that are kept for the display."""
 
@@ -148,7 +148,11 @@ class Progress:
         return (self._all_waits_s + now - since) / max(now - self._started_at, 1e-9)
 
     def recent_idle_ratio(self, now: float) -> float:
-        """Return the share of the last minute, or IDLE_WINDOW_STEPS if longer, spent waiting."""
+        """Return the share of recent time that the learner spent waiting.
+
+        The time covers the last IDLE_WINDOW_S, or the last IDLE_WINDOW_STEPS steps if they took
+        longer.
+        """
         waits = list(self._waits)
         if self._waiting_since is not None:
             waits.append((self._waiting_since, now))
@@ -213,12 +217,12 @@ class Progress:
     ) -> None:
         """Count an optimizer step.
 
-        `waited_s` and `trained_s` are the seconds for which the learner waited for the step's
-        groups and trained on them. `staleness` maps staleness in steps to the number of the step's
-        tokens that had it.
+        The learner waited `waited_s` seconds for the step's groups, and trained on them for
+        `trained_s` seconds. `staleness` maps staleness in steps to the number of the step's tokens
+        with this staleness.
         """
         self.lengths.trained(groups)
-        # Groups left out since the step before belong to the same prompts' rewards.
+        # The statistics of a step also cover the groups that were left out since the step before.
         self._groups, self._left_out = GroupStats.of(groups) + self._left_out, GroupStats()
         num_groups = self._groups.num_groups
         # A reason that has occurred once is reported in every later row, so its column has no gaps.
@@ -537,7 +541,9 @@ RARE = (
 
 MILLISECONDS = "env/milliseconds"
 AGENT_TOKENS = ("agents/tokens_sampled", "agents/tokens_trained")
-"""Names of two counts over rewarded sessions: tokens of all calls, and of calls trained on."""
+"""Names of two counts over rewarded sessions: tokens of all calls, and tokens of the calls that are
+trained on.
+"""
 TRAINED_SHARE = "agents/trained_share"
 
 

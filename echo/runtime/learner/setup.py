@@ -440,7 +440,7 @@ def _compute(config: Config) -> Compute:
 def check_alike(config: Config, ranks: Ranks) -> None:
     """Raise an error on all ranks if one has other settings than the first rank.
 
-    Otherwise their steps would differ.
+    Ranks with different settings would make different steps.
 
     Raises:
         ConfigError: if settings differ; the message names the rank and the keys.
@@ -795,7 +795,7 @@ class RunParts:
                 next_group_id=start.next_group_id,
                 finished=start.finished,
             ),
-            # Each is made in the memory of the one before the last.
+            # Each version is made in the memory of the version before the last.
             broadcast=wiring.make_broadcast(LEARNER_ID, network, keep_versions=1),
             buffer=buffer,
             prompts=prompts,
@@ -816,7 +816,7 @@ def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
         prompts_are_free=config.agent.listen is not None,
         trims_stale=config.trims_stale,
         hedge_factor=config.leases.hedge_factor or None,
-        # A batch that stops early is to have more groups than it waits for.
+        # A batch that stops early needs more groups under way than it waits for.
         is_eager=config.sync.eager or config.rollout.over_submission > 1,
         exact_version=config.rollout.exact_version,
     )
@@ -836,7 +836,7 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
     """
     data, log = load_data(config), options.log
     keys, secret = load_or_create_keys(config.run_dir) if config.security.curve else (None, b"")
-    # Bound before more is written: a port that is taken must not open a lineage.
+    # Bind before more is written: if the port is taken, no lineage must be opened.
     transport = await wiring.start_transport(
         config.network, config.learner.listen, keys, listens_later=True
     )
@@ -853,7 +853,7 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
                 code=code_digest(config.task.kind, config.task.options),
                 log=log,
             )
-        # Only once its files are open: strangers could use up the descriptors for them.
+        # Listen only once the run's files are open: strangers could use up the file descriptors.
         transport.listen()
     except BaseException:
         await transport.close()
@@ -887,7 +887,7 @@ def assemble_learner(
     """Return a learner on a transport that has been started; raises as `build_learner` does."""
     log, crew = options.log, options.crew
     budget = None
-    if crew is None:  # of all that is free, before anything is built that takes of it
+    if crew is None:  # computed from all free memory, before other parts take memory
         base_dir = data.model_dir if data.lora is None else data.lora.base_dir
         section, note = with_cpu_dtype(config.learner, base_dir)
         config = config.model_copy(update={"learner": section})

@@ -57,7 +57,7 @@ class RunShutdown:
     async def announce(self, reason: str) -> None:
         """Send the end of the run to every node; return when all nodes have left.
 
-        `reason` is sent with it. Nodes that are disconnected get the end when they come back.
+        The message contains `reason`. Nodes that are disconnected get the end when they come back.
         Workers leave first, then relays.
         """
         self._report(RunEnded(reason))

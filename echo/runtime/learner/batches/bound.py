@@ -47,7 +47,7 @@ class AdaptiveBound:
         Args:
             step: number of optimizer steps done.
             metrics: the trainer's metrics of the last step.
-            staleness: staleness in steps -> number of the step's tokens that had it.
+            staleness: staleness in steps -> number of the step's tokens with this staleness.
         """
         if self._controller is None:
             return False

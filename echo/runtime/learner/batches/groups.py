@@ -55,7 +55,7 @@ class DeliveredGroups:
             role: admits the groups, and gets the events about them.
             ledger: stores the groups that are accepted and not yet trained on.
             buffer: holds the groups of the ledger that are on the disk.
-            progress: counts the groups by what became of them.
+            progress: counts the groups by their outcomes.
             refusal: returns the reason why the trainer can learn nothing from a group; None if it
                 can learn something.
             rewards: scores groups if reward.where is "learner"; None if workers score them.

@@ -43,14 +43,15 @@ from echo.tasks.tokenization import UNUSABLE, TextCodec, unmarked
 from echo.wire.messages import Lease
 
 MIN_KEPT = 4096
-"""Least number of prompts kept in memory, so that results are checked without making them again."""
+"""Least number of prompts kept in memory, so that results are checked without making prompts again.
+"""
 NUM_AHEAD = 64
 """Number of prompts made ahead of the last requested prompt."""
 CHECKED_PROMPTS = 32
 """Number of prompts checked before a run begins; a mixture of tasks has prompts of several kinds.
 """
 MADE_TWICE = 4
-"""Number of the checked prompts made twice: a task must make the same prompt for an index."""
+"""Number of checked prompts that are made twice, to see that a task makes the same prompt again."""
 MESSAGE_TOKENS = 64
 """Largest number of tokens that a chat template is assumed to write around one message."""
 
@@ -167,7 +168,7 @@ class PromptSource:
 
         self._task.examine(fault_of)
         if largest[1] is not None:
-            with suppress(DataError):  # as the run will say if it comes to it
+            with suppress(DataError):  # the run raises it when it makes this prompt
                 self.longest = max(self.longest, len(self._encode(largest[1])))
         self._num_examples = self._count("train")
 
@@ -269,14 +270,14 @@ class PromptSource:
             return 0
         try:
             text = unmarked(self._text.render([{"role": "user", "content": "-"}]))
-        except (DataError, *UNUSABLE):  # it wants other messages
-            return 1 << 31  # every prompt is encoded
+        except (DataError, *UNUSABLE):  # the template needs other messages
+            return 1 << 31  # no bound is known, so every prompt is encoded
         return len(text.encode())
 
     def _example(self, index: int, split: str) -> Example:
         call = TaskCall("example", index=index, split=split)
         where = f"{self._host.name}.{call}"
-        if self._task.is_bounded:  # it needs no thread that could be left alone
+        if self._task.is_bounded:  # a bounded call needs no thread of its own
             with _naming(where):
                 example = self._task.example(index, split=split)
         else:
@@ -357,7 +358,7 @@ class PromptSource:
 
     def _index(self, group_id: int) -> int:
         if not self._num_examples:
-            return group_id  # there is no end, or nothing: then the task says so
+            return group_id  # no end is known, or no example: the task then raises
         epoch, position = divmod(group_id, self._num_examples)
         return self._order_of(epoch)[position]
 
@@ -373,7 +374,9 @@ class PromptsAhead:
     def __init__(
         self, source: PromptSource, *, num_out: int, first: int = 0, again: Iterable[int] = ()
     ) -> None:
-        """Make the prompts of the groups `again`, granted before a resume, then those from `first`.
+        """Make prompts of the groups `again` first, then of the groups from number `first` on.
+
+        The groups `again` were granted before a resume.
 
         At least MIN_KEPT and twice `num_out` prompts are kept; `num_out` is the largest number of
         groups that are leased at the same time.

@@ -71,7 +71,10 @@ class BatchWait:
         self.check_at = now + self._role.settings.leases.heartbeat_s
 
     def wake(self) -> None:
-        """End the present `wait`, or else the next, so that the loop checks again for a batch."""
+        """End the present `wait`, so that the loop checks again for a batch.
+
+        If the loop does not wait now, its next `wait` ends at once.
+        """
         self._has_news.set()
 
     async def wait(self) -> bool:

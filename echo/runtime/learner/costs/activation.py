@@ -39,7 +39,9 @@ from echo.wire.codec import BYTES_PER_TOKEN
 RESTART_S = 300.0
 """Assumed seconds to replace a lost machine: to rent and start another, and to send it weights."""
 MIN_STEPS = 3
-"""Steps until `train_s` is known, as the first include start-up; also least steps of a dwell."""
+"""Number of steps before `train_s` is known, since the first steps include start-up. A dwell also
+has at least this number of steps.
+"""
 MAX_STEPS = 8
 """Number of last steps over which times are averaged."""
 MIN_DWELL_S = 120.0
@@ -106,7 +108,7 @@ class Activation:
     # --- measuring -------------------------------------------------------------------------------
 
     def measure(self, role: Learner, *, now: float) -> list[Action]:
-        """Measure the workers since the last call; return actions that keep new ones in budget."""
+        """Update the workers' measurements; return actions that keep new workers in the budget."""
         new = self.measured.update(role, now=now)
         return [action for member in new for action in self._welcome(role, member, now)]
 
@@ -158,7 +160,7 @@ class Activation:
 
     @property
     def dwell_s(self) -> float:
-        """Seconds between two questions: most of `min_dwell_s`, MIN_STEPS steps and a group."""
+        """Seconds between two questions: the longest of `min_dwell_s`, MIN_STEPS steps, a group."""
         step_s = fmean(times.step_s for times in self.steps) if self.steps else 0.0
         return max(self.settings.min_dwell_s, MIN_STEPS * step_s, self._group_s)
 

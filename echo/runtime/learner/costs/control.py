@@ -161,7 +161,7 @@ class CostControl:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the run has cost its budget, activation.budget_per_run."""
+        """Whether the run has spent its budget, activation.budget_per_run."""
         return self._budget_per_run is not None and self._meter.total >= self._budget_per_run
 
     def describe_spent(self, step: int) -> str:

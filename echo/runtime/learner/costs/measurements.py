@@ -70,7 +70,7 @@ class Measurements:
         """
 
     def update(self, role: Learner, *, now: float) -> list[Member]:
-        """Measure the workers since the last call; return new members and those with a new process.
+        """Update the measurements; return new members, and members with a new process.
 
         Must be called at least once per heartbeat.
         """
@@ -141,7 +141,8 @@ class Measurements:
             if name in active and state.took_s is not None:
                 state.late_s = max(0.0, state.took_s - all_s)
                 state.alone_s = min(state.took_s, forecast([*ahead, name]))
-        # Every worker needs the time of coding and installing.
+        # A worker without a measured delay gets the shortest measured one: every worker needs the
+        # time of coding and installing.
         least_s = min((s.late_s for s in states.values() if s.late_s is not None), default=0.0)
         late_s = {n: least_s if s.late_s is None else s.late_s for n, s in states.items()}
         alone_s = {n: 0.0 if n in active else s.alone_s for n, s in states.items()}

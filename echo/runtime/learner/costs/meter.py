@@ -142,7 +142,7 @@ class CostMeter:
 
 
 def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
-    """Return the $ that a run has cost until it is resumed, from the records of its ledger.
+    """Return the $ that a run has cost before it is resumed, from the records of its ledger.
 
     Machines were still billed while the learner was away, but it is not known for how long. So at
     most LOST_COUNTS_FOR_S of that time counts. `now` is Unix time, seconds.

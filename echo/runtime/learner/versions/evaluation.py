@@ -70,7 +70,7 @@ class EvalResult:
 
     @property
     def has_figure(self) -> bool:
-        """Whether there are means: some reward did not fail, and both means have scored answers."""
+        """Whether both means exist: some reward did not fail, and each mean has scored answers."""
         return self.num_reward_errors < self.num_rewards and not math.isnan(
             self.sampled + self.greedy
         )
@@ -146,7 +146,7 @@ class Evaluator:
         try:
             return self._evaluate(version, tensors, watcher)
         finally:
-            allocator.give_back()  # beside training it would stay until the next evaluation
+            allocator.give_back()  # otherwise the memory is kept until the next evaluation
 
     def _evaluate(
         self, version: PolicyVersion, tensors: Weights, watcher: Watcher

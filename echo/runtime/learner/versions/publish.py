@@ -98,7 +98,7 @@ class Publication:
 
     @property
     def coded(self) -> CodedDelta | None:
-        """The delta to the previous version if making the image coded one, else None; blocks."""
+        """The delta to the previous version, if it was coded while the image was made; blocks."""
         return None if self.ready is None else self.ready.result()
 
     def sealed(
