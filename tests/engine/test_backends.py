@@ -24,6 +24,7 @@ from echo.engine.lora import Lora
 from echo.engine.model import load_directory
 from echo.engine.vllm import backend as vllm_backend
 from echo.engine.vllm import engine as vllm_engine
+from echo.engine.vllm import launcher as vllm_launcher
 from echo.engine.vllm.backend import (
     Backend,
     BackendOutput,
@@ -101,7 +102,7 @@ class StandIn(Backend):
     def num_sampled(self) -> dict[str, int]:
         return {}
 
-    def why_unplaced(self) -> str:
+    def find_placement_fault(self) -> str:
         return "it is a stand-in"
 
     def add_adapter(self, adapter: Any) -> None: ...
@@ -114,7 +115,7 @@ def make_engine(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     """Return a function that makes an engine over stand-ins."""
     torch.set_num_threads(1)
     monkeypatch.setattr(StandIn, "started", [], raising=False)
-    monkeypatch.setattr(vllm_engine, "InlineBackend", StandIn)
+    monkeypatch.setattr(vllm_launcher, "InlineBackend", StandIn)
     monkeypatch.setattr(vllm_engine, "import_vllm", lambda **_: None)
     monkeypatch.setattr(vllm_engine, "make_arguments", lambda *_, **__: {"max_num_seqs": 9})
     monkeypatch.setattr(vllm_engine, "make_params", lambda *values, **_: {"max_tokens": values[2]})
@@ -401,7 +402,7 @@ def test_weights_go_through_memory_or_where_that_has_no_space_through_the_disk(
 
 CALLS: list[Callable[[Backend], object]] = [
     lambda backend: backend.update({}, "1", clears_cache=True),
-    lambda backend: backend.why_unplaced(),
+    lambda backend: backend.find_placement_fault(),
     lambda backend: backend.add_adapter(None),
     lambda backend: backend.remove_adapter(1),
 ]

@@ -149,9 +149,9 @@ def test_changes_are_scattered_into_bfloat16_weights(
     with nothing_packed() if device == "cpu" else contextlib.nullcontext():
         engine = start(directories[0], device, process)
         engine.load(tensors_from_image(specs, image.toreadonly()), V1)
-        assert engine.current()[0].why_unplaced() == ""
+        assert engine.current()[0].find_placement_fault() == ""
         engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)
-        assert engine.current()[0].why_unplaced() == ""
+        assert engine.current()[0].find_placement_fault() == ""
         requests = [request([1, 5, n], n, str(n)) for n in range(4)]
         assert_like(models[1], requests, run(engine, requests))
 

@@ -108,7 +108,7 @@ class TestProcess(Models):
         (specs, old), (_, new) = images
         image = memoryview(bytearray(old))
         engine.load(tensors_from_image(specs, image.toreadonly()), V1)
-        assert engine.current()[0].why_unplaced() == ""
+        assert engine.current()[0].find_placement_fault() == ""
         watched = Watched(engine, requests, LONGER)
         watched.wait_for(40)
         engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)

@@ -172,8 +172,8 @@ class Backend(abc.ABC):
         """Pause sampling, install weights, set the tag of later tokens, resume; bounded in time.
 
         Args:
-            weights: all weights, or the changes to the installed ones (only if `why_unplaced`
-                returns "").
+            weights: all weights, or the changes to the installed ones (only if
+                `find_placement_fault` returns "").
             tag: a tag that was never used before.
             clears_cache: whether running requests' keys and values are dropped and computed again.
 
@@ -184,7 +184,7 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def why_unplaced(self) -> str:
+    def find_placement_fault(self) -> str:
         """Return the reason why vLLM takes whole versions only; "" if it takes patches.
 
         Raises:
@@ -522,9 +522,9 @@ class InlineBackend(Backend):
         self._engine.set_weight_version(tag)
         core.resume_scheduler()
 
-    def why_unplaced(self) -> str:
+    def find_placement_fault(self) -> str:
         """Return the answer of vLLM's worker, which is asked between two steps."""
-        [why] = self._between_steps(lambda: self._engine.collective_rpc("why_unplaced"))
+        [why] = self._between_steps(lambda: self._engine.collective_rpc("find_placement_fault"))
         return str(why)
 
     def die(self, reason: str) -> None:
@@ -789,10 +789,10 @@ class ProcessBackend(Backend):
                 path = save_changes(directory, weights)
             self._see_through(lambda: self._swap(weights, path, tag, clears_cache))
 
-    def why_unplaced(self) -> str:
+    def find_placement_fault(self) -> str:
         """Return the answer of vLLM's workers, which are asked between two steps."""
         found: list[str] = self._see_through(
-            lambda: self._bounded(self._engine.collective_rpc("why_unplaced"))
+            lambda: self._bounded(self._engine.collective_rpc("find_placement_fault"))
         )
         return next(filter(None, found), "")
 

@@ -45,12 +45,10 @@ from torch import Tensor
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.core.token_sets import MAX_SET_IDS, TOO_LARGE, TokenSets
-from echo.core.units import format_bytes
 from echo.engine.engine import (
     UNVERSIONED,
     UNWATCHED,
     Completion,
-    Concurrency,
     Demand,
     Engine,
     InstalledVersion,
@@ -71,9 +69,7 @@ from echo.engine.model import (
     set_num_threads,
 )
 from echo.engine.vllm.arguments import (
-    MIN_VERSIONS,
     Process,
-    adapter_slots,
     import_vllm,
     lora_arguments,
     make_arguments,
@@ -84,19 +80,15 @@ from echo.engine.vllm.backend import (
     Backend,
     BackendOutput,
     BackendRequest,
-    Death,
     EngineDeadError,
     EngineWasDeadError,
-    Facts,
     HandedOver,
-    InlineBackend,
-    ProcessBackend,
     adapter_request,
     hand_over_adapter,
 )
+from echo.engine.vllm.launcher import Launcher
 from echo.engine.vllm.places import join_changes
 from echo.engine.vllm.probe import Expectation, SwapProbe
-from echo.engine.vllm.starting import alone_on_gpus
 from echo.engine.weights import changes, tensors_from_image
 from echo.weights.manifest import TensorSpec
 from echo.weights.store.patches import Patch
@@ -467,13 +459,11 @@ class VllmEngine(Engine):
         _refuse(device, kv_cache, lora)
         passed, is_cpu = arguments or {}, device == "cpu"
         import_vllm(is_cpu=is_cpu, passed=passed, num_threads=num_threads)
-        self._device = device
-        self._process: Process = process
         self._num_threads = num_threads
         self._clears_cache = kv_cache == "recompute"
         self._lora = lora
         self._probe = SwapProbe(model_dir, dtype, lora)
-        self._arguments = make_arguments(
+        engine_arguments = make_arguments(
             model_dir if lora is None else lora.base_dir,
             is_cpu=is_cpu,
             dtype=dtype,
@@ -485,7 +475,15 @@ class VllmEngine(Engine):
             free = free_bytes(torch.device("cpu"))
             self.num_versions = versions_in_memory(lora, self._probe.adapter_bytes, free)
             targets = self._probe.lora_targets
-            self._arguments |= lora_arguments(lora.rank, targets, self.num_versions)
+            engine_arguments |= lora_arguments(lora.rank, targets, self.num_versions)
+        self._launcher = Launcher(
+            engine_arguments,
+            self._probe,
+            device=device,
+            process=process,
+            num_threads=num_threads,
+            num_versions=self.num_versions,
+        )
         self._adapters: dict[VersionSlot, _Installed] = {}
         """Loaded adapters that passed the probe, by slot."""
         self._lock = threading.RLock()
@@ -493,19 +491,19 @@ class VllmEngine(Engine):
         self._tag = ""
         self._versions: dict[str, PolicyVersion | None] = {}
         self._good: _Installed | None = None
-        self._why_whole = ""
+        self._patch_fault = ""
         """Reason last logged for handing over whole versions in place of patches."""
         self._is_misplaced = False
         """Whether a patch has failed the probe while the whole version passed it."""
         self.takes_patches = lora is None
         self._num_restarts = 0
         self._is_closed = False
-        self._concurrency = Concurrency()
         self.num_set_ids = min(FIRST_SET_IDS, self._probe.vocab_size)
         """Number of likely ids of each token to request where the sampling truncates."""
         self.space = CacheCapacity()
         """Free capacity of vLLM's KV cache and batch, shared by all calls."""
         self._backend = self._start(is_first=True)
+        self.num_versions = self._launcher.num_versions
         self._installed: InstalledVersion | VersionSlots = (
             InstalledVersion() if lora is None else VersionSlots(self.num_versions + 1)
         )
@@ -574,11 +572,11 @@ class VllmEngine(Engine):
                 f"hold one rollout of {prompt_tokens} + {completion_tokens} tokens; raise "
                 "engine.options.kv_cache_memory_bytes or lower sampling.max_completion_tokens"
             )
-        return self._concurrency.bounded(min(number, facts.max_num_seqs - 1))
+        return self._launcher.concurrency.bounded(min(number, facts.max_num_seqs - 1))
 
     def take_counts(self) -> dict[str, int]:
         """Return how often memory ran out since the last call, under the metric's name."""
-        return self._concurrency.take_counts()
+        return self._launcher.concurrency.take_counts()
 
     def close(self) -> None:
         """Stop vLLM and release the weights."""
@@ -718,10 +716,10 @@ class VllmEngine(Engine):
         self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]
     ) -> str | None:
         """Write a patch to the image, hand over its changes (else all weights), and probe them."""
-        why_whole = self._explain_whole()
+        patch_fault = self._find_patch_fault()
         patch.write(image)
         weights = self._expected(tensors_from_image(specs, image.toreadonly()), patch.version)
-        if why_whole:
+        if patch_fault:
             return self._install(weights)
         joined = join_changes(changes(patch, image, specs))
         fault = self._hand_over(joined, weights)
@@ -734,17 +732,17 @@ class VllmEngine(Engine):
         self._is_misplaced = fault is None
         return fault
 
-    def _explain_whole(self) -> str:
+    def _find_patch_fault(self) -> str:
         """Return why vLLM gets whole versions, logged once per reason; "" if it gets patches."""
         if self._is_misplaced:
             why = "a patch was found wrong"
         elif has_other_names_on_disk(self._probe.model):
             why = "vLLM has other names for the weights than the version"
         else:
-            why = self._backend.why_unplaced()
-        if why not in ("", self._why_whole):
+            why = self._backend.find_placement_fault()
+        if why not in ("", self._patch_fault):
             log.info("vLLM gets whole versions in place of patches: %s", why)
-        self._why_whole = why
+        self._patch_fault = why
         return why
 
     def _find_fault(
@@ -841,91 +839,13 @@ class VllmEngine(Engine):
         return None if self._good is None else self._install(self._good)
 
     def _start(self, *, is_first: bool = False) -> Backend:
-        """Start vLLM and read its capacity; if memory runs out, retry with fewer rollouts.
-
-        The first start also retries with fewer versions of the adapter. A restart does not: the
-        number of versions is fixed by then.
-        """
-        while True:
-            try:
-                backend = self._start_backend()
-            except EngineDeadError as error:
-                if not is_out_of_memory(str(error)):
-                    raise
-                if is_first and self._keep_fewer(str(error)):
-                    continue
-                num_rollouts = self._arguments["max_num_seqs"] - 1
-                self._concurrency.halve(num_rollouts, why=str(error), numbers=self._numbers())
-                self._arguments["max_num_seqs"] = self._concurrency.bounded(num_rollouts) + 1
-            else:
-                facts = backend.facts
-                self._probe.bound(facts.max_model_len)
-                self._num_blocks = facts.num_blocks - self._spare_blocks(facts)
-                self.space.resize(self._num_blocks, facts.max_num_seqs - 1)
-                return backend
-
-    def _start_backend(self) -> Backend:
-        is_measuring = self._device != "cpu" and not self._arguments.get("kv_cache_memory_bytes")
-        num_gpus = self._arguments.get("tensor_parallel_size", 1)
-        if self._device != "cpu":
-            log.info(
-                "vLLM starts: on a GPU it compiles the model and captures graphs first, which may "
-                "take minutes; its cache makes later starts shorter (VLLM_CACHE_ROOT), and "
-                "engine.options.enforce_eager = true leaves it out"
-            )
-        with alone_on_gpus(num_gpus) if is_measuring else contextlib.nullcontext():
-            if self._process == "inline":
-                return InlineBackend(self._arguments, num_threads=self._num_threads)
-            return ProcessBackend(self._arguments)
-
-    def _keep_fewer(self, why: str) -> bool:
-        """Halve the adapter versions to keep, to free memory; return False if they are too few."""
-        if self.num_versions <= MIN_VERSIONS:
-            return False
-        number = max(MIN_VERSIONS, self.num_versions // 2)
-        log.warning(
-            "out of memory (%s): %d versions in place of %d are kept side by side",
-            why,
-            number,
-            self.num_versions,
-        )
-        self.num_versions = number
-        self._arguments |= adapter_slots(number)
-        return True
-
-    def _spare_blocks(self, facts: Facts) -> int:
-        """Return the number of blocks reserved for vLLM itself (one) and for the probe."""
-        return 1 + facts.blocks_of(self._probe.num_tokens + 1)
-
-    def _on_death(self, death: Death, facts: Facts) -> None:
-        """Reduce concurrent rollouts and KV cache for the restart if vLLM died out of memory.
-
-        Raises:
-            EngineError: if only a single rollout was running.
-        """
-        if not (death.num_running and is_out_of_memory(death.reason)):
-            return
-        self._concurrency.halve(death.num_running, why=death.reason, numbers=self._numbers(facts))
-        limit = self._concurrency.bounded(facts.max_num_seqs - 1)
-        least = self._spare_blocks(facts) + facts.blocks_of(facts.max_model_len)
-        self._arguments |= {
-            "max_num_seqs": limit + 1,
-            "max_model_len": facts.max_model_len,  # callers rely on it
-            "num_gpu_blocks_override": max(least, facts.num_blocks // 2),
-        }
-        self._num_restarts = 0  # the cause of this death is removed
-
-    def _numbers(self, facts: Facts | None = None) -> str:
-        """Return the sizes of the weights, the KV cache and the free memory as text."""
-        parts = [f"the weights take {format_bytes(self._probe.weight_bytes)}"]
-        if facts is not None:
-            blocks = f"{facts.num_blocks} blocks of {facts.block_size} tokens"
-            parts.append(f"the KV cache has {blocks}")
-        # Asking for a GPU's free memory creates a CUDA context, which itself takes memory.
-        if self._device == "cpu" or torch.cuda.is_initialized():
-            free = free_bytes(torch.device(self._device))
-            parts.append(f"free are {format_bytes(free)}")
-        return ", ".join(parts)
+        """Start vLLM and read its capacity."""
+        backend = self._launcher.launch(is_first=is_first)
+        facts = backend.facts
+        self._probe.bound(facts.max_model_len)
+        self._num_blocks = self._launcher.num_blocks(facts)
+        self.space.resize(self._num_blocks, facts.max_num_seqs - 1)
+        return backend
 
     def _restart(self) -> None:
         """Restart vLLM with the last weights that passed the probe.
@@ -940,8 +860,8 @@ class VllmEngine(Engine):
         self._versions.setdefault(self._tag, None)
         backend = self._backend
         backend.close()
-        if backend.death is not None:
-            self._on_death(backend.death, backend.facts)
+        if backend.death is not None and self._launcher.reduce(backend.death, backend.facts):
+            self._num_restarts = 0  # the cause of this death is removed
         if self._num_restarts > MAX_RESTARTS:
             raise EngineError(
                 f"vLLM died {self._num_restarts} times without a swap that worked in between; its "

@@ -116,7 +116,7 @@ class WorkerExtension:
 
     weight_transfer_engine: TransferEngine
 
-    def why_unplaced(self) -> str:
+    def find_placement_fault(self) -> str:
         """Return the reason why this worker takes whole versions only; "" if it takes patches."""
         return self.weight_transfer_engine.unplaced
 

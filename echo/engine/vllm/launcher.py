@@ -1,0 +1,154 @@
+"""Launches of vLLM: after a shortage of memory, the next launch asks for less.
+
+* If memory runs out while vLLM starts for the first time, fewer versions of the adapter are kept;
+  if these are few already, or at a later start, half as many rollouts run at the same time.
+* If vLLM died of a shortage while rollouts ran, half as many rollouts run from then on, in half of
+  the KV cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+import torch
+
+from echo.core.units import format_bytes
+from echo.engine.engine import Concurrency, is_out_of_memory
+from echo.engine.model import free_bytes
+from echo.engine.vllm.arguments import MIN_VERSIONS, Process, adapter_slots
+from echo.engine.vllm.backend import (
+    Backend,
+    Death,
+    EngineDeadError,
+    Facts,
+    InlineBackend,
+    ProcessBackend,
+)
+from echo.engine.vllm.probe import SwapProbe
+from echo.engine.vllm.starting import alone_on_gpus
+
+log = logging.getLogger(__name__)
+
+
+class Launcher:
+    """Launches vLLM with arguments that fit into memory."""
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        probe: SwapProbe,
+        *,
+        device: str,
+        process: Process,
+        num_threads: int,
+        num_versions: int,
+    ) -> None:
+        """Store what vLLM is launched with; `launch` starts it.
+
+        Args:
+            arguments: vLLM's engine arguments; the launcher lowers some of them.
+            probe: probes the weights, which takes blocks of the KV cache.
+            device: "cpu" or "cuda".
+            process: "inline" runs vLLM in this process, "engine" in processes of its own.
+            num_threads: CPU threads per operation; 0 for vLLM's choice.
+            num_versions: versions of the adapter to keep side by side; 1 without adapters.
+        """
+        self._arguments = arguments
+        self._probe = probe
+        self._device = device
+        self._process: Process = process
+        self._num_threads = num_threads
+        self.num_versions = num_versions
+        """Versions of the adapter that are kept side by side; the first launch may lower it."""
+        self.concurrency = Concurrency()
+        """The limit on concurrent rollouts, which each shortage of memory halves."""
+
+    def launch(self, *, is_first: bool = False) -> Backend:
+        """Start vLLM; if memory runs out, retry with fewer rollouts.
+
+        The first launch also retries with fewer versions of the adapter. A later launch does not:
+        the number of versions is fixed by then.
+        """
+        while True:
+            try:
+                return self._start()
+            except EngineDeadError as error:
+                if not is_out_of_memory(str(error)):
+                    raise
+                if is_first and self._keep_fewer(str(error)):
+                    continue
+                num_rollouts = self._arguments["max_num_seqs"] - 1
+                self.concurrency.halve(num_rollouts, why=str(error), numbers=self._numbers())
+                self._arguments["max_num_seqs"] = self.concurrency.bounded(num_rollouts) + 1
+
+    def _start(self) -> Backend:
+        is_measuring = self._device != "cpu" and not self._arguments.get("kv_cache_memory_bytes")
+        num_gpus = self._arguments.get("tensor_parallel_size", 1)
+        if self._device != "cpu":
+            log.info(
+                "vLLM starts: on a GPU it compiles the model and captures graphs first, which may "
+                "take minutes; its cache makes later starts shorter (VLLM_CACHE_ROOT), and "
+                "engine.options.enforce_eager = true leaves it out"
+            )
+        with alone_on_gpus(num_gpus) if is_measuring else contextlib.nullcontext():
+            if self._process == "inline":
+                return InlineBackend(self._arguments, num_threads=self._num_threads)
+            return ProcessBackend(self._arguments)
+
+    def _keep_fewer(self, why: str) -> bool:
+        """Halve the adapter versions to keep, to free memory; return False if they are too few."""
+        if self.num_versions <= MIN_VERSIONS:
+            return False
+        number = max(MIN_VERSIONS, self.num_versions // 2)
+        log.warning(
+            "out of memory (%s): %d versions in place of %d are kept side by side",
+            why,
+            number,
+            self.num_versions,
+        )
+        self.num_versions = number
+        self._arguments |= adapter_slots(number)
+        return True
+
+    def num_blocks(self, facts: Facts) -> int:
+        """Return the number of blocks of the KV cache that rollouts may take."""
+        return facts.num_blocks - self._spare_blocks(facts)
+
+    def _spare_blocks(self, facts: Facts) -> int:
+        """Return the number of blocks reserved for vLLM itself (one) and for the probe."""
+        return 1 + facts.blocks_of(self._probe.num_tokens + 1)
+
+    def reduce(self, death: Death, facts: Facts) -> bool:
+        """Reduce concurrent rollouts and KV cache if vLLM died of a shortage of memory.
+
+        Returns:
+            Whether the cause of the death is removed: rollouts were running, and fewer will run.
+
+        Raises:
+            EngineError: if only a single rollout was running.
+        """
+        if not (death.num_running and is_out_of_memory(death.reason)):
+            return False
+        self.concurrency.halve(death.num_running, why=death.reason, numbers=self._numbers(facts))
+        limit = self.concurrency.bounded(facts.max_num_seqs - 1)
+        least = self._spare_blocks(facts) + facts.blocks_of(facts.max_model_len)
+        self._arguments |= {
+            "max_num_seqs": limit + 1,
+            "max_model_len": facts.max_model_len,  # callers rely on it
+            "num_gpu_blocks_override": max(least, facts.num_blocks // 2),
+        }
+        return True
+
+    def _numbers(self, facts: Facts | None = None) -> str:
+        """Return the sizes of the weights, the KV cache and the free memory as text."""
+        parts = [f"the weights take {format_bytes(self._probe.weight_bytes)}"]
+        if facts is not None:
+            blocks = f"{facts.num_blocks} blocks of {facts.block_size} tokens"
+            parts.append(f"the KV cache has {blocks}")
+        # Asking for a GPU's free memory creates a CUDA context, which itself takes memory.
+        if self._device == "cpu" or torch.cuda.is_initialized():
+            free = free_bytes(torch.device(self._device))
+            parts.append(f"free are {format_bytes(free)}")
+        return ", ".join(parts)
