@@ -182,7 +182,7 @@ class ControlLink:
         return self.lost_at + self._settings.reconnect_for_s
 
     def expire(self, *, is_leaving: bool, now: float) -> list[Action]:
-        """Repeat the message that joining waits on, dial the next address, or stop the node."""
+        """Repeat the message that joining needs an answer to, dial the next address, or stop."""
         joining = self.joining
         remaining_s = self._give_up_at - now
         if remaining_s <= 0 and not is_leaving:

@@ -24,7 +24,7 @@ row of its present state, changes to the entry's state, and calls the entry's me
 changes the state.
 
 Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. A node that
-has none of them inherits the files from the learner (configuration and tokenizer, never code and
+has none of these files inherits them from the learner (configuration and tokenizer, never code and
 never weights), so its hashes always match.
 
 Inherited files and settings are signed by the learner and verified before use, because any process
@@ -117,7 +117,9 @@ def _each(events: Iterable[type], step: Step[Any]) -> dict[type, Step[Any]]:
 # --- Trust: what the learner of the run has signed ---
 
 FINGERPRINT_BYTES = 16
-"""Length of a fingerprint, 128 bits: to find another key with the same one takes 2^128 tries."""
+"""Length of a fingerprint, 128 bits: to find another key with the same fingerprint takes 2^128
+tries.
+"""
 
 # These contexts keep the hashes apart from a manifest's root, which the same key signs.
 _FINGERPRINT = "echo-rl 2026-11 fingerprint of a learner's signing key"
@@ -855,7 +857,7 @@ class Admission:
     def receive(
         self, source: str, message: Message, payload: list[Frame], *, now: float
     ) -> list[Action]:
-        """Handle a routed message of the node `source`, in the presence that this node has.
+        """Handle a routed message of the node `source`, by the presence of this node.
 
         Raises:
             RemoteProtocolError: if the message is of a kind that nodes never send, or is invalid.
@@ -867,7 +869,7 @@ class Admission:
         return self._take(source, self._classify(source, message, now), payload, now)
 
     def is_missing_hello(self, source: str, message: Message) -> bool:
-        """Return whether a known node sends a message that needs a Hello first over a new link.
+        """Return whether a known node sends, over a new link, a message that needs a Hello.
 
         These are all messages except those about joining.
         """
@@ -875,7 +877,7 @@ class Admission:
         return source in self.roster.nodes and not is_joining
 
     def proves_name(self, source: str, message: Message) -> bool:
-        """Return whether a message comes from the process that holds its name.
+        """Return whether a message comes from the process that holds the name `source`.
 
         If no process holds the name, the result is true. A Ready must have the incarnation of the
         process, and its seal has been checked.
@@ -893,10 +895,11 @@ class Admission:
         return member is None
 
     def is_genuine(self, envelope: Envelope, message: Message, payload: Sequence[Frame]) -> bool:
-        """Return whether a message comes from the process that holds its name and is not outdated.
+        """Return whether a message is genuine and up to date.
 
-        A message sealed in another channel is usually outdated. If the node has not used its
-        present channel yet, the caller answers such a message with Rehello.
+        A genuine message comes from the process that holds the name of the message's source. A
+        message sealed in another channel is usually outdated. If the node has not used its present
+        channel yet, the caller answers such a message with Rehello.
 
         Raises:
             ForgedError: if the message was forged, changed or replayed on the way.

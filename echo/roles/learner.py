@@ -467,8 +467,8 @@ class Learner(Role):
         joiner, the cheapest of image, keyframe and deltas, and gets leases once it has installed
         the version.
 
-        A worker's plan tells it that it is on standby, and then names no parents. The plan is
-        repeated at each heartbeat until the worker follows it, so a lost plan does no harm.
+        The plan of a worker on standby says so, and names no parents. The plan is repeated at each
+        heartbeat until the worker follows it, so a lost plan does no harm.
         """
         changed = False
         for member in self.roster.members("worker"):
@@ -526,7 +526,7 @@ class Learner(Role):
         for record in late:
             self.counters.add("leases_expired")
             if record.worker_id in self.roster.nodes:
-                # It gets no other group before its next heartbeat.
+                # This worker gets no other group before its next heartbeat.
                 self.roster.nodes[record.worker_id].worker.is_stuck = True
         if late:
             numbers = Counter(record.worker_id for record in late)
@@ -559,7 +559,7 @@ class Learner(Role):
 
 
 def _note_refusal(member: Member, message: Heartbeat) -> list[Action]:
-    """Return a warning of the version that a worker's engine refuses, once per refusal."""
+    """Return a warning about the version that a worker's engine refuses, once per refusal."""
     stats, known = message.stats, member.stats
     version = stats.refused_version
     if version is None or (version, stats.refusal) == (known.refused_version, known.refusal):

@@ -68,8 +68,8 @@ class Member:
     nonce: bytes = b""
     """The learner's nonce in the last Welcome."""
     tokens_sampled: int | None = None
-    """Tokens that this process has sampled, by its last heartbeat; an increase renews its waiting
-    leases. None before the first heartbeat.
+    """Tokens that this process has sampled, by its last heartbeat; an increase renews the waiting
+    leases of this process. None before the first heartbeat.
     """
     contested: tuple[float, float] | None = None
     """(first, last) time at which another process claimed the node's name; None if none did."""
@@ -142,7 +142,7 @@ class Member:
         return (tokens_now - tokens) / elapsed_s, (bytes_now - num_bytes) / elapsed_s
 
     def _state(self, num_leases: int) -> str:
-        """Return the last reported state, but "leases under way" for IDLE if there are leases."""
+        """Return the last reported state; if the state is IDLE but leases exist, say so instead."""
         state = self.stats.state
         return "leases under way" if num_leases and state == IDLE else state
 
@@ -317,7 +317,7 @@ class Shutdown:
         ]
 
     def may_leave(self, member: Member) -> bool:
-        """Return whether a node may leave: no other node needs it as a relay for its Finish."""
+        """Return whether a node may leave: no other node's Finish has to pass through this node."""
         return (
             self.is_last_call
             or member.role != "relay"

@@ -237,7 +237,7 @@ class DialingRole:
             return actions
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Close the link over which a message came; if it is for another node, drop only it.
+        """Close the link over which a message came, unless the message is for another node.
 
         The message has caused an internal error.
         """
@@ -453,7 +453,7 @@ class Role(Protocol):
         """Handle an event that the shell reports; each role has a table of these events."""
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message that came from the peer, as its frames."""
+        """Handle a message from the peer, given as the message's frames."""
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Drop the node or link that sent a message whose handling raised an unexpected exception.

@@ -22,7 +22,7 @@ MAX_RELAYED_ROUTES = 100_000
 
 
 class Relay(DialingRole):
-    """A dialling role that forwards routed messages of other nodes and to them."""
+    """A dialling role that forwards routed messages from other nodes and to other nodes."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
         super().__init__(settings, broadcast, now=now)

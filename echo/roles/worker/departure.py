@@ -46,8 +46,8 @@ class MachineReleased:
     """Event: the machine was given back."""
 
     is_confirmed: bool
-    """Whether the command that gives the machine back succeeded; if not, the machine may be billed
-    on.
+    """Whether the command that gives the machine back succeeded; if not, the machine may still be
+    billed.
     """
 
 

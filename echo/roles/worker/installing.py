@@ -30,8 +30,8 @@ from echo.wire.actions import Action
 INSTALL_AGAIN_S = 30.0
 """Seconds after which a version that could not be installed is tried again, if it is still newest.
 
-If every worker refuses the newest version and their installed versions are too old to train on, the
-learner never publishes a newer one.
+Without another attempt a run could stop: if every worker refuses the newest version, and their
+installed versions are too old to train on, the learner never publishes a newer version.
 """
 MAX_REFUSAL_LENGTH = 500
 """Most characters of an engine's error that are sent to the learner."""
@@ -171,7 +171,7 @@ class EngineVersions:
         )
 
     def sampler_of(self, group: PartialGroup, learner: LearnerProgress) -> PolicyVersion | None:
-        """Return the only version that may sample a group; None if any installed one may."""
+        """Return the only version that may sample a group; None if any installed version may."""
         if not self.has_several:
             return self.installed if self.waits_for_whole else None
         begun = {version for member in group.members for version in member.versions}

@@ -8,8 +8,9 @@ wait. (A group is whole when all its rollouts have ended.) Unfinished groups kee
 log-probabilities and versions. They are continued in the next batch with the newest weights, before
 new groups, oldest first. A continued group takes only the rows of its unfinished rollouts; new
 groups take the remaining rows. A whole group is scored and delivered at once, without waiting for
-its batch. An engine that takes requests at any time has no batch: it is given f times the groups
-that its memory holds, so that its queue never becomes empty while long rollouts keep their places.
+its batch. An engine that takes requests at any time has no batch: it is given f times the number of
+groups that its memory holds, so that its queue never becomes empty while long rollouts keep their
+places.
 
 A call lasts at most `ship_s` seconds. Then its tokens are saved in this worker's own file and sent
 to the learner, and its groups are continued in a new call. So a worker that is killed loses at most
@@ -308,7 +309,7 @@ class EngineCalls:
                 self._apply_staleness(group, learner)
             num_prompt = len(group.lease.prompt_ids)
             if group.is_whole:
-                # Another worker finished it, or this one before it was stopped.
+                # Another worker finished the group, or this worker did before its call was stopped.
                 decisions += self._score(group)
             elif num_prompt > engine.max_prompt_tokens:
                 detail = (

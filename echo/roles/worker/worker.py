@@ -187,7 +187,7 @@ class Worker(DialingRole):
             settings: the settings of the node.
             broadcast: the node's part of the weights plane.
             outbox: keeps results until they are acknowledged.
-            terms: limits on the time for which its machine is kept; None for no limits.
+            terms: limits on the time for which the worker's machine is kept; None for no limits.
             version_wait_s: seconds for which a lease may wait for its version.
             now: the present time, seconds.
         """
@@ -343,7 +343,7 @@ class Worker(DialingRole):
         return [*self._decided(recalled, now), *self._give_up(waiting, now)]
 
     def _give_up(self, groups: Sequence[PartialGroup], now: float) -> list[Action]:
-        """Hand groups that are not in the engine, with their tokens, back for other workers."""
+        """Hand back groups that are not in the engine, with their tokens, for other workers."""
         if not groups or not self.is_admitted:
             return []
         shipped = self.ship(interval_s=0.0, now=now)
