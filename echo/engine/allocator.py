@@ -3,16 +3,17 @@
 The process allocates and frees chunks of weights and activations all the time. By default glibc
 maps each large block and unmaps the block when it is freed, and the page faults cost more than the
 work on the block. So `tune` makes glibc keep freed blocks. Blocks of varying sizes fragment the
-heap, by gigabytes, so `give_back` returns the free memory after an evaluation. Within a step and
-after it a `Trimmer` returns it if the process has grown, since the temporary blocks of a layer lie
-between blocks that the layer keeps. A small model's process does not grow: the page faults of
-memory returned after each step would take a third of its step.
+heap, by gigabytes, so `give_back` returns the free memory after an evaluation. During and after a
+step a `Trimmer` returns free memory if the process has grown, because the temporary blocks of a
+layer lie between blocks that the layer keeps. The process of a small model does not grow, so it
+keeps its free memory. If it returned the memory after each step, page faults would take a third of
+the step.
 
 With other C libraries these functions do nothing.
 
 oneDNN multiplies 16-bit matrices on a CPU. For each of up to 1 024 shapes it caches generated code,
-and the weights in its own layout. Each sampling call brings shapes that no earlier call had, so
-without a lower bound a worker's memory grows with each call.
+and the weights in its own layout. Each sampling call brings shapes that no earlier call had, so a
+worker's memory grows with each call, unless the number is lowered (`bound_onednn`).
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def bound_onednn(environment: MutableMapping[str, str]) -> None:
 
 
 GROWN_BYTES = 256 << 20
-"""Growth of the process, in bytes, after which a `Trimmer` returns freed memory. With 64 MiB a step
-causes more page faults, and its peak is hardly lower.
+"""Growth of the process, in bytes, after which a `Trimmer` returns freed memory. If the value is 64
+MiB, a step causes more page faults, and its peak is hardly lower.
 """
 
 
@@ -101,7 +102,7 @@ class Trimmer:
         """
 
     def __call__(self) -> None:
-        """Return freed memory to the system if the process has grown by `GROWN_BYTES` since."""
+        """Return freed memory to the system if the process has grown by `GROWN_BYTES`."""
         if not self._is_here:
             return
         now = _resident_pages()

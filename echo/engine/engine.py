@@ -124,8 +124,8 @@ class Request:
     prompt_ids: npt.NDArray[np.int32]
     """[P] token ids of the prompt, at least one."""
     seed: int
-    """Seed of the random choices of this request; they do not depend on other requests of the
-    batch.
+    """Seed of the random choices of this request; these choices do not depend on other requests of
+    the batch.
     """
     prefix_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     """[K] tokens of the completion that an earlier call sampled, and that this call continues. They
@@ -245,7 +245,7 @@ class Engine(abc.ABC):
     """Whether `patch` is supported: it changes the installed weights in place."""
     is_continuous = False
     """Whether the requests of a call join the running batch; otherwise a call of `generate` waits
-    for the end of the one before.
+    until the previous call has ended.
     """
     window: int | None = None
     """Longest sequence, prompt and completion together, in tokens; None if there is no limit."""
@@ -261,12 +261,12 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        """Install all weights of a version, in flight if `generate` runs, or change nothing.
+        """Install all weights of a version, in flight if `generate` runs; an error changes nothing.
 
         An engine with one version returns when the next token will be sampled from the new weights.
         An engine with several versions returns when calls that begin afterwards will sample from
-        the new version; it waits only while calls use all `num_versions` versions before the
-        newest.
+        the new version; it waits only while running calls use all of the `num_versions` loaded
+        versions that are older than the newest.
 
         Args:
             tensors: the weights by name; tied tensors once, under either name. The engine may use

@@ -65,7 +65,9 @@ def download(name: str, revision: str | None, key: str) -> Path:
 
 
 def ask(name: str, revision: str | None, *, key: str = "model.name") -> None:
-    """Raise at once if the hub lacks a model, or cannot be reached: a download retries for 30 s.
+    """Raise an error at once if the hub lacks a model or cannot be reached.
+
+    A download would first retry for 30 s.
 
     Raises:
         DataError: if the hub has no model of that name, or cannot be reached.

@@ -299,7 +299,7 @@ settings.
 
 
 def base_directory(model_dir: Path, init_from: str | None) -> Path:
-    """Return the learner's base directory: `init_from` if a whole model, else `model_dir`."""
+    """Return the learner's base directory: `init_from` if it is a whole model, else `model_dir`."""
     start = _initial_directory(init_from)
     return model_dir if start is None or is_adapter(start) else start
 
@@ -390,7 +390,8 @@ def find_base(model: ModelSection, settings: Mapping[str, Any]) -> Path:
         settings: settings that the learner sent, with the facts of `base_settings`.
 
     Raises:
-        ConfigError: if neither name gives a directory with the learner's hash.
+        ConfigError: if neither the worker's own name of the base nor the learner's gives a
+            directory with the learner's hash.
     """
     tried = []
     for name, revision in (

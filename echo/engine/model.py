@@ -513,7 +513,7 @@ def resolve_model(name: str, revision: str | None = None, *, key: str = "model.n
     Args:
         name: a directory, or the id of a model on the hub ("Qwen/Qwen3-0.6B").
         revision: branch, tag or commit on the hub; None for its default branch.
-        key: of the configuration that `name` comes from, for messages.
+        key: the key of the configuration that `name` comes from, for messages.
 
     Raises:
         ConfigError: if a revision is given for a local directory.
@@ -717,7 +717,7 @@ def free_gpu_bytes(name: str) -> int | None:
 def pick_dtype(name: str, device: str) -> torch.dtype:
     """Return the dtype to compute in: "auto" is bfloat16 on a GPU and float32 elsewhere.
 
-    On a CPU, `with_cpu_dtype` has replaced "auto" before, by bfloat16 if that is faster.
+    For a CPU, `with_cpu_dtype` has already replaced "auto", by bfloat16 if that is faster.
     """
     if name == "auto":
         name = "bfloat16" if device.startswith("cuda") else "float32"
@@ -806,8 +806,8 @@ PAD_ID, BOS_ID, EOS_ID = range(3)
 HEAD_DIM = 16
 
 VLLM_HEAD_DIM = 32
-"""Width of the tiny model's heads for vLLM, whose attention for CPUs takes no smaller one. Half the
-number of heads keeps the total width.
+"""Width of the tiny model's heads for vLLM: the smallest width that its attention for CPUs takes.
+With half the number of heads the total width is unchanged.
 """
 
 VOCAB_SIZE = 32

@@ -72,7 +72,9 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 _PATTERNS: dict[WordBytes, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integer dtype for words of this many bytes; differences of bit patterns wrap around in it."""
+"""Bytes of a word -> integer dtype of a word; differences of bit patterns wrap around in this
+dtype.
+"""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -96,7 +98,7 @@ def publish_image(
     Args:
         state: tensors by name, on any device, in the order in which the model registers them.
         dtype: "bfloat16", "float16" or "float32"; floating-point tensors are rounded to it, to
-            nearest even. Others keep their dtype.
+            nearest even. Other tensors keep their dtype.
         unrounded: names of floating-point tensors that keep their dtype, too.
 
     Returns:
@@ -771,7 +773,9 @@ class VersionImages:
     """Makes the image of each version, one after the other."""
 
     helpers = ()
-    """No other process maps the images or helps to code them: `learner/versions/publish.py`."""
+    """Processes that map the images and help to code them: none here (see
+    `learner/versions/publish.py`).
+    """
 
     def __init__(
         self,
@@ -791,8 +795,8 @@ class VersionImages:
                 changes there; None: only if the device is a CUDA device.
             unrounded: names of floating-point tensors that keep their own dtype.
             copy_stream: copies images to the host; the trainer waits for the stream before it
-                changes the weights. None: `make` returns after it has copied an image
-                whose changes the device does not find.
+                changes the weights. None: if the device does not find the changes, `make` returns
+                only after it has copied the image.
         """
         self._dtype = dtype
         self._unrounded = unrounded
@@ -811,7 +815,7 @@ class VersionImages:
         self._memory = RecycledMemory(2, image_memory, max_pieces=KEEP_VERSIONS + 1)
 
     def prepare(self) -> bool:
-        """Return whether `make` would not wait; begin to allocate memory if it is lacking."""
+        """Return whether `make` can run without a wait; begin to allocate lacking memory."""
         if any(each is not None and not each.done() for each in (self._ready, self._growing)):
             return False
         if self._memory.can_grow and not self._memory.has_free:
@@ -851,7 +855,7 @@ class VersionImages:
         return device if self._is_on_device or device.type == "cuda" else None
 
     def _leave(self, device: torch.device) -> None:
-        """Keep no image on the device from now on, since it lacks the memory; log a warning."""
+        """Keep no image on the device from now on, since the device lacks memory; log a warning."""
         _log.warning(
             "%s has no space for the last version beside the training: whole versions are copied "
             "to the host from now on",
@@ -887,7 +891,8 @@ class VersionImages:
 
     def _bring(self, made: _Last, last: _Last | None) -> CodedDelta | None:
         """Copy an image to the host; return its delta if the device has coded it, else None."""
-        # Without a stream this changes nothing. The device has run all of it at the end.
+        # Without a stream the block runs as usual. When it ends, the device has run all of its
+        # work.
         with torch.cuda.stream(self._comparing):
             return self._bring_there(made, last)
 
@@ -911,7 +916,7 @@ class VersionImages:
         return None
 
     def _follow(self, last: _Last, made: _Last, delta: DeviceDelta) -> CodedDelta:
-        """Make the host's copy of an image from the last image and the changes; return these."""
+        """Make the host's copy of an image from the last image and a delta; return the delta."""
         held, memory = last.memory, made.memory
         with ThreadPoolExecutor(min(PACKERS, os.cpu_count() or 1), "changes") as pool:
             blocks = tuple(delta.encode(held, pool))

@@ -149,7 +149,7 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 COMPACT_BELOW = 0.75
-"""Share of rows still running at or below which `compact` drops the ended rows."""
+"""`compact` drops the ended rows once at most this share of the rows is still running."""
 
 
 class StaticBatch:
@@ -225,7 +225,7 @@ class StaticBatch:
         return parts
 
     def keep(self, rows: npt.NDArray[np.int64]) -> None:
-        """Drop all rows of the batch but those at these indices."""
+        """Keep only the rows of the batch at these indices."""
         self._rows, self._seeds, self.lengths = (
             self._rows[rows],
             self._seeds[rows],

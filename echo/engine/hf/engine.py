@@ -68,7 +68,7 @@ Job = Callable[[], None]
 
 
 class Mailbox:
-    """Passes jobs to the thread that holds the mailbox open; if closed, the caller runs them."""
+    """Passes jobs to the thread that holds the mailbox open; if none does, the caller runs them."""
 
     def __init__(self) -> None:
         """Start closed, without jobs."""
@@ -95,7 +95,7 @@ class Mailbox:
     def opened(self) -> Iterator[None]:
         """Hold the mailbox open during the block, which must call `empty` regularly.
 
-        One thread holds the mailbox at a time; another one waits.
+        One thread holds the mailbox at a time; other threads wait.
         """
         with self._owner:
             with self._lock:
@@ -140,7 +140,7 @@ class TransformersEngine(Engine):
         device: "cpu", "cuda" or another torch device.
         dtype: the dtype to compute in: "float32", "bfloat16" or "float16".
         rollout_bytes: memory for rollouts; one rollout is always allowed. None if no plan has
-            set memory aside: then weights and rollouts take half of the memory free now.
+            set memory aside: then weights and rollouts take half of the memory that is free now.
         is_beside: whether another thread computes on the same device meanwhile. On a GPU the
             engine then uses a CUDA stream of its own: in a shared stream, each token would wait
             for all kernels that the other thread has launched.

@@ -59,13 +59,13 @@ CPU_DEFAULTS = {
     # lack: vLLM 0.32 dies as soon as the prompts together exceed one step.
     "enable_chunked_prefill": False,
 }
-"""Defaults of vLLM's arguments that differ from vLLM's own on a CPU; [engine.options] overrides
+"""Arguments that Echo sets on a CPU in place of vLLM's own defaults; [engine.options] overrides
 them.
 """
 
 GPU_SHARE = 0.85
-"""Default of [engine.options] gpu_memory_utilization on a GPU. vLLM's own default leaves a full
-card too little for a swap, which builds the largest layer again.
+"""Default of [engine.options] gpu_memory_utilization on a GPU. With vLLM's own default, a full card
+has too little free memory for a swap, which builds the largest layer again.
 """
 
 OWN_ARGUMENTS = {
@@ -313,17 +313,18 @@ def make_arguments(
 def _gpu_share(passed: Mapping[str, Any]) -> float:
     """Return the share of a GPU's memory that vLLM may take unless the user sets one.
 
-    With `kv_cache_memory_bytes` vLLM takes no share. It then only compares the share with the free
-    memory at its start, and would refuse a GPU that another process uses.
+    If the user sets `kv_cache_memory_bytes`, vLLM takes no share. It then only compares the share
+    with the free memory when it starts, and would refuse a GPU that another process uses.
     """
     return GPU_SHARE if passed.get("kv_cache_memory_bytes") is None else 0.01
 
 
 def _with_exact_head(given: Any) -> Any:
-    """Return overrides of the model's configuration that compute logits in float32, as the learner.
+    """Return overrides of the model's configuration with which vLLM computes logits in float32.
 
-    In bfloat16, logits between 16 and 32 are rounded to multiples of 0.125. Not used on a CPU,
-    where vLLM would cast the whole head to float32 at every step; on a GPU it does not.
+    The learner computes them in float32, too. In bfloat16, logits between 16 and 32 are rounded to
+    multiples of 0.125. The overrides are not used on a CPU, where vLLM would cast the whole head to
+    float32 at every step; on a GPU vLLM does not.
     """
     is_table = given is None or isinstance(given, Mapping)
     return {"head_dtype": "float32", **(given or {})} if is_table else given
@@ -450,9 +451,10 @@ def _build_problems(*, is_cpu: bool) -> list[str]:
 
 
 def _head_problems(model_dir: Path) -> list[str]:
-    """Return a text for a head size with which vLLM's CPU attention would die at once, if any.
+    """Return a text if the model has a head size with which vLLM's CPU attention would die.
 
-    Latent attention caches one vector per token for all heads; there the size is that vector's.
+    Latent attention caches one vector per token for all heads; then the size of this vector is
+    checked.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend

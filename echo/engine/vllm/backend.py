@@ -605,7 +605,7 @@ def _directory_for(num_bytes: int) -> Iterator[Path]:
 class CrashReason:
     """The file into which one vLLM writes its crash reason.
 
-    It also keeps how many processes the kernel had killed when vLLM started.
+    The object also stores how many processes the kernel had killed when vLLM started.
     """
 
     def __init__(self) -> None:
@@ -617,7 +617,7 @@ class CrashReason:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Give the file's path, in the environment, to processes that start in the block."""
+        """Put the file's path into the environment of processes that start during the block."""
         os.environ[VARIABLE] = str(self._path)
         try:
             yield

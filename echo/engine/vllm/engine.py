@@ -19,8 +19,8 @@ probe.
 Adapters are not swapped. vLLM keeps the adapters of the newest versions loaded and samples from
 several of them in one batch. A new adapter is loaded between two steps and probed while rollouts on
 the other adapters continue. An adapter that fails the probe is unloaded before any request has
-sampled from it. vLLM caches keys and values per adapter, so those computed with one adapter are
-never used with another.
+sampled from it. vLLM caches keys and values per adapter, so keys and values computed with one
+adapter are never used with another.
 """
 
 from __future__ import annotations
@@ -378,8 +378,8 @@ log = logging.getLogger(__name__)
 
 FIRST_SET_IDS = 1024
 """Number of most likely ids of each token that vLLM is asked for at first; the number is multiplied
-by four each time a support has more ids. vLLM sends them all, so that more would cost time for each
-token.
+by four each time a support has more ids. vLLM sends all of these ids, so a larger number would cost
+time for each token.
 """
 
 MAX_RESTARTS = 3
@@ -616,7 +616,9 @@ class VllmEngine(Engine):
         return self._versions[tag]
 
     def support_of(self, sample: BackendOutput, num_ids: int) -> TokenSets:
-        """Return the supports of a sample; later calls request more ids if one is too large.
+        """Return the supports of a sample.
+
+        If a support is too large for the requested ids, later calls request more ids.
 
         Args:
             sample: a sample that was requested with `num_ids`.
@@ -653,7 +655,7 @@ class VllmEngine(Engine):
         install: Callable[[], str | None],
         take_back: Callable[[], None] = lambda: None,
     ) -> None:
-        """Install weights and roll back if they fail; restart vLLM first if it was already dead.
+        """Install weights, and roll back if this fails; if vLLM was already dead, restart it first.
 
         Args:
             version: the version to name in errors.
@@ -715,7 +717,7 @@ class VllmEngine(Engine):
     def _install_patch(
         self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]
     ) -> str | None:
-        """Write a patch to the image, hand over its changes (else all weights), and probe them."""
+        """Write a patch to the image; hand over its changes, or else all weights; probe them."""
         patch_fault = self._find_patch_fault()
         patch.write(image)
         weights = self._expected(tensors_from_image(specs, image.toreadonly()), patch.version)
@@ -851,7 +853,7 @@ class VllmEngine(Engine):
         """Restart vLLM with the last weights that passed the probe.
 
         Raises:
-            EngineError: if it has died more than MAX_RESTARTS times in a row, or fails the probe.
+            EngineError: if vLLM has died more than MAX_RESTARTS times in a row, or fails the probe.
         """
         if self._is_closed:
             raise EngineError("the engine is closed")

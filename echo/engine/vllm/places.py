@@ -138,7 +138,7 @@ def _have_equal_bits(place: Tensor, tensor: Tensor) -> bool:
 
 MAX_COPY_BYTES = 512 << 20
 """Most bytes of changes that are copied to a GPU at once; a swap of a whole version takes more
-memory there, for its largest layer. The changes of most versions take less.
+memory there, for its largest layer. The changes of most versions take fewer bytes.
 """
 
 _ALIGNMENT_BYTES = 8
@@ -166,7 +166,7 @@ class JoinedChanges:
     """Changes of tensors in one piece of memory, which reaches a GPU by a single copy.
 
     Changes of the same tensor that follow each other are joined, so one scatter writes them. An
-    index takes 4 bytes, or 8 if one of its tensor is 2^31 or more.
+    index takes 4 bytes, or 8 bytes if some index of the same tensor is 2^31 or more.
     """
 
     data: Tensor

@@ -67,7 +67,8 @@ MAX_DRIFT = 1.0
 """Nats per token by which the prompt may become less likely before a new prompt is made."""
 
 SPARED_S = 1.0
-"""Seconds that a pass in float32 may take beyond a pass in 16 bits and still be made at each swap.
+"""A pass in float32 is made at each swap if it takes at most this number of seconds longer than a
+pass in 16 bits.
 """
 
 MAX_WIDENED = 1 << 24

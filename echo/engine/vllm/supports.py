@@ -7,7 +7,7 @@ would return the supports directly, but it exists for GPUs alone, demands top_k 
 and refuses greedy requests, with which versions are evaluated.
 
 vLLM would keep an object for each of the K log-probabilities until the request ends.
-`collect_supports` makes it keep the ids of the supports alone.
+`collect_supports` makes vLLM keep only the ids of the supports.
 """
 
 from __future__ import annotations
