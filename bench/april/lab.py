@@ -211,6 +211,7 @@ class Lab:
     """A learner on virtual time, and what its steps have been made of."""
 
     is_watching = False
+    notices = ()
 
     def __init__(
         self,

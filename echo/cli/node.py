@@ -48,8 +48,9 @@ from echo.config.memory import (
 from echo.config.schema import Config, show
 from echo.core.errors import ConfigError, DataError, EchoError, in_one
 from echo.core.extras import command, find_config
-from echo.core.metrics import LearningCurve, Snapshot
+from echo.core.metrics import LearningCurve
 from echo.core.paths import local_path
+from echo.core.status import RunStatus
 from echo.core.units import format_duration
 from echo.engine import allocator, hub
 from echo.net.kernel import raise_descriptor_limit
@@ -453,10 +454,9 @@ class NoticeBoard(logging.Handler):
         self.lines = [*self.lines, line][-MAX_NOTICES:]
         self._num_unseen += 1
 
-    def show(self) -> tuple[str, ...]:
-        """Return the newest log lines for the live view, and count them as shown."""
+    def shown(self) -> None:
+        """Count the kept log lines as shown by the live view."""
         self._num_unseen = 0
-        return tuple(self.lines)
 
     @property
     def unseen(self) -> list[str]:
@@ -571,7 +571,7 @@ def report_finished(config: Config) -> bool:
 
 
 class Operator:
-    """Passes the learner's metrics to the sinks, and its snapshots to the live view."""
+    """Passes the learner's metrics to the sinks, and its status to the live view."""
 
     is_watching = True
 
@@ -581,9 +581,15 @@ class Operator:
         self._view = view
         self._board = board
 
-    def show(self, snapshot: Snapshot) -> None:
-        """Draw the learner's snapshot and the newest log lines in the live view."""
-        self._view.update(replace(snapshot, notices=self._board.show()))
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """The newest log lines, oldest first."""
+        return tuple(self._board.lines)
+
+    def show(self, status: RunStatus) -> None:
+        """Draw the status, and with it the newest log lines, in the live view."""
+        self._board.shown()
+        self._view.update(status)
 
 
 async def _run(

@@ -1,16 +1,19 @@
-"""The fleet for its operator: rows of the live view, and one-line descriptions."""
+"""The fleet for its operator: the nodes and versions of a status, and one-line descriptions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from echo.core.metrics import NodeView
+from echo.core.rollout import PolicyVersion
+from echo.core.status import LinkStatus, NodeStatus, VersionStatus
 from echo.leases.book import LeaseBook
 from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
 
 MAX_NAMES_LISTED = 3
 """Most silent nodes that a line names; the line gives only the number of further ones."""
+MAX_VERSIONS_LISTED = 8
 MAX_WORKERS_LISTED = 8
 """Most workers whose state is in the line that describes a wait of the learner."""
 
@@ -22,27 +25,67 @@ class FleetView:
         """Describe the state of these nodes, leases and broadcast."""
         self._roster, self._leases, self._broadcast = roster, leases, broadcast
 
-    def nodes(self, *, step: int, now: float) -> tuple[NodeView, ...]:
-        """Return the rows of the live view, one per node; `step` is the learner's step."""
+    def nodes(self, *, step: int, now: float) -> tuple[NodeStatus, ...]:
+        """Return the status of each node; `step` is the learner's step."""
         return tuple(
             member.view(step=step, num_leases=self._leases.num_leases(member.node_id), now=now)
             for member in self._roster.nodes.values()
         )
 
-    def broadcast_progress(self) -> tuple[int, int]:
-        """Return (chunks held, chunks wanted) of the newest version, over all active nodes."""
+    def versions(self) -> tuple[VersionStatus, ...]:
+        """Return the newest version, which all active nodes are to have, and those on their way.
+
+        Versions before the newest are included while nodes fetch them, the newest
+        MAX_VERSIONS_LISTED of them.
+        """
         newest = self._broadcast.newest_complete
-        if newest is None:
-            return 0, 0
-        num_chunks = self._broadcast.store[newest].manifest.num_chunks
-        held = 0
         members = self._roster.active()
+        fetched: dict[PolicyVersion, list[Member]] = {} if newest is None else {newest: []}
         for member in members:
-            if member.installed is not None and member.installed >= newest:
-                held += num_chunks
-            elif member.stats.fetching == newest:
-                held += member.stats.num_chunks_held
-        return held, num_chunks * len(members)
+            if member.stats.fetching is not None:
+                fetched.setdefault(member.stats.fetching, []).append(member)
+        listed = sorted(fetched, reverse=True)[:MAX_VERSIONS_LISTED]
+        return tuple(
+            self._version(version, fetched[version], members if version == newest else ())
+            for version in listed
+        )
+
+    def _version(
+        self, version: PolicyVersion, fetching: Sequence[Member], everyone: Sequence[Member]
+    ) -> VersionStatus:
+        """Return how far a version has travelled.
+
+        Args:
+            version: the version.
+            fetching: the nodes that fetch it.
+            everyone: all nodes that are to have it; empty if only `fetching` are.
+        """
+        num_complete = sum(m.installed is not None and m.installed >= version for m in everyone)
+        shares = [held_share(member) for member in fetching if member.installed != version]
+        num_nodes = len(everyone) or len(fetching)
+        return VersionStatus(
+            version=str(version),
+            done=min(1.0, (num_complete + sum(shares)) / num_nodes) if num_nodes else 1.0,
+            num_nodes=num_nodes,
+            num_complete=num_complete,
+            slowest=self._slowest_link(fetching),
+        )
+
+    def _slowest_link(self, fetching: Sequence[Member]) -> LinkStatus | None:
+        """Return the link of the node that receives its version last; None if none fetches."""
+        payload = self._broadcast.payload
+        num_bytes = 0 if payload is None else payload.num_bytes
+        links = []
+        for member in fetching:
+            rate = member.stats.downlink_bytes_per_s
+            remaining = None if not rate else (1 - held_share(member)) * num_bytes / rate
+            links.append(LinkStatus(
+                parent=member.stats.parent,
+                child=member.node_id,
+                bytes_per_s=rate,
+                remaining_s=remaining,
+            ))  # fmt: skip
+        return max(links, key=_remaining_s, default=None)
 
     def describe_wait(self, *, num_buffered: int, num_groups: int) -> str:
         """Return a text on the groups missing for a step and the workers that have leases.
@@ -80,3 +123,13 @@ class FleetView:
             f"{', '.join(names)} {verb} silent for {silent_s:.0f} s; {num_groups} groups are "
             "granted again"
         )
+
+
+def held_share(member: Member) -> float:
+    """Return the share of the chunks of the version that a node fetches that it has, 0..1."""
+    stats = member.stats
+    return min(1.0, stats.num_chunks_held / stats.num_chunks) if stats.num_chunks else 0.0
+
+
+def _remaining_s(link: LinkStatus) -> float:
+    return math.inf if link.remaining_s is None else link.remaining_s

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from echo.core.metrics import NodeView
 from echo.core.price import Price
 from echo.core.rollout import PolicyVersion
+from echo.core.status import NodeStatus
 from echo.core.timers import Deadlines, RecentMap
 from echo.core.units import format_bytes
 from echo.leases.book import LeasedWorker
@@ -31,6 +31,11 @@ NODE_RATE_WINDOW_S = 10.0
 MAX_NAMES_KEPT = 10_000
 MAX_NODES = 1 << 16
 """Most nodes known at the same time; each takes 2 kB until it has been silent too long."""
+ERROR_COUNTS = (
+    "failed/", "refused/", "env/errors", "engine/out_of_memory", "engine/calls_failed",
+    "engine/installs_failed", "protocol_errors", "internal_errors",
+)  # fmt: skip
+"""Beginnings of the names of counters that count errors."""
 IDLE = "waiting for leases"
 """The reported state of a worker without leases."""
 
@@ -73,8 +78,9 @@ class Member:
     """
     contested: tuple[float, float] | None = None
     """(first, last) time at which another process claimed the node's name; None if none did."""
-    history: deque[tuple[float, int, int]] = field(default_factory=deque)
-    """(time, tokens sampled so far, weight bytes received so far) of each recent heartbeat."""
+    history: deque[tuple[float, int, int, int]] = field(default_factory=deque)
+    """(time, tokens sampled, weight bytes received, weight bytes sent) of each recent heartbeat,
+    the numbers since the start of the node's process."""
 
     @classmethod
     def of(cls, message: Hello, *, now: float) -> Member:
@@ -105,7 +111,7 @@ class Member:
         self.node.stats, self.node.installed = stats, message.installed
         self.worker.installed, self.worker.capacity = message.installed, message.capacity
         self.worker.num_places = stats.num_places
-        self.history.append((now, stats.tokens_sampled, stats.bytes_received))
+        self.history.append((now, stats.tokens_sampled, stats.bytes_received, stats.bytes_sent))
         while len(self.history) > 2 and now - self.history[0][0] > NODE_RATE_WINDOW_S:
             self.history.popleft()
         return has_progress
@@ -130,16 +136,19 @@ class Member:
         """Whether the node is a worker on standby, which gets neither leases nor weights."""
         return self.node.is_standby
 
-    def rates(self) -> tuple[float, float]:
-        """Return (tokens sampled, weight bytes received), per second, over the last heartbeats."""
+    def rates(self) -> tuple[float, float, float]:
+        """Return tokens sampled, weight bytes received, and weight bytes sent, each per second.
+
+        The rates are means over the last heartbeats.
+        """
         if len(self.history) < 2:
-            return 0.0, 0.0
-        (start, tokens, num_bytes), (stop, tokens_now, bytes_now) = (
-            self.history[0],
-            self.history[-1],
-        )
+            return 0.0, 0.0, 0.0
+        (start, *before), (stop, *after) = self.history[0], self.history[-1]
         elapsed_s = max(stop - start, 1e-6)
-        return (tokens_now - tokens) / elapsed_s, (bytes_now - num_bytes) / elapsed_s
+        tokens, received, sent = (
+            (count - earlier) / elapsed_s for earlier, count in zip(before, after, strict=True)
+        )
+        return tokens, received, sent
 
     def _state(self, num_leases: int) -> str:
         """Return the last reported state; if the state is IDLE but leases exist, say so instead."""
@@ -156,9 +165,9 @@ class Member:
             progress += f" at {format_bytes(stats.downlink_bytes_per_s)}/s"
         return f"{self.node_id} has {num_leases} and fetches {stats.fetching} ({progress})"
 
-    def view(self, *, step: int, num_leases: int, now: float) -> NodeView:
-        """Return the row of this node for the live view; `step` is the learner's step."""
-        tokens_per_s, bytes_per_s = self.rates()
+    def view(self, *, step: int, num_leases: int, now: float) -> NodeStatus:
+        """Return the status of this node; `step` is the learner's step."""
+        tokens_per_s, bytes_per_s, bytes_sent_per_s = self.rates()
         stats, state = self.stats, self._state(num_leases)
         if not self.is_admitted:
             state = "joining"
@@ -170,7 +179,7 @@ class Member:
             state = f"refused {stats.refused_version}, {state}"
         elif stats.fetching is not None and stats.num_chunks:
             state = f"{state}, fetching {stats.fetching} {stats.num_chunks_held}/{stats.num_chunks}"
-        return NodeView(
+        return NodeStatus(
             node_id=self.node_id,
             role=self.role,
             state=state,
@@ -178,10 +187,25 @@ class Member:
             staleness=None if self.installed is None else step - self.installed.step,
             tokens_per_s=tokens_per_s,
             bytes_per_s=bytes_per_s,
+            bytes_sent_per_s=bytes_sent_per_s,
+            downlink_bytes_per_s=stats.downlink_bytes_per_s,
+            uplink_bytes_per_s=stats.uplink_bytes_per_s,
+            rtt_s=stats.rtt_s,
+            fetching=None if stats.fetching is None else str(stats.fetching),
+            num_chunks_held=stats.num_chunks_held,
+            num_chunks=stats.num_chunks,
             num_leases=num_leases,
+            capacity=self.worker.capacity,
+            num_errors=num_errors(stats.refused),
+            price_per_h=self.price.per_h,
             parent=stats.parent,
             seen_s=now - self.last_seen_at,
         )
+
+
+def num_errors(counts: Mapping[str, int]) -> int:
+    """Return how many groups, calls and messages have failed, by the counters of a heartbeat."""
+    return sum(n for name, n in counts.items() if name.startswith(ERROR_COUNTS))
 
 
 class Roster:

@@ -22,8 +22,8 @@ from echo.config.schema import (
     SyncSection,
 )
 from echo.core.buffer import StalenessBuffer
-from echo.core.metrics import Snapshot
 from echo.core.rollout import Lineage
+from echo.core.status import RunStatus
 from echo.fleet.job import Job
 from echo.leases.book import LeaseBook
 from echo.leases.run import LeaseSettings, RunState
@@ -72,6 +72,7 @@ class SimLearner(LearnerNode):
     """The real learner's node, which records its steps in the history of the simulation."""
 
     is_watching = False
+    notices = ()
 
     def __init__(
         self,
@@ -155,8 +156,8 @@ class SimLearner(LearnerNode):
         if step >= self._scenario.settings.num_steps:
             self._end_run("")
 
-    def show(self, snapshot: Snapshot) -> None:
-        """Do nothing with the snapshot: a simulation has no terminal."""
+    def show(self, status: RunStatus) -> None:
+        """Do nothing with the status: a simulation has no terminal."""
 
     def export(self, directory: Path, publication: Publication) -> None:
         """Report that the run has ended before its last step because its budget is spent.

@@ -11,59 +11,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from statistics import median
 from typing import Literal
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.errors import ConsoleError, LiveError
 from rich.live import Live
 
-from echo.core.metrics import Snapshot
+from echo.core.status import RunStatus
 from echo.ui.drawing import InAscii, clean, clock, short_count
 from echo.ui.screen import idle_shares, render_live
 
 logger = logging.getLogger(__name__)
-
-# --- remaining time -------------------------------------------------------------------------------
-
-
-_STEPS_REMEMBERED = 20
-"""Number of steps in the median, which ignores single slow steps and soon follows a change of
-workers."""
-
-
-class RemainingTime:
-    """Estimates the remaining time of a run by the median duration of its recent steps.
-
-    In the median, a period without workers counts as a single slow step. Only steps that this
-    object has observed count. The first step of the process does not count, since it includes the
-    time in which workers joined.
-    """
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=_STEPS_REMEMBERED + 1)
-
-    def observe(self, snapshot: Snapshot) -> None:
-        """Record the time of the snapshot's step, if the step is new."""
-        if self._seen and snapshot.step < self._seen[-1][0]:
-            self._seen.clear()
-        if snapshot.step > (self._seen[-1][0] if self._seen else snapshot.resumed_at):
-            self._seen.append((snapshot.step, snapshot.elapsed_s))
-
-    def eta_s(self, snapshot: Snapshot) -> float | None:
-        """Return the estimated seconds until `max_steps`; None before two observed steps."""
-        if len(self._seen) < 2:
-            return None
-        per_step_s = median(
-            (at - since) / (step - before) for (before, since), (step, at) in pairwise(self._seen)
-        )
-        under_way_s = min(snapshot.elapsed_s - self._seen[-1][1], per_step_s)
-        return max((snapshot.max_steps - snapshot.step) * per_step_s - under_way_s, 0.0)
-
 
 # --- plain log ------------------------------------------------------------------------------------
 #
@@ -85,7 +45,6 @@ class PlainLog:
         """Start with nothing written to `console`; `now` returns the time in seconds."""
         self._console = console
         self._now = now
-        self._pace = RemainingTime()
         self._step_shown = -1
         self._step_seen = -1
         self._shown_at = float("-inf")
@@ -93,21 +52,20 @@ class PlainLog:
         self._wait_interval_s = 2 * _STEP_LINE_S
         self._notices: Sequence[str] = ()
 
-    def paint(self, snapshot: Snapshot) -> None:
+    def paint(self, snapshot: RunStatus) -> None:
         """Write lines on what is new in a snapshot."""
         self._write(self.lines_for(snapshot))
 
-    def finish(self, snapshot: Snapshot) -> None:
+    def finish(self, snapshot: RunStatus) -> None:
         """Write lines on what is new in the last snapshot, always with its last step."""
         lines = self.lines_for(snapshot)
         if self._is_news(snapshot):
             lines.append(self._step_line(snapshot))
         self._write(lines)
 
-    def lines_for(self, snapshot: Snapshot) -> list[str]:
+    def lines_for(self, snapshot: RunStatus) -> list[str]:
         """Return the lines to write now: new notices, then a line on a step or on waiting."""
         now = self._now()
-        self._pace.observe(snapshot)
         stamp = f"[{clock(snapshot.elapsed_s)}]"
         lines = [f"{stamp} {line}" for line in self._new_notices(snapshot.notices)]
         if snapshot.step != self._step_seen:
@@ -129,17 +87,17 @@ class PlainLog:
             )
         return lines
 
-    def _is_news(self, snapshot: Snapshot) -> bool:
+    def _is_news(self, snapshot: RunStatus) -> bool:
         """Return whether the newest step has metrics and no line was written for it."""
         return snapshot.last_step is not None and snapshot.last_step.step != self._step_shown
 
-    def _step_line(self, snapshot: Snapshot) -> str:
+    def _step_line(self, snapshot: RunStatus) -> str:
         """Return a line with the metrics of the newest step and the state of the run."""
         last = snapshot.last_step
         assert last is not None
         self._step_shown = last.step
         parts = [f"[{clock(snapshot.elapsed_s)}] step {last.step}/{snapshot.max_steps}"]
-        parts.append(f"reward {last.reward:.3f}")
+        parts.append(f"reward {'nan' if last.reward is None else format(last.reward, '.3f')}")
         if last.mean_staleness is not None:
             bound = f"max {last.max_staleness} of {snapshot.max_staleness}"
             parts.append(f"staleness {last.mean_staleness:.2f} ({bound})")
@@ -147,7 +105,7 @@ class PlainLog:
         parts.append(f"{last.seconds:.3g} s")
         return f"{'  '.join(parts)}  | {'  '.join(self._run_parts(snapshot))}"
 
-    def _run_parts(self, snapshot: Snapshot) -> list[str]:
+    def _run_parts(self, snapshot: RunStatus) -> list[str]:
         """Return the parts of a line that describe the state of the run."""
         parts = []
         workers = [node for node in snapshot.nodes if node.role == "worker"]
@@ -164,9 +122,8 @@ class PlainLog:
         ]
         if refused:
             parts.append(f"refused {', '.join(refused)}")
-        eta_s = self._pace.eta_s(snapshot)
-        if eta_s is not None and snapshot.step < snapshot.max_steps:
-            parts.append(f"ETA {clock(eta_s)}")
+        if snapshot.eta_s is not None and snapshot.step < snapshot.max_steps:
+            parts.append(f"ETA {clock(snapshot.eta_s)}")
         return parts
 
     def _new_notices(self, notices: Sequence[str]) -> list[str]:
@@ -214,15 +171,14 @@ rich reports a pipe without a reader as SystemExit.
 class _Frame:
     """A snapshot that is laid out at the time of drawing, for the terminal's size at that time."""
 
-    def __init__(self, snapshot: Snapshot, eta_s: float | None) -> None:
+    def __init__(self, snapshot: RunStatus) -> None:
         self._snapshot = snapshot
-        self._eta_s = eta_s
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the snapshot for the console's present size and encoding."""
         # The last row stays free: a line end there would scroll the first row away.
         height = console.size.height - 1
-        view = render_live(self._snapshot, options.max_width, height=height, eta_s=self._eta_s)
+        view = render_live(self._snapshot, options.max_width, height=height)
         yield InAscii(view) if options.ascii_only else view
 
 
@@ -231,13 +187,11 @@ class _ScreenPainter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._pace = RemainingTime()
         self._live: Live | None = None
 
-    def paint(self, snapshot: Snapshot) -> None:
+    def paint(self, snapshot: RunStatus) -> None:
         """Draw a snapshot in place of the one before."""
-        self._pace.observe(snapshot)
-        frame = _Frame(snapshot, self._pace.eta_s(snapshot))
+        frame = _Frame(snapshot)
         if self._live is None:
             self._live = Live(
                 frame,
@@ -251,11 +205,11 @@ class _ScreenPainter:
         else:
             self._live.update(frame, refresh=True)
 
-    def finish(self, snapshot: Snapshot) -> None:
+    def finish(self, snapshot: RunStatus) -> None:
         """Leave the alternate screen and print the last frame on the normal screen."""
         if self._live is not None:
             self._live.stop()
-        self._console.print(_Frame(snapshot, self._pace.eta_s(snapshot)))
+        self._console.print(_Frame(snapshot))
 
 
 class LiveView:
@@ -278,13 +232,13 @@ class LiveView:
         self.failure: str | None = None
         """The reason why the view has stopped drawing; None while it works."""
         self._painter = _ScreenPainter(console) if is_drawn else PlainLog(console)
-        self._newest: Snapshot | None = None
+        self._newest: RunStatus | None = None
         self._has_news = threading.Event()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live-view", daemon=True)
         self._thread.start()
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: RunStatus) -> None:
         """Set the snapshot to draw next, and return at once."""
         self._newest = snapshot
         self._has_news.set()

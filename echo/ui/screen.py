@@ -21,7 +21,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from echo.core.metrics import CostView, NodeView, Snapshot, SpeedView, held_out
+from echo.core.metrics import held_out
+from echo.core.status import (
+    CostStatus,
+    LinkStatus,
+    NodeStatus,
+    RunStatus,
+    SpeedStatus,
+    VersionStatus,
+)
 from echo.core.units import format_bytes
 from echo.ui.drawing import Curve, Marks, clean, clock, fit, line_chart, short_count, value_range
 
@@ -33,24 +41,33 @@ _MAX_NOTICES = 6
 _LABEL_WIDTH = 9
 _WRAPPER = Console(file=io.StringIO())
 """A console, which rich needs for wrapping text; nothing is printed on it."""
+_NO_VERSION = VersionStatus(version="-", done=1.0, num_nodes=0, num_complete=0)
 _ROLE_ORDER = {"learner": 0, "relay": 1, "worker": 2}
 _STATE_STYLES = {"lost": "bold red", "waiting": "yellow", "refused": "bold red"}
-_NUMBER_COLUMNS = frozenset({"stale", "tok/s", "bytes/s", "mismatch", "reward", "leases", "seen"})
+_NUMBER_COLUMNS = frozenset({
+    "stale", "tok/s", "down/s", "up/s", "rtt", "mismatch", "reward", "leases", "errors", "$/h",
+    "seen",
+})  # fmt: skip
 _DISPENSABLE_COLUMNS = (
-    "seen", "parent", "leases", "role", "reward", "bytes/s", "mismatch", "tok/s", "stale",
+    "seen", "$/h", "rtt", "parent", "errors", "up/s", "leases", "role", "reward", "down/s",
+    "mismatch", "tok/s", "stale",
 )  # fmt: skip
 """Columns that are left out, in this order, until the other columns fit."""
+_OPTIONAL_COLUMNS = frozenset({"mismatch", "reward", "rtt", "errors", "$/h"})
+"""Columns that are left out while no node has a value for them."""
 _MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
 """Widths to which the cells of these columns are cut while the table is too wide."""
 
 
-def header(snapshot: Snapshot, width: int, *, eta_s: float | None) -> list[RenderableType]:
+def header(snapshot: RunStatus, width: int) -> list[RenderableType]:
     """Return two rows: the run's name, step and times; and a bar of the steps made."""
     name = Text.assemble(("echo ", "bold cyan"), (clean(snapshot.run_name), "bold"))
+    if snapshot.state != "running":
+        name.append(f" {snapshot.state}", "bold yellow")
     right = Text(f"step {snapshot.step}/{snapshot.max_steps}", "bold")
     for part in (
         f"{clock(snapshot.elapsed_s)} elapsed",
-        f"ETA {'-' if eta_s is None else clock(eta_s)}",
+        f"ETA {'-' if snapshot.eta_s is None else clock(snapshot.eta_s)}",
     ):
         if right.cell_len + len(part) + 3 <= width - 8:
             right.append(f"   {part}", "default not bold")
@@ -60,7 +77,7 @@ def header(snapshot: Snapshot, width: int, *, eta_s: float | None) -> list[Rende
     return [fit(title, width), _row(_progress(snapshot.step, snapshot.max_steps, width))]
 
 
-def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
+def reward_chart(snapshot: RunStatus, width: int, height: int) -> list[Text]:
     """Return `height` rows: the newest rewards in numbers, then the curves of rewards by step.
 
     With fewer than 4 rows there is no space for curves.
@@ -68,7 +85,7 @@ def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
     rewards = snapshot.reward_history
     sampled_glyph, greedy_glyph = "●", "◆"
     title = Text.assemble(
-        ("reward ", "bold"), (f"{rewards[-1]:.3g}" if rewards else "-", "bold cyan")
+        ("reward ", "bold"), (f"{rewards[-1][1]:.3g}" if rewards else "-", "bold cyan")
     )
     if snapshot.eval_history:
         step, sampled, greedy = snapshot.eval_history[-1]
@@ -97,11 +114,10 @@ def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
                 break
     if height < 4:
         return [fit(title, width)][:height]
-    last = snapshot.resumed_at if snapshot.last_step is None else snapshot.last_step.step
-    first_step = last - len(rewards) + 1
-    values = [*rewards, *(v for _, *pair in snapshot.eval_history for v in pair)]
+    values = [reward for _, reward in rewards]
+    values += [reward for _, *pair in snapshot.eval_history for reward in pair]
     plot = line_chart(
-        [Curve([(first_step + i, reward) for i, reward in enumerate(rewards)], "cyan")],
+        [Curve(rewards, "cyan")],
         [
             Marks(
                 [(step, sampled) for step, sampled, _ in snapshot.eval_history],
@@ -144,13 +160,13 @@ def staleness_bins(
     return bins
 
 
-def staleness_histogram(snapshot: Snapshot, width: int, height: int) -> list[RenderableType]:
+def staleness_histogram(snapshot: RunStatus, width: int, height: int) -> list[RenderableType]:
     """Return at most `height` rows: the mean staleness of trained tokens, and a histogram."""
     tokens = snapshot.staleness_tokens
     total = sum(tokens.values())
     mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
     figures = f" mean {mean:.2f}" if total else " -"
-    title = Text.assemble(("staleness", "bold"), f"{figures}, bound {snapshot.max_staleness}")
+    title = Text.assemble(("staleness", "bold"), f"{figures}, bound {snapshot.bound}")
     bins = staleness_bins(tokens, snapshot.max_staleness, max(height - 2, 1))
     marked = [(label, count, "◂ bound" if is_bound else "") for label, count, is_bound in bins]
     return [fit(title, width), staleness_bars(marked, width)]
@@ -172,7 +188,7 @@ def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
     return table
 
 
-def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[RenderableType]:
+def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[RenderableType]:
     """Return rows on groups, on weights and on why the learner waits.
 
     These are 2 + `num_wait_rows` rows. After the first timed step there is another row, for the
@@ -185,23 +201,45 @@ def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[Render
     ]
     if (last := snapshot.last_step) is not None:
         flow.append(f"{short_count(last.accepted_tokens_per_s)} tokens/s in the last step")
+        if last.useful_share is not None:
+            flow.append(f"{last.useful_share:.0%} useful")
     groups = _labelled("groups", "   ".join(flow))
-    version = _labelled("weights", f"{clean(snapshot.broadcast_version)} ")
-    done = f" {snapshot.broadcast_done:4.0%}   {format_bytes(snapshot.broadcast_bytes)} sent"
+    newest = snapshot.versions[0] if snapshot.versions else _NO_VERSION
+    version = _labelled("weights", f"{clean(newest.version)} ")
+    done = f" {newest.done:4.0%}   {format_bytes(snapshot.broadcast_bytes)} sent"
     room = width - version.cell_len - len(done)
     bar_width = max(min(room - 1, 40), 4)
-    per_version = snapshot.publish_period
-    cadence = "   a version per " + ("step" if per_version == 1 else f"{per_version} steps")
-    if bar_width + len(cadence) <= room:
-        done += cadence
-    weights = _row(version, _progress(snapshot.broadcast_done, 1, bar_width), done)
+    for more in (_slowest(newest.slowest), _older(snapshot.versions[1:]), _cadence(snapshot)):
+        if more and bar_width + len(more) + 3 <= room:
+            done += f"   {more}"
+            room -= len(more) + 3
+    weights = _row(version, _progress(newest.done, 1, bar_width), done)
     waiting = _waiting(snapshot, width, num_wait_rows)
     costs = [] if snapshot.cost is None else cost_rows(snapshot.cost, width)
     speed = [] if snapshot.speed is None else [fit(speed_row(snapshot.speed), width)]
     return [fit(groups, width), *speed, weights, *(fit(row, width) for row in waiting), *costs]
 
 
-def speed_row(speed: SpeedView) -> Text:
+def _slowest(link: LinkStatus | None) -> str:
+    """Return text on the link whose child receives a version last; "" if none fetches it."""
+    if link is None:
+        return ""
+    rate = "?" if link.bytes_per_s is None else f"{format_bytes(link.bytes_per_s)}/s"
+    left = "" if link.remaining_s is None else f", {clock(link.remaining_s)} left"
+    return f"slowest {clean(link.parent)} to {clean(link.child)}: {rate}{left}"
+
+
+def _older(versions: Sequence[VersionStatus]) -> str:
+    """Return text on the versions before the newest that are on their way; "" without any."""
+    return ", ".join(f"{clean(each.version)} to {each.num_nodes} more" for each in versions)
+
+
+def _cadence(snapshot: RunStatus) -> str:
+    period = snapshot.publish_period
+    return "a version per " + ("step" if period == 1 else f"{period} steps")
+
+
+def speed_row(speed: SpeedStatus) -> Text:
     """Return a row with the learner's speed and the seconds of each part of a step."""
     parts = [f"{short_count(speed.tokens_per_s)} tokens/s"]
     if speed.mfu is not None:
@@ -211,7 +249,7 @@ def speed_row(speed: SpeedView) -> Text:
     return _labelled("trainer", "   ".join(parts))
 
 
-def cost_rows(cost: CostView, width: int) -> list[Text]:
+def cost_rows(cost: CostStatus, width: int) -> list[Text]:
     """Return a row with the costs of the run, and one with the last change of active workers.
 
     The second row is missing before the first change.
@@ -239,7 +277,7 @@ def cost_rows(cost: CostView, width: int) -> list[Text]:
     return [fit(row, width) for row in rows]
 
 
-def node_table(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]:
+def node_table(nodes: Sequence[NodeStatus], width: int, height: int) -> list[Text]:
     """Return a table of nodes: a heading, a row for each node, and a row on hidden nodes.
 
     The table has at most `height` rows. Columns that do not fit are left out, the least important
@@ -248,7 +286,7 @@ def node_table(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]
     if not nodes or height < min(len(nodes) + 1, 3):
         return []
     ordered = sorted(nodes, key=_node_order)
-    hidden: list[NodeView] = []
+    hidden: list[NodeStatus] = []
     if len(ordered) + 1 > height:
         urgent = sorted(ordered, key=lambda node: (node.role == "worker", not _is_in_trouble(node)))
         kept = {id(node) for node in urgent[: height - 2]}
@@ -295,7 +333,7 @@ def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
     return found
 
 
-def idle_shares(snapshot: Snapshot) -> str:
+def idle_shares(snapshot: RunStatus) -> str:
     """Return text on the learner's share of time spent waiting, recently and since its start."""
     return f"{snapshot.recent_idle_ratio:.0%} recently, {snapshot.idle_ratio:.0%} in all"
 
@@ -327,7 +365,7 @@ def _labelled(label: str, text: str, style: str = "") -> Text:
     return Text.assemble((label.ljust(_LABEL_WIDTH), "dim"), (text, style))
 
 
-def _waiting(snapshot: Snapshot, width: int, num_rows: int) -> list[Text]:
+def _waiting(snapshot: RunStatus, width: int, num_rows: int) -> list[Text]:
     state = f"waits for {clean(snapshot.waiting_for)}"
     if not snapshot.waiting_for:
         state = snapshot.activity or "training"
@@ -342,7 +380,7 @@ def _waiting(snapshot: Snapshot, width: int, num_rows: int) -> list[Text]:
     return rows + [Text()] * (num_rows - len(rows))
 
 
-def _node_order(node: NodeView) -> tuple[int, list[tuple[int, str]]]:
+def _node_order(node: NodeStatus) -> tuple[int, list[tuple[int, str]]]:
     """Return a node's sort key: by role, then by name with numbers in numeric order.
 
     So the node w2 is shown before w10.
@@ -352,11 +390,11 @@ def _node_order(node: NodeView) -> tuple[int, list[tuple[int, str]]]:
     return _ROLE_ORDER.get(node.role, 3), [(len(p) if p[0].isdigit() else 0, p) for p in parts]
 
 
-def _is_in_trouble(node: NodeView) -> bool:
+def _is_in_trouble(node: NodeStatus) -> bool:
     return node.state.startswith(("lost", "refused", "waiting"))
 
 
-def _state_style(node: NodeView) -> str:
+def _state_style(node: NodeStatus) -> str:
     first_word = node.state.split(" ", 1)[0]
     return _STATE_STYLES.get(first_word, "green")
 
@@ -382,7 +420,11 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Column], str]:
+def _bytes(value: float) -> str:
+    return format_bytes(value) if value else "-"
+
+
+def _fitting_columns(nodes: Sequence[NodeStatus], width: int) -> tuple[list[_Column], str]:
     """Return the columns that fit into `width`, and the text of the gap between columns."""
     content: dict[str, list[str]] = {
         "node": [node.node_id for node in nodes],
@@ -390,18 +432,22 @@ def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Colum
         "version": [node.version for node in nodes],
         "stale": ["-" if node.staleness is None else str(node.staleness) for node in nodes],
         "tok/s": [short_count(node.tokens_per_s) if node.tokens_per_s else "-" for node in nodes],
-        "bytes/s": [format_bytes(node.bytes_per_s) if node.bytes_per_s else "-" for node in nodes],
+        "down/s": [_bytes(node.bytes_per_s) for node in nodes],
+        "up/s": [_bytes(node.bytes_sent_per_s) for node in nodes],
+        "rtt": ["-" if node.rtt_s is None else f"{1000 * node.rtt_s:.0f}ms" for node in nodes],
         "mismatch": [_number(node.mismatch_kl, ".2g") for node in nodes],
         "reward": [_number(node.reward, ".3f") for node in nodes],
         "leases": [str(node.num_leases) if node.num_leases else "-" for node in nodes],
+        "errors": [short_count(node.num_errors) if node.num_errors else "-" for node in nodes],
+        "$/h": [_number(node.price_per_h, ".2f") for node in nodes],
         "state": [node.state for node in nodes],
         "parent": [node.parent for node in nodes],
         "seen": ["-" if node.role == "learner" else f"{clock(node.seen_s)}" for node in nodes],
     }
     columns = []
     for name, raw in content.items():
-        if name in ("mismatch", "reward") and set(raw) <= {"-"}:
-            continue  # before the first trained group
+        if name in _OPTIONAL_COLUMNS and set(raw) <= {"-"}:
+            continue
         cells = [clean(cell) for cell in raw]
         natural = max(map(cell_len, [name, *cells]))
         limit = _MAX_CELL_WIDTHS.get(name, natural)
@@ -427,16 +473,15 @@ def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Colum
 
 
 def render_live(
-    snapshot: Snapshot,
+    snapshot: RunStatus,
     width: int,
     *,
     height: int | None = None,
-    eta_s: float | None = None,
 ) -> Group:
     """Return a snapshot as rows of text that fill `width` and are at most `height` rows."""
     width = max(width, 1)
     rows_left = height if height is not None else 2 + _MAX_CHART_ROWS + len(snapshot.nodes) + 20
-    title = header(snapshot, width, eta_s=eta_s)
+    title = header(snapshot, width)
     num_wait_rows = 2 if width < 100 and rows_left >= 22 else 1
     state = status(snapshot, width, num_wait_rows=num_wait_rows)
     refused = refusals(snapshot.refused, width)
@@ -493,7 +538,7 @@ def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str
     return granted
 
 
-def _charts(snapshot: Snapshot, width: int, height: int) -> list[RenderableType]:
+def _charts(snapshot: RunStatus, width: int, height: int) -> list[RenderableType]:
     """Return the reward curve, beside it the staleness histogram if the width allows."""
     if width < _MIN_SIDE_BY_SIDE or height < 4:
         return [*reward_chart(snapshot, width, height)]

@@ -47,8 +47,8 @@ from echo.core.errors import (
     RefusedError,
     TransportError,
 )
-from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
+from echo.core.status import RunStatus
 from echo.engine.engine import (
     UNVERSIONED,
     UNWATCHED,
@@ -642,7 +642,7 @@ class World:
         self.metrics_of: Callable[[int], dict[str, float]] = lambda step: {}
         self.rows: list[dict[str, Any]] = []
         """Of metrics, as they were written."""
-        self.snapshots: list[Snapshot] = []
+        self.snapshots: list[RunStatus] = []
         self.durable: set[int] = set()
         """Groups that were forced onto the disk."""
         self._log_events = log_events
@@ -684,8 +684,10 @@ class World:
     def write_metrics(self, step: int, row: Any) -> None:
         self.rows.append(dict(row))
 
-    def show(self, snapshot: Snapshot) -> None:
-        self.snapshots.append(snapshot)
+    notices: tuple[str, ...] = ()
+
+    def show(self, status: RunStatus) -> None:
+        self.snapshots.append(status)
 
     def takes(self, process: Process, pool: str, function: Callable[..., Any]) -> float:
         """Return the seconds of the next call in a pool of a node."""

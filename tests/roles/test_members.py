@@ -63,15 +63,15 @@ def test_names_that_a_member_makes_up_are_bounded_until_they_fall_silent(
 def test_rates_are_of_the_last_ten_seconds(roster: Roster) -> None:
     hello(roster, "i1", now=0.0)
     member = roster.nodes["w1"]
-    assert member.rates() == (0.0, 0.0)
+    assert member.rates() == (0.0, 0.0, 0.0)
     assert member.beat(beat(tokens=100), now=0.0)
-    assert member.rates() == (0.0, 0.0)
+    assert member.rates() == (0.0, 0.0, 0.0)
     assert not member.beat(beat(tokens=100), now=5.0)
     assert member.beat(beat(tokens=300, num_bytes=1000), now=10.0)
-    assert member.rates() == (20.0, 100.0)
+    assert member.rates() == (20.0, 100.0, 0.0)
     for now in range(12, 30, 2):
         member.beat(beat(tokens=300, num_bytes=1000), now=float(now))
-    assert member.rates() == (0.0, 0.0)
+    assert member.rates() == (0.0, 0.0, 0.0)
 
 
 def test_a_node_is_shown_as_it_was_last_heard(roster: Roster) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.core.metrics import Snapshot
+from echo.core.status import RunStatus
 from echo.net.transport import TransportOptions
 from echo.runtime.identity import JoinSource
 from echo.runtime.learner.node import LearnerNode
@@ -64,14 +64,15 @@ class Run:
     model_dir: Path
     network: Network
     rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
+    snapshots: list[RunStatus] = field(default_factory=list)
     is_watching: bool = True
+    notices: tuple[str, ...] = ()
 
     def write_metrics(self, step: int, row: Mapping[str, Any]) -> None:
         self.rows.append((step, dict(row)))
 
-    def show(self, snapshot: Snapshot) -> None:
-        self.snapshots.append(snapshot)
+    def show(self, status: RunStatus) -> None:
+        self.snapshots.append(status)
 
     @property
     def run_dir(self) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from echo.core.errors import ConfigError
-from echo.core.metrics import Snapshot
+from echo.core.status import RunStatus
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 
@@ -20,9 +20,9 @@ def before_the_end(world: World, act: Callable[[], None]) -> None:
     """Have something happen at the moment when the end of the run is about to be told."""
     show = world.show
 
-    def show_and_act(snapshot: Snapshot) -> None:
-        show(snapshot)
-        if snapshot.activity == "done":
+    def show_and_act(status: RunStatus) -> None:
+        show(status)
+        if status.activity == "done":
             act()
 
     world.show = show_and_act  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine import allocator
 from echo.engine.engine import Completion, Request, Sampling
 from echo.runtime.learner import report
-from echo.runtime.learner.report import IDLE_WINDOW_STEPS, Progress, TaskMetrics
+from echo.runtime.learner.report import IDLE_WINDOW_STEPS, Progress, RemainingTime, TaskMetrics
 from echo.runtime.learner.versions.evaluation import Evaluations, EvaluationSchedule, Evaluator
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
@@ -190,7 +190,7 @@ def test_the_learner_says_whom_it_waits_for(make_world: MakeWorld) -> None:
     snapshot = world.snapshots[-1]
     assert snapshot.waiting_for == "2 groups; no worker is connected"
     assert (snapshot.step, snapshot.max_steps, snapshot.num_buffered) == (0, 3, 0)
-    assert snapshot.broadcast_done == 1.0
+    assert snapshot.versions[0].done == 1.0
     learner = world.node("learner")
     for number in range(3):
         learner.progress.left_out(rewarded(number, 1, 1), "zero_variance", now=1.0)
@@ -198,6 +198,29 @@ def test_the_learner_says_whom_it_waits_for(make_world: MakeWorld) -> None:
     assert world.waiting_for().endswith(
         "; nothing could be learned from the last 3 groups (3 zero_variance)"
     )
+
+
+STEADY = (900.0, 910.0, 920.0, 930.0)
+"""When steps were made: the first of a process waits for workers."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "now", "eta_s"),
+    [
+        (STEADY[:1], 900.0, None),
+        (STEADY, 930.0, 160.0),
+        (STEADY, 933.0, 157.0),  # three seconds into the step under way, three fewer are left
+        # A time without workers does not move it.
+        ((*STEADY, 4000.0), 4000.0, 160.0),
+        (STEADY, 4000.0, 150.0),
+    ],
+)
+def test_remaining_time(steps: Sequence[float], now: float, eta_s: float | None) -> None:
+    """What is left of 16 steps."""
+    pace = RemainingTime()
+    for at in steps:
+        pace.stepped(now=at)
+    assert pace.eta_s(16, now=now) == eta_s
 
 
 @pytest.mark.slow
@@ -210,7 +233,9 @@ def test_a_snapshot_shows_every_node_and_at_the_end_what_the_run_has_learned(
         world.worker(name)
     world.run_until(lambda: world.end("learner"))
     last = world.snapshots[-1]
-    assert {node.node_id for each in world.snapshots for node in each.nodes} == {"w0", "w1"}
+    assert {node.node_id for each in world.snapshots for node in each.nodes} == {
+        "learner", "w0", "w1",
+    }  # fmt: skip
     assert sum(last.staleness_tokens.values()) > 0
     assert len(last.reward_history) == 8
     assert (last.activity, last.waiting_for) == ("done", "")

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from echo.core.metrics import NodeView, Snapshot, StepView
+from echo.core.status import NodeStatus, RunStatus, StepStatus, VersionStatus
 from echo.ui.sinks import Metric, MetricsWriter
 from tests.records.rows import write_ledger
 
-MakeSnapshot = Callable[..., Snapshot]
+MakeStatus = Callable[..., RunStatus]
 MakeRun = Callable[..., Path]
 
 
 @pytest.fixture
-def make_snapshot() -> MakeSnapshot:
+def make_status() -> MakeStatus:
     """A run at step 7 of 10 with a learner, a relay and two workers, one of them lost."""
 
-    def make(**changes: Any) -> Snapshot:
+    def make(**changes: Any) -> RunStatus:
         fields: dict[str, Any] = {
             "run_name": "quickstart",
             "elapsed_s": 70.0,
@@ -30,9 +30,11 @@ def make_snapshot() -> MakeSnapshot:
             "max_staleness": 3,
             "publish_period": 1,
             "nodes": (
-                NodeView(node_id="learner", role="learner", state="training", version="v7"),
-                NodeView(node_id="r1", role="relay", state="forwarding", version="v6", staleness=1),
-                NodeView(
+                NodeStatus(node_id="learner", role="learner", state="training", version="v7"),
+                NodeStatus(
+                    node_id="r1", role="relay", state="forwarding", version="v6", staleness=1
+                ),
+                NodeStatus(
                     node_id="w2",
                     role="worker",
                     state="generating",
@@ -44,14 +46,14 @@ def make_snapshot() -> MakeSnapshot:
                     parent="r1",
                     seen_s=0.2,
                 ),
-                NodeView(node_id="w10", role="worker", state="lost", version="v2", staleness=5),
+                NodeStatus(node_id="w10", role="worker", state="lost", version="v2", staleness=5),
             ),
-            "reward_history": (0.3, 0.35, 0.4, 0.5, 0.55, 0.6, 0.7),
+            "reward_history": tuple(enumerate((0.3, 0.35, 0.4, 0.5, 0.55, 0.6, 0.7), 1)),
             "eval_history": ((0, 0.36, 0.30), (5, 0.61, 0.72)),
             "staleness_tokens": {0: 600, 1: 300, 2: 100},
             "idle_ratio": 0.25,
             "recent_idle_ratio": 0.12,
-            "last_step": StepView(
+            "last_step": StepStatus(
                 step=7,
                 reward=0.7,
                 mean_staleness=0.4,
@@ -62,13 +64,12 @@ def make_snapshot() -> MakeSnapshot:
             "num_buffered": 3,
             "groups_per_step": 8,
             "num_leased": 5,
-            "broadcast_version": "v7",
-            "broadcast_done": 0.5,
+            "versions": (VersionStatus(version="v7", done=0.5, num_nodes=3, num_complete=1),),
             "broadcast_bytes": 3 * 1024**2,
             "refused": {"stale": 4, "duplicate": 0},
             "notices": ("w10 lost: silent for 10 s",),
         }
-        return Snapshot(**(fields | changes))
+        return RunStatus(**(fields | changes))
 
     return make
 

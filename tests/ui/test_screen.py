@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
 
-from echo.core.metrics import CostView, NodeView, SpeedView
+from echo.core.status import CostStatus, NodeStatus, SpeedStatus
 from echo.ui import screen
 from echo.ui.screen import render_live
-from tests.ui.conftest import MakeSnapshot
+from tests.ui.conftest import MakeStatus
 
 
 def lines_of(view: object, width: int) -> list[str]:
@@ -28,9 +28,9 @@ def plain(row: object) -> str:
     return row.plain
 
 
-def test_everything_worth_knowing_is_on_the_screen(make_snapshot: MakeSnapshot) -> None:
-    snapshot = make_snapshot(waiting_for="5 groups; 5 on w2")
-    text = "\n".join(lines_of(render_live(snapshot, 100, height=30, eta_s=30.0), 100))
+def test_everything_worth_knowing_is_on_the_screen(make_status: MakeStatus) -> None:
+    snapshot = make_status(waiting_for="5 groups; 5 on w2", eta_s=30.0)
+    text = "\n".join(lines_of(render_live(snapshot, 100, height=30), 100))
     for expected in (
         "echo quickstart",
         "step 7/10   1:10 elapsed   ETA 0:30",
@@ -48,15 +48,15 @@ def test_everything_worth_knowing_is_on_the_screen(make_snapshot: MakeSnapshot) 
     ):
         assert expected in text
     assert "duplicate" not in text
-    rows = lines_of(render_live(make_snapshot(), 80, height=24), 80)
+    rows = lines_of(render_live(make_status(), 80, height=24), 80)
     assert len(rows) <= 24
     starts = {row.split(" ", 1)[0] for row in rows}
     assert {"echo", "reward", "groups", "weights", "learner", "node", "refused", "·"} <= starts
 
 
-def test_names_from_the_network_cannot_steer_the_terminal(make_snapshot: MakeSnapshot) -> None:
-    evil = NodeView(node_id="w\x1b[2J", role="worker", state="gen\x1b]0;x\x07", parent="[bold]")
-    snapshot = make_snapshot(nodes=(evil,), notices=("\x1b[31mred",), waiting_for="\x1bc")
+def test_names_from_the_network_cannot_steer_the_terminal(make_status: MakeStatus) -> None:
+    evil = NodeStatus(node_id="w\x1b[2J", role="worker", state="gen\x1b]0;x\x07", parent="[bold]")
+    snapshot = make_status(nodes=(evil,), notices=("\x1b[31mred",), waiting_for="\x1bc")
     text = "\n".join(lines_of(render_live(snapshot, 120), 120))
     assert "\x1b" not in text
     assert "\x07" not in text
@@ -65,12 +65,12 @@ def test_names_from_the_network_cannot_steer_the_terminal(make_snapshot: MakeSna
 
 @pytest.mark.parametrize(("width", "height"), [(60, 30), (80, 24), (120, 40)])
 def test_a_command_in_a_notice_is_shown_whole(
-    make_snapshot: MakeSnapshot, width: int, height: int
+    make_status: MakeStatus, width: int, height: int
 ) -> None:
     command = "ECHO_JOIN=THAT_LINE bin/echo-rl node --role worker"
     path = f"/home/somebody/echo/runs/two-machines{'-with-a-long-name' * 3}/keys/join"
     notice = f"12:00:01 others join with the line in {path}: {command}"
-    snapshot = make_snapshot(notices=("an older one " * 20, notice))
+    snapshot = make_status(notices=("an older one " * 20, notice))
     rows = lines_of(render_live(snapshot, width, height=height), width)
     assert len(rows) <= height
     shown = "".join(row.rstrip() for row in rows).replace(" ", "")
@@ -91,7 +91,7 @@ def test_a_command_in_a_notice_is_shown_whole(
 )
 @pytest.mark.slow
 def test_any_size_and_content_can_be_drawn(
-    make_snapshot: MakeSnapshot,
+    make_status: MakeStatus,
     width: int,
     height: int,
     num_nodes: int,
@@ -100,13 +100,13 @@ def test_any_size_and_content_can_be_drawn(
     rewards: list[float],
     name: str,
 ) -> None:
-    nodes = [NodeView(node_id=name + str(i), role="worker", state=name) for i in range(num_nodes)]
-    snapshot = make_snapshot(
+    nodes = [NodeStatus(node_id=name + str(i), role="worker", state=name) for i in range(num_nodes)]
+    snapshot = make_status(
         run_name=name,
         step=step,
         nodes=tuple(nodes),
         max_staleness=max_staleness,
-        reward_history=tuple(rewards),
+        reward_history=tuple(enumerate(rewards, 1)),
         waiting_for=name,
         notices=(name,) * 8,
     )
@@ -125,36 +125,37 @@ def test_staleness_bins_mark_the_bound_and_keep_every_token() -> None:
     assert screen.staleness_bins({1: 4, 5: 1}, 1, 8)[-1] == (">1", 1, False), "a bin of their own"
 
 
-def test_node_table_shows_every_column_where_there_is_room(make_snapshot: MakeSnapshot) -> None:
-    rows = [row.plain for row in screen.node_table(make_snapshot().nodes, 100, 9)]
+def test_node_table_shows_every_column_where_there_is_room(make_status: MakeStatus) -> None:
+    rows = [row.plain for row in screen.node_table(make_status().nodes, 100, 9)]
     assert rows[0].split() == [
-        "node", "role", "version", "stale", "tok/s", "bytes/s", "leases", "state", "parent", "seen",
+        "node", "role", "version", "stale", "tok/s", "down/s", "up/s", "leases", "state", "parent",
+        "seen",
     ]  # fmt: skip
     assert rows[3].split() == [
-        "w2", "worker", "v6", "1", "1.23k", "2", "KiB", "5", "generating", "r1", "0:00",
+        "w2", "worker", "v6", "1", "1.23k", "2", "KiB", "-", "5", "generating", "r1", "0:00",
     ]  # fmt: skip
     assert [row.split()[0] for row in rows[1:]] == ["learner", "r1", "w2", "w10"]
 
 
 def test_node_table_keeps_nodes_in_trouble_and_sums_up_the_rest() -> None:
-    nodes = [NodeView(node_id=f"w{i}", role="worker", state="generating") for i in range(30)]
-    nodes[20] = NodeView(node_id="w20", role="worker", state="lost")
+    nodes = [NodeStatus(node_id=f"w{i}", role="worker", state="generating") for i in range(30)]
+    nodes[20] = NodeStatus(node_id="w20", role="worker", state="lost")
     rows = [row.plain.strip() for row in screen.node_table(nodes, 100, 5)]
     assert len(rows) == 5
     assert [row.split()[0] for row in rows[1:4]] == ["w0", "w1", "w20"]
     assert rows[4] == "and 27 more: 27 generating"
 
 
-def test_long_waits_wrap_and_end_visibly_cut(make_snapshot: MakeSnapshot) -> None:
-    snapshot = make_snapshot(waiting_for="12 groups; " + "9 on w3, which waits for v17 " * 9)
+def test_long_waits_wrap_and_end_visibly_cut(make_status: MakeStatus) -> None:
+    snapshot = make_status(waiting_for="12 groups; " + "9 on w3, which waits for v17 " * 9)
     rows = screen.status(snapshot, 60, num_wait_rows=2)
     assert len(rows) == 4
     assert plain(rows[2]).startswith("learner  idle 12% recently, 25% in all   waits for 12")
     assert plain(rows[3]).rstrip().endswith("...")
 
 
-def test_costs_and_the_learners_speed_have_rows_of_their_own(make_snapshot: MakeSnapshot) -> None:
-    cost = CostView(
+def test_costs_and_the_learners_speed_have_rows_of_their_own(make_status: MakeStatus) -> None:
+    cost = CostStatus(
         per_h=16.2,
         total=3.456,
         per_million_tokens=1.25,
@@ -166,9 +167,9 @@ def test_costs_and_the_learners_speed_have_rows_of_their_own(make_snapshot: Make
         decision="fewer or cheaper workers are enough: 1 of 3 workers active",
     )
     spent = {"forward_backward_s": 1.23, "optimizer_s": 0.104}
-    speed = SpeedView(tokens_per_s=43210.0, mfu=0.403, peak_memory_bytes=61.5 * 2**30, **spent)
-    without = screen.status(make_snapshot(), 140, num_wait_rows=1)
-    rows = screen.status(make_snapshot(cost=cost, speed=speed), 140, num_wait_rows=1)
+    speed = SpeedStatus(tokens_per_s=43210.0, mfu=0.403, peak_memory_bytes=61.5 * 2**30, **spent)
+    without = screen.status(make_status(), 140, num_wait_rows=1)
+    rows = screen.status(make_status(cost=cost, speed=speed), 140, num_wait_rows=1)
     assert len(rows) == len(without) + 3
     assert [plain(row).rstrip() for row in (rows[1], *rows[-2:])] == [
         "trainer  43.2k tokens/s   40% MFU   peak 61.5 GiB   1.2 s passes, 0.1 s update",

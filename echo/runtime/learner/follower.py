@@ -1,15 +1,15 @@
-"""Makes the rows of metrics and the snapshots that a run's follower writes and displays."""
+"""Makes the rows of metrics and the status that a run's follower writes and displays."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Protocol
 
 from echo.config.schema import RunSection
-from echo.core.metrics import Snapshot
+from echo.core.status import RunStatus
 from echo.net.transport import Transport
 from echo.roles.learner import Learner
 from echo.runtime.learner.batches.bound import AdaptiveBound
@@ -23,24 +23,28 @@ Row = Mapping[str, float | Mapping[str, float]]
 MIN_TRAINED_SHARE = 0.5
 """If a lower share of the tokens that agents sampled is trained on, this is logged once."""
 REFRESH_S = 0.25
-"""Seconds between two snapshots for the display."""
+"""Seconds between two statuses for the display."""
 
 
 class Follower(Protocol):
     """Follows a run from outside: writes its metrics, and displays its state."""
 
     is_watching: bool
-    """Whether snapshots are displayed, so that they must be made."""
+    """Whether the status is displayed, so that it must be made."""
 
     def write_metrics(self, step: int, row: Row) -> None:
         """Append one row of metrics, that of `step`."""
 
-    def show(self, snapshot: Snapshot) -> None:
-        """Draw a snapshot of the run on the display."""
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """The newest log lines for the operator, oldest first."""
+
+    def show(self, status: RunStatus) -> None:
+        """Draw the status of the run on the display."""
 
 
 class Reporter:
-    """Makes a follower's rows and snapshots from the state of a learner's parts."""
+    """Makes a follower's rows, and the status of the run, from the state of a learner's parts."""
 
     def __init__(
         self,
@@ -54,19 +58,26 @@ class Reporter:
         bound: AdaptiveBound,
         costs: CostControl,
         rewards: LearnerRewards | None,
+        price_per_h: float | None,
+        time_of_day: Callable[[], float],
         log: logging.Logger,
     ) -> None:
-        """Report the state of these parts of a learner to `follower`."""
+        """Report the state of these parts of a learner to `follower`.
+
+        `price_per_h` is the price of the learner's machine, $ per hour; `time_of_day` returns Unix
+        seconds.
+        """
         self._follower, self._role, self._transport = follower, role, transport
         self._run, self._progress, self._pace = run, progress, pace
         self._bound, self._costs, self._rewards = bound, costs, rewards
+        self._price_per_h, self._time_of_day = price_per_h, time_of_day
         self._log = log
         self._task_metrics = TaskMetrics()
         self._has_warned_of_share = False
 
     @property
     def is_watching(self) -> bool:
-        """Whether the follower displays snapshots, so that they must be made."""
+        """Whether the follower displays the status, so that it must be made."""
         return self._follower.is_watching
 
     def write_step(
@@ -149,16 +160,21 @@ class Reporter:
             await asyncio.sleep(REFRESH_S)
 
     def display(self, *, now: float) -> None:
-        """Draw the present state, if snapshots are displayed."""
+        """Draw the present state, if it is displayed."""
         if not self._follower.is_watching:
             return
-        self._follower.show(
-            self._progress.snapshot(
-                self._role,
-                run_name=self._run.name,
-                max_steps=self._run.max_steps,
-                pace=self._pace,
-                cost=self._costs.view(),
-                now=now,
-            )
+        self._follower.show(self.status(now=now))
+
+    def status(self, *, now: float) -> RunStatus:
+        """Return the present status of the run."""
+        return self._progress.status(
+            self._role,
+            run_name=self._run.name,
+            max_steps=self._run.max_steps,
+            pace=self._pace,
+            cost=self._costs.view(),
+            notices=self._follower.notices,
+            price_per_h=self._price_per_h,
+            at=self._time_of_day(),
+            now=now,
         )

@@ -272,7 +272,8 @@ class LearnerNode(Node):
         )  # fmt: skip
         self._reporter = Reporter(
             follower, run.role, self.transport, run=sections.run, progress=run.progress,
-            pace=self.pace, bound=self.bound, costs=self.costs, rewards=run.rewards, log=log,
+            pace=self.pace, bound=self.bound, costs=self.costs, rewards=run.rewards,
+            price_per_h=sections.learner.price_per_h, time_of_day=run.ledger.now, log=log,
         )  # fmt: skip
         self._shutdown = RunShutdown(
             run.role, self.transport, report=self.report, wait_until=self.wait_until,

@@ -1,4 +1,4 @@
-"""Running totals of the learner, for its metrics and its live display."""
+"""Running totals of the learner, for its metrics and its status."""
 
 from __future__ import annotations
 
@@ -6,25 +6,30 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 
 import numpy as np
 
 from echo.algo.diagnostics import GroupStats, LengthBias, Mismatch
-from echo.core.metrics import (
-    CostView,
-    LearningCurve,
-    NodeView,
-    Snapshot,
-    SpeedView,
-    StepView,
-)
+from echo.core.bounds import clamped_rate
+from echo.core.metrics import LearningCurve
 from echo.core.rollout import Group, PolicyVersion
+from echo.core.status import (
+    MAX_POINTS,
+    CostStatus,
+    NodeStatus,
+    RunStatus,
+    SpeedStatus,
+    StepStatus,
+    finite,
+    thinned,
+)
 from echo.core.timers import RecentMap
 from echo.leases.mismatch import WINDOW, Sampled
 from echo.roles.learner import Learner
-from echo.roles.members import MAX_NAMES_KEPT
+from echo.roles.members import MAX_NAMES_KEPT, NODE_RATE_WINDOW_S
 from echo.weights.schedule import PublishPace
+from echo.wire.messages import LEARNER_ID
 
 IDLE_WINDOW_S = 60.0
 """Least seconds over which the display averages the share of time that the learner waits."""
@@ -83,6 +88,42 @@ class RunCurves:
             self.eval_errors[step] = num_errors
 
 
+# --- remaining time -------------------------------------------------------------------------------
+
+
+_STEPS_REMEMBERED = 20
+"""Number of steps in the median, which ignores single slow steps and soon follows a change of
+workers."""
+
+
+class RemainingTime:
+    """Estimates the remaining time of a run by the median duration of its recent steps.
+
+    In the median, a period without workers counts as a single slow step. The first step of the
+    process does not count, since it includes the time in which workers joined.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._stepped_at: float | None = None
+
+    def stepped(self, *, now: float) -> None:
+        """Record that a step was made now, in seconds."""
+        if self._stepped_at is not None:
+            self._steps.append(now - self._stepped_at)
+        self._stepped_at = now
+
+    def eta_s(self, num_steps: int, *, now: float) -> float | None:
+        """Return the estimated seconds for `num_steps` steps; None before two steps were made."""
+        if self._stepped_at is None or not self._steps:
+            return None
+        step_s = median(self._steps)
+        return max(num_steps * step_s - min(now - self._stepped_at, step_s), 0.0)
+
+
+# --- totals ---------------------------------------------------------------------------------------
+
+
 class Progress:
     """Totals since the learner started; staleness and curves also count the run before a resume."""
 
@@ -99,13 +140,17 @@ class Progress:
         self._waited_s = self._trained_s = 0.0
         self._step_times: tuple[float, float] = (0.0, 0.0)
         self._published_s = 0.0
-        self._speed: SpeedView | None = None
-        self.last_step: StepView | None = None
+        self._pace = RemainingTime()
+        self._sent: deque[tuple[float, int]] = deque()
+        """(time, bytes sent so far) at the last statuses, over NODE_RATE_WINDOW_S."""
+        self._speed: SpeedStatus | None = None
+        self.last_step: StepStatus | None = None
         """Figures of the last step; None before the first step."""
         self._tokens_since_step = 0
         self._bytes_reported = 0
         self._staleness_tokens = dict(staleness_tokens)
         self.curves = RunCurves(earlier, step=step)
+        self._curve = self._rewards_by_step(step)
         self._groups = GroupStats()
         self._left_out = GroupStats()
         self._reasons: Counter[str] = Counter()
@@ -297,21 +342,24 @@ class Progress:
             row["staleness/max"] = max(staleness)
             row["staleness/hist"] = {str(lag): n for lag, n in sorted(staleness.items())}
         if "perf/tokens_per_s" in metrics:
-            self._speed = SpeedView(
+            self._speed = SpeedStatus(
                 tokens_per_s=metrics["perf/tokens_per_s"],
                 mfu=metrics.get("perf/mfu"),
                 peak_memory_bytes=metrics["perf/peak_memory_gb"] * 1e9,
                 forward_backward_s=metrics["time/forward_backward"],
                 optimizer_s=metrics["time/optimizer"],
             )
-        self.last_step = StepView(
+        self.last_step = StepStatus(
             step=step,
-            reward=self.curves.rewards[-1],
+            reward=finite(self.curves.rewards[-1]),
             mean_staleness=mean_staleness,
             max_staleness=max(staleness, default=0),
             accepted_tokens_per_s=self._tokens_since_step / step_s,
             seconds=step_s,
+            useful_share=metrics.get("groups/useful"),
         )
+        self._curve = self._rewards_by_step(step)
+        self._pace.stepped(now=now)
         self._stepped_at, self._tokens_since_step, self._bytes_reported = now, 0, bytes_sent
         self._published_s = 0.0
         return row
@@ -386,37 +434,58 @@ class Progress:
         total_s = self._waited_s + self._trained_s
         return self._waited_s / total_s if total_s else 0.0
 
-    def _with_quality(self, view: NodeView) -> NodeView:
+    def _with_quality(self, view: NodeStatus) -> NodeStatus:
         """Return the view of a node with the mean mismatch and reward of its trained groups."""
         found = self.workers.of(view.node_id)
-        return replace(view, mismatch_kl=found.get("mismatch_kl"), reward=found.get("reward"))
+        mismatch_kl, reward = finite(found.get("mismatch_kl")), finite(found.get("reward"))
+        return replace(view, mismatch_kl=mismatch_kl, reward=reward)
 
-    def snapshot(
+    def status(
         self,
         role: Learner,
         *,
         run_name: str,
         max_steps: int,
         pace: PublishPace,
-        cost: CostView | None = None,
+        cost: CostStatus | None = None,
+        notices: tuple[str, ...] = (),
+        price_per_h: float | None = None,
+        at: float = 0.0,
         now: float,
-    ) -> Snapshot:
-        """Return the state of the run that the live view draws."""
-        held, wanted = role.fleet.broadcast_progress()
-        newest = role.broadcast.newest_complete
-        return Snapshot(
+    ) -> RunStatus:
+        """Return the status of the run, the only one that any view shows.
+
+        Args:
+            role: the learner's role.
+            run_name: the name of the run.
+            max_steps: number of steps at which the run is finished.
+            pace: the pace of publishing.
+            cost: the costs of the run; None if no machine has a price.
+            notices: the newest log lines.
+            price_per_h: the price of the learner's machine, $ per hour; None if it is not stated.
+            at: the time of day, Unix seconds.
+            now: the loop's time, seconds.
+        """
+        bound = role.buffer.admission_staleness
+        max_staleness = role.settings.leases.max_staleness
+        learner = self._learner(role, price_per_h=price_per_h, now=now)
+        others = map(self._with_quality, role.fleet.nodes(step=role.step, now=now))
+        return RunStatus(
             run_name=run_name,
+            at=at,
             elapsed_s=now - self._started_at,
             step=role.step,
             max_steps=max_steps,
-            max_staleness=role.settings.leases.max_staleness,
+            max_staleness=max_staleness,
+            staleness_bound=bound if bound < max_staleness else None,
             publish_period=pace.period,
             resumed_at=self._first_step,
             activity=self.activity,
             waiting_for="" if self.activity else self._describe_wait(role),
-            nodes=tuple(map(self._with_quality, role.fleet.nodes(step=role.step, now=now))),
-            reward_history=tuple(self.curves.rewards),
-            eval_history=tuple(sorted(self.curves.evals)),
+            eta_s=self._pace.eta_s(max_steps - role.step, now=now),
+            nodes=(learner, *others),
+            reward_history=self._curve,
+            eval_history=self._evaluations(),
             evals_are_rates=self.curves.evals_are_rates,
             eval_errors=dict(self.curves.eval_errors),
             staleness_tokens=dict(self._staleness_tokens),
@@ -427,12 +496,42 @@ class Progress:
             num_buffered=len(role.buffer),
             groups_per_step=role.settings.leases.groups_per_step,
             num_leased=role.leases.num_running,
-            broadcast_version="-" if newest is None else str(newest),
-            broadcast_done=held / wanted if wanted else 1.0,
+            versions=role.fleet.versions(),
             broadcast_bytes=role.broadcast.bytes_sent,
             refused=_refusals(role.counters.as_dict()),
             cost=cost,
+            notices=notices,
         )
+
+    def _learner(self, role: Learner, *, price_per_h: float | None, now: float) -> NodeStatus:
+        """Return the status of the learner as a node: its newest version, and what it sends."""
+        broadcast, sent = role.broadcast, self._sent
+        sent.append((now, broadcast.bytes_sent))
+        while len(sent) > 2 and now - sent[0][0] > NODE_RATE_WINDOW_S:
+            sent.popleft()
+        (since, before), (until, after) = sent[0], sent[-1]
+        newest = broadcast.newest_complete
+        return NodeStatus(
+            node_id=LEARNER_ID,
+            role="learner",
+            state=self.activity or "waiting",
+            version="-" if newest is None else str(newest),
+            staleness=None if newest is None else role.step - newest.step,
+            tokens_per_s=0.0 if self._speed is None else self._speed.tokens_per_s,
+            bytes_sent_per_s=(after - before) / max(until - since, 1e-6),
+            uplink_bytes_per_s=clamped_rate(broadcast.uplink.bytes_per_s),
+            price_per_h=price_per_h,
+        )
+
+    def _rewards_by_step(self, step: int) -> tuple[tuple[int, float], ...]:
+        """Return the curve of rewards up to `step`, thinned."""
+        rewards = self.curves.rewards
+        return thinned(list(zip(range(step - len(rewards) + 1, step + 1), rewards, strict=True)))
+
+    def _evaluations(self) -> tuple[tuple[int, float, float], ...]:
+        """Return the newest evaluations with finite rewards, by step."""
+        known = sorted(point for point in self.curves.evals if all(map(math.isfinite, point)))
+        return tuple(known[-MAX_POINTS:])
 
 
 # --- Mismatch and reward of each worker's newest trained groups: `workers/` ---

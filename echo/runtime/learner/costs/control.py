@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from echo.core.metrics import CostView
+from echo.core.status import CostStatus
 from echo.fleet.activation import (
     ActivationDecision,
     Question,
@@ -213,7 +213,7 @@ class CostControl:
             metrics["activation/predicted_idle"] = outlook.idle_share
         return metrics
 
-    def view(self) -> CostView | None:
+    def view(self) -> CostStatus | None:
         """Return the costs for the live view; None if nothing has a price or was spent."""
         meter, roster = self._meter, self._role.roster
         if not meter.has_prices:
@@ -221,7 +221,7 @@ class CostControl:
         per_million_tokens = None
         if self._num_tokens > 0:
             per_million_tokens = (meter.total - self._total_at_start) / self._num_tokens * 1e6
-        return CostView(
+        return CostStatus(
             per_h=meter.machines_per_h + meter.traffic_per_h,
             total=meter.total,
             per_million_tokens=per_million_tokens,

@@ -1,0 +1,258 @@
+"""The status of a run: one tree of plain values, which every view of a run shows.
+
+The learner makes it from the state of its parts (`runtime/learner/report.py`), and no other code
+does. The live view draws it, viewers receive it as JSON, and `status.json` in the run's directory
+has the last one. All numbers are finite, because JSON has no other: a value that is NaN or infinite
+is None, or is left out of a history.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from echo.core.errors import DataError
+
+MAX_POINTS = 512
+"""Most points of a curve in a status: more than a screen has columns of dots, and a few kB."""
+
+RunState = Literal["running", "paused", "finished", "stopped"]
+"""A run is stopped if its learner has ended before the last step, by a crash or on request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """What the learner knows about a node."""
+
+    node_id: str
+    role: str
+    """"learner", "relay" or "worker"."""
+    state: str
+    """A word or short phrase: "training", "generating", "fetching v17 63%", "waiting", "lost"."""
+    version: str = "-"
+    """Installed policy version, as text."""
+    staleness: int | None = None
+    """The learner's step minus the installed step; None without an installed version."""
+    tokens_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    """Weight bytes received per second over the last seconds."""
+    bytes_sent_per_s: float = 0.0
+    """Weight bytes sent per second over the last seconds."""
+    downlink_bytes_per_s: float | None = None
+    uplink_bytes_per_s: float | None = None
+    """This and the field before: the rates of the node's links, measured by transfers; None before
+    a measurement."""
+    rtt_s: float | None = None
+    """Round-trip time to the node's parent, seconds; None before a measurement."""
+    fetching: str | None = None
+    """The version that the node fetches, as text; None if it fetches none."""
+    num_chunks_held: int = 0
+    num_chunks: int = 0
+    num_leases: int = 0
+    capacity: int = 0
+    """Number of groups that a worker can hold, running and waiting."""
+    num_errors: int = 0
+    """Groups, calls and messages that failed since the node's process started."""
+    parent: str = "-"
+    """The node from which this node gets weights."""
+    price_per_h: float | None = None
+    """$ per hour of the node's machine; None if it has stated no price."""
+    seen_s: float = 0.0
+    """Seconds since the learner received the node's last message."""
+    mismatch_kl: float | None = None
+    """Mismatch between learner and sampler in the worker's newest trained groups, nats per token;
+    None before the first group."""
+    reward: float | None = None
+    """Mean reward of the groups for which `mismatch_kl` was computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStatus:
+    """A link over which a version of the weights travels."""
+
+    parent: str
+    child: str
+    bytes_per_s: float | None
+    """Measured rate of the child's transfers; None before a measurement."""
+    remaining_s: float | None
+    """Seconds until the version has arrived, at this rate; None if the rate is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionStatus:
+    """A version of the weights, and how far it has travelled."""
+
+    version: str
+    done: float
+    """Share of all receivers' chunks that have arrived, 0..1."""
+    num_nodes: int
+    """Number of nodes that are to have the version."""
+    num_complete: int
+    """Number of nodes that have the whole version."""
+    slowest: LinkStatus | None = None
+    """The link whose child receives the version last; None while no node fetches it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostStatus:
+    """The costs of the run."""
+
+    per_h: float
+    """$ per hour for machines and traffic together."""
+    total: float
+    """$ spent since the start of the run."""
+    per_million_tokens: float | None
+    """$ per 10^6 accepted tokens; None before the first accepted token."""
+    standby_per_h: float
+    """The part of `per_h` for machines on standby."""
+    unconfirmed_per_h: float
+    """The part of `per_h` for machines that left without a confirmed release."""
+    budget_per_run: float | None
+    num_active: int
+    num_standby: int
+    decision: str = ""
+    """A description of the last change in which workers are active."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedStatus:
+    """The speed of the learner in its last step."""
+
+    tokens_per_s: float
+    """Tokens per second that went through the model while it trained, prompts included."""
+    mfu: float | None
+    """Share of the device's peak arithmetic rate that the model used; None if the peak is unknown.
+    """
+    peak_memory_bytes: float
+    forward_backward_s: float
+    optimizer_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStatus:
+    """The values of an optimizer step that views show, from the step's row of metrics."""
+
+    step: int
+    """Number of the step, from 1."""
+    reward: float | None
+    """Mean reward; None if it is not finite."""
+    mean_staleness: float | None
+    """Mean staleness of the trained tokens, in steps; None without trained tokens."""
+    max_staleness: int
+    accepted_tokens_per_s: float
+    """Completion tokens accepted per second since the previous step."""
+    seconds: float
+    """Seconds since the previous step."""
+    useful_share: float | None = None
+    """Share of the groups since the previous step whose rewards were not all equal; None without
+    groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """The state of a run at one instant, collected by its learner."""
+
+    run_name: str
+    at: float = 0.0
+    """Unix time of the instant, seconds."""
+    state: RunState = "running"
+    elapsed_s: float
+    step: int
+    max_steps: int
+    max_staleness: int
+    """The hard bound on staleness, in steps."""
+    staleness_bound: int | None = None
+    """The bound on staleness for new leases; None if it is the hard bound."""
+    publish_period: int
+    resumed_at: int = 0
+    """The step at which this process of the learner began."""
+    activity: str = ""
+    """The learner's activity, such as "training"; empty while it waits for groups."""
+    waiting_for: str = ""
+    """The reason why the learner waits; empty while it does not wait."""
+    eta_s: float | None = None
+    """Estimated seconds until the last step; None before two steps were timed."""
+    nodes: tuple[NodeStatus, ...] = ()
+    reward_history: tuple[tuple[int, float], ...] = ()
+    """(step, mean reward) of all steps so far, thinned to MAX_POINTS, oldest first."""
+    eval_history: tuple[tuple[int, float, float], ...] = ()
+    """For each of the newest MAX_POINTS evaluations: its step, the mean reward of sampled answers,
+    and that of greedy answers."""
+    evals_are_rates: bool = True
+    """Whether every reward of the evaluations was 0 or 1."""
+    eval_errors: Mapping[int, int] = field(default_factory=dict)
+    """Number of failed rewards, which count as 0, by the step of the evaluation."""
+    staleness_tokens: Mapping[int, int] = field(default_factory=dict)
+    """Trained tokens by staleness, whole run."""
+    idle_ratio: float = 0.0
+    """Share of the learner's time spent waiting for rollouts since it started, 0..1."""
+    recent_idle_ratio: float = 0.0
+    """Share of the last minute, or of the last steps if they took longer, spent waiting."""
+    last_step: StepStatus | None = None
+    """The newest step; None before this process has made one."""
+    speed: SpeedStatus | None = None
+    """The learner's speed in its last step; None before the first step."""
+    num_buffered: int = 0
+    groups_per_step: int = 0
+    num_leased: int = 0
+    versions: tuple[VersionStatus, ...] = ()
+    """The newest version, then older versions that nodes still fetch, newest first."""
+    broadcast_bytes: int = 0
+    """Weight bytes that the learner itself has sent in the whole run."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Number of groups refused or dropped since the start, by reason."""
+    cost: CostStatus | None = None
+    """The costs of the run; None if no machine has a price."""
+    notices: tuple[str, ...] = ()
+    """The newest log lines for the operator, oldest first."""
+
+    @property
+    def bound(self) -> int:
+        """The bound on staleness for new leases, in steps."""
+        return self.max_staleness if self.staleness_bound is None else self.staleness_bound
+
+    def to_json(self) -> bytes:
+        """Return the status as one JSON object."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes, *, source: str) -> RunStatus:
+        """Return the status that `to_json` has written; `source` names the data in an error.
+
+        Raises:
+            DataError: if the data is no status, or one of another release.
+        """
+        try:
+            return _decoder.decode(data)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise DataError(
+                f"{source}: no status of a run, or one of another release ({error}); use the "
+                "release that the learner runs"
+            ) from error
+
+
+def finite(value: float | None) -> float | None:
+    """Return a value, but None for NaN and infinite values."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def thinned(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Return at most MAX_POINTS + 1 points of a curve, each the mean of equally many points.
+
+    The last point is kept as it is. Points whose value is not finite are left out.
+    """
+    known = [(x, y) for x, y in points if math.isfinite(y)]
+    size = -(-len(known) // MAX_POINTS)
+    if size <= 1:
+        return tuple(known)
+    *body, last = known
+    buckets = [body[start : start + size] for start in range(0, len(body), size)]
+    means = [(each[-1][0], math.fsum(y for _, y in each) / len(each)) for each in buckets]
+    return (*means, last)
+
+
+_decoder = msgspec.json.Decoder(RunStatus)
