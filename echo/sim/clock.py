@@ -2,9 +2,9 @@
 
 Tasks, timers and timeouts run on a `VirtualLoop` without change. When no callback is ready, time
 jumps to the next timer. Calls for the same instant are made in the order in which they were
-scheduled, so the same program gives the same history. The loop has no sockets and no threads. It
-makes the calls that a node would make in threads itself (`InlineThreads`), each after the simulated
-time that the call takes.
+scheduled, so the same program gives the same history. The loop has no sockets and no threads. The
+loop itself makes the calls that a node would make in threads (`InlineThreads`), each after the
+simulated time that the call takes.
 """
 
 from __future__ import annotations

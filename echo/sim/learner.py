@@ -1,4 +1,4 @@
-"""The learner of a simulation: the real one, with a trainer that only takes time and no disk."""
+"""The learner of a simulation: the real learner without a disk; its trainer only takes time."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
 GIVE_UP_S = 3600.0
 GIVE_UP_STEPS = 30
-"""A run ends if it trains nothing for GIVE_UP_S seconds and for as long as GIVE_UP_STEPS steps
-take."""
+"""A run ends if it trains nothing for GIVE_UP_S seconds, and also for the time that GIVE_UP_STEPS
+steps take."""
 LINEAGES = (Lineage(1, 0),)
 UNBOUNDED = 1 << 30
 """A bound on staleness so large that it never delays a lease."""

@@ -314,7 +314,7 @@ class Network:
             self.at(at, self._on_end, end.far, reason)
 
     def close(self, client: Client, *, linger_s: float = 0.0) -> None:
-        """End a process and notify its peers; messages it has sent arrive for `linger_s`."""
+        """End a process and notify its peers; messages sent before still arrive for `linger_s`."""
         self._unlisten(client)
         for end in list(self._ends.get(client, ())):
             self.hang_up(end, linger_s=linger_s, reason="the peer's connection closed")

@@ -321,7 +321,8 @@ class NoCheckpoints(Checkpoints):
 class LearnerThreads(InlineThreads):
     """Replaces the learner's threads: some calls take simulated time.
 
-    These calls make a step, make a version or sync the ledger; all other calls take no time.
+    The calls that take time make a step, make a version, or sync the ledger. All other calls take
+    no time.
     """
 
     def __init__(self, scenario: Scenario, trainer: TimedTrainer) -> None:
