@@ -42,7 +42,7 @@ def require_math_verify(where: str) -> None:
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"{where} needs the package math-verify: {install_command('worker')}")
-    # It warns that its time limits are off; they are, since every reward call has one (is_equal).
+    # math-verify warns that its time limits are off. Here every reward call has a limit (is_equal).
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 

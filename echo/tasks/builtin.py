@@ -10,9 +10,9 @@ follow `>` and the sum in four digits. The reward is 1 if there is a single `>` 
 the `>` is the sum, else 0. The scratchpad does not affect the reward.
 
 Most demonstrations forget every carry, both in the columns and in the sum. About 47 % of the
-demonstrations are right: those with carries, and sums without a carry. Imitation cannot exceed this
-share, and the most likely answer of an imitator omits the carries. Only the rewards can teach the
-policy to carry.
+demonstrations are right: the demonstrations that carry, and those of sums without a carry.
+Imitation cannot exceed this share, and the most likely answer of an imitator omits the carries.
+Only the rewards can teach the policy to carry.
 
 **Countdown** with three digits: reach a target with + - * and parentheses, using each digit once.
 

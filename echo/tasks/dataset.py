@@ -157,7 +157,7 @@ class RowsTask(Task):
         ]
 
     def data_problems(self) -> list[str]:
-        """Return the faults of datasets that are on this machine; ask the hub for the others.
+        """Return the faults of datasets on this machine; ask the hub about the other datasets.
 
         A dataset that the hub does not have is a fault, too.
         """

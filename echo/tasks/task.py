@@ -326,7 +326,7 @@ def check_code(
     *,
     inherited_dir: Path,
 ) -> None:
-    """Check that this node's copy of the task's code is the learner's; import no code.
+    """Check that this node's copy of the task's code equals the learner's; import no code.
 
     Args:
         kind: the value of task.kind.
@@ -432,7 +432,7 @@ def _find_modules(value: object) -> Iterator[str]:
             if found is not None:
                 yield found["module"]
         case Mapping():
-            # The name of a `verifiers` environment has no function, but dashes and perhaps an
+            # The name of a `verifiers` environment names no function; it has dashes, and perhaps an
             # owner.
             options = value.get("options", value)
             if value.get("kind") == "verifiers" and isinstance(options, Mapping):

@@ -66,8 +66,8 @@ class DatasetRow:
     """A row of a dataset, and the place of the row in its file."""
 
     source: str
-    """The file and the line of the row, or for a table its number, such as "train.jsonl:12"; both
-    count from 1."""
+    """The file of the row and its line, or in a table its number, such as "train.jsonl:12"; lines
+    and numbers count from 1."""
     columns: dict[str, Any]
     """The values of the row by column, in JSON's types."""
 
@@ -112,7 +112,7 @@ def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
 def is_local(path: str) -> bool:
     """Return whether a dataset can be read without a download.
 
-    If it cannot, ask the hub whether it has the split.
+    If a download is needed, ask the hub whether the hub has the split.
 
     Raises:
         DataError: if the dataset is not local, and the hub cannot be reached or has no such split.
