@@ -214,8 +214,8 @@ def rented_nodes(
     """Return the number of rented nodes of each offer.
 
     The number is the one in [sim], otherwise the one in the plan; if neither has a number, all
-    nodes on offer are rented. A number above the number on offer is ignored, because memory may not
-    hold so large a list of nodes; `scenario_rules` reports it.
+    nodes on offer are rented. A number above the number on offer is ignored, because a list of that
+    length may exceed the memory; `scenario_rules` reports such a number.
     """
     counts = dict(offered)
     if plan is not None:

@@ -118,7 +118,7 @@ def _read_tables(kind: type[FleetFile], tables: Table, source: str) -> Layer:
 
 
 def _read_override(kind: type[FleetFile], text: str, source: str, below: Settings) -> Layer:
-    """Return the layer of an override, in which the name of a list's row becomes its number."""
+    """Return the layer of an override, with the name of a list's row replaced by its number."""
     layer = read_override(SCHEMAS[kind], text, source)
     path = next(iter(layer.settings), ())
     if not path or not repeats(kind, path[0]):
@@ -138,7 +138,7 @@ def _read_override(kind: type[FleetFile], text: str, source: str, below: Setting
 
 
 def _find_row(table: str, name: str, settings: Settings) -> tuple[list[str], str]:
-    """Return the numbers of the rows with this name, and an error text for other than one row."""
+    """Return the numbers of the rows with this name, and an error text unless it is one row."""
     calls = [
         (path[1], str(setting.value))
         for path, setting in settings.items()

@@ -33,7 +33,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 MAX_COUNT = 100_000
 """Largest number of nodes of one offer."""
 LEARNER_REGION = "learner"
-"""Where a simulated learner stands: routes of regions lead from here."""
+"""The region of a simulated learner, from which the routes to all regions lead."""
 
 
 class JobRow(Strict):

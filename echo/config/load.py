@@ -269,7 +269,7 @@ def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[P
 
 
 def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict[KeyPath, Setting]:
-    """Return the settings without defaults that were saved for a kind no longer chosen."""
+    """Return the settings without the saved defaults of a kind that is no longer chosen."""
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
     known, profile = leaves(before), _profile_of(saved)
@@ -353,7 +353,7 @@ def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[Key
 
 
 def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config, list[Problem]]:
-    """Return a valid configuration, and the problems of invalid values, replaced by defaults."""
+    """Return a configuration with defaults in place of invalid values, and their problems."""
     try:
         return Config.model_validate(nest(settings)), []
     except ValidationError as error:
@@ -429,7 +429,7 @@ def dry_run_text(
     notices: Iterable[str] = (),
     preview: Iterable[str] = (),
 ) -> str:
-    """Return the text of a dry run: whether it would start, memory, data and every setting."""
+    """Return the text of a dry run: whether the node would start, memory, data, all settings."""
     head = "would start" if would_start else "would not start, see the end"
     lines = [f"{head}: {_describe_start(config, role)}"]
     if budget is not None:
@@ -497,8 +497,8 @@ def _describe_start(config: Config, role: Role) -> str:
 
 # --- a changed configuration of a resumed run -----------------------------------------------------
 # A change is safe if it affects only later steps: stored data and sampled rollouts keep their
-# meaning. It is unsafe if they do not, or if processes that were not restarted would disagree. A
-# key is safe unless it, or its section, is listed here.
+# meaning. A change is unsafe if their meaning changes, or if processes that were not restarted
+# would disagree. A key is safe unless it, or its section, is listed here.
 
 
 _OTHER_RUN = "the run lives in that directory; start a new run with --init-from instead"
@@ -582,7 +582,8 @@ def _at(table: Any, path: Sequence[str]) -> Any:
 
 
 _TEMPLATE = "model.chat_template"
-"""The one key whose file's text is sent to workers; of all other keys the value is sent."""
+"""The only key for which workers are sent the text of a file; for all other keys the value is sent.
+"""
 NO_TEMPLATE = "none"
 """Value of the key in place of a file's path: the tokenizer's own template is not used."""
 _AGENTS = "agent.listen"

@@ -5,12 +5,12 @@ torch, cannot import them, so the keys are repeated here; a test compares names 
 
 Truncated sampling. With top-p, top-k or min-p a worker computes log-probabilities in the truncated
 and renormalised distribution. A rollout carries the ids that each token was drawn from, and the
-learner computes in the same distribution. A set can be too large to travel (core/token_sets.py);
-its token is scored in the whole distribution. Then even on-policy its ratio of learner to sampler
-is Z, the probability that truncation has kept: between top_p and 1 with top-p, any value up to 1
-with top-k and min-p. A loss whose range of ratios begins above Z learns nothing from rollouts with
-a negative advantage, or leaves all rollouts out, so it gets no group with such a token.
-`least_ratios` returns where the ranges begin.
+learner computes in the same distribution. A set can be too large to send (core/token_sets.py); its
+token is then scored in the whole distribution. So even on-policy the token's ratio of learner to
+sampler is Z, the probability that truncation has kept. With top-p, Z is between top_p and 1; with
+top-k and min-p, Z is any value up to 1. If the range of ratios of a loss begins above Z, the loss
+learns nothing from rollouts with a negative advantage, or leaves all rollouts out. So such a loss
+gets no group with such a token. `least_ratios` returns where the ranges begin.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ DualClip = Annotated[
     Field(description="Bound on the ratio where the advantage is negative; false is off."),
 ]
 RATIO_UNDER_TOP_K = 0.9
-"""Ratio that a loss's range must include to get tokens without their sets, if top-k or min-p is
-set. The probability that these remove has no bound, so this value is a judgement: ranges of .2, as
-in PPO, are used with top-k; ranges of some percent clip every token.
+"""If top-k or min-p is set, a loss gets tokens without their sets only if its range includes this
+ratio. The probability that top-k and min-p remove has no bound, so this value is a judgement:
+ranges of .2, as in PPO, are used with top-k; ranges of some percent clip every token.
 """
 
 Aggregation = Annotated[
@@ -89,7 +89,7 @@ class LossSection(Section):
     def least_ratios(self) -> dict[str, float]:
         """Return, by key, the ratio below which tokens of a bad rollout have no gradient.
 
-        The ratio is that of learner to sampler; a bad rollout has a negative advantage.
+        The ratio is learner over sampler; a bad rollout has a negative advantage.
         """
         return {}
 
@@ -284,7 +284,7 @@ class DppoTvSection(MaskedLossSection):
     def least_ratios(self) -> dict[str, float]:
         """Return, by key, the smallest ratios that the masks and the bound accept.
 
-        The smallest ratio that the bound accepts is that of a token to which the sampler gave a
+        The smallest ratio that the bound accepts belongs to a token to which the sampler gave a
         probability of 1.
         """
         end = 1 - self.max_probability_gap

@@ -31,9 +31,10 @@ from echo.core.units import format_bytes
 # of a few MiB are left out. tests/train/test_footprint.py compares the sums with the tensors of
 # real steps, and bench/bench_memory.py with the memory of real processes.
 #
-# A step's own memory, beside the permanent one, differs from moment to moment: the head's logits
-# exist together with all activations, and most gradients once these have been freed. So a footprint
-# has several moments, and counts the one with the most bytes.
+# The memory of a step itself, besides the permanent memory, differs from moment to moment: the
+# head's logits exist together with all activations, but most gradients exist only after the
+# activations have been freed. So a footprint has several moments, and counts the one with the most
+# bytes.
 
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -280,8 +281,9 @@ class Footprint:
             "largest weight in an update": 0 if self._offloads_moments else self._staged_bytes,
         }
         if config.lora.rank and self._is_alone and is_rounded:
-            # Each is tried in float32: first the base, when nothing else is there but what is
-            # evaluated with, and then the reference.
+            # The base and the reference are each checked in float32 before they are rounded. The
+            # base comes first, when only the memory for evaluations is in use besides; the
+            # reference comes next.
             before = 4 * num_params + sizes["evaluation"]
             before += sizes["base"] if sizes["reference"] else 0
             sizes["base before it is rounded"] = max(0, before - sum(sizes.values()))
@@ -444,12 +446,12 @@ class Footprint:
         """Yield the bytes that a step needs besides the model at several moments, by name.
 
         One of these moments needs the most memory. During a micro-batch after the first, all
-        gradients exist. During the first, none exist at the start, and all but the first layer's
-        exist when the backward pass reaches that layer. The head's gradient exists when the
-        backward pass of the last layer begins. The gradient of a tied head is kept in the type of
-        the products until the embedding's exists; then both are added to the float32 gradient. On a
-        CPU the process keeps freed activations until it grows again, and reuses their memory for
-        the first gradients of layers.
+        gradients exist. During the first micro-batch, no gradients exist at the start, and all
+        except the first layer's exist when the backward pass reaches that layer. The head's
+        gradient exists when the backward pass of the last layer begins. The gradient of a tied head
+        is kept in the type of the products until the embedding's exists; then both are added to the
+        float32 gradient. On a CPU the process keeps freed activations until it grows again, and
+        reuses their memory for the first gradients of layers.
         """
         one = "one layer or head"
         if not self._is_alone:
@@ -468,7 +470,7 @@ class Footprint:
         forward, backward = self._head_bytes()
         waiting = width * outside
         made = 4 * outside if now.is_only else 0  # which then counts among the gradients
-        # In float32, to become the gradient or to be added to it; a GPU adds without.
+        # A float32 copy, which becomes the gradient or is added to it; a GPU adds without a copy.
         cast = 4 * outside if width == 2 and (now.is_only or self._keeps_freed) else 0
         final = (4 + width) * facts.hidden_size * now.num_tokens
         for head in (forward, backward + waiting):
@@ -500,7 +502,7 @@ class Footprint:
 
     @property
     def _keeps_freed(self) -> bool:
-        """Whether to count memory that the process has freed; on a CPU it keeps this a while."""
+        """Whether to count freed memory, which a process on a CPU keeps for a while."""
         return not (self.has_gpu or self.has_tensors_alone)
 
     @property
@@ -593,9 +595,9 @@ class Footprint:
     def _head_bytes(self) -> tuple[int, int]:
         """Return the bytes that the log-probabilities need in the forward and in the backward pass.
 
-        In kernels/torch_kernels.py: logits, their exponentials and the product of both; states and
-        their gradient in float32, and a chunk of the head's gradient. On a GPU in bfloat16,
-        kernels/triton_kernels.py takes the same in both passes.
+        kernels/torch_kernels.py needs logits, their exponentials and the product of both; states
+        and their gradient in float32; and a chunk of the head's gradient. On a GPU in bfloat16,
+        kernels/triton_kernels.py needs the same number of bytes in both passes.
         """
         facts, rows = self.facts, self._pass.num_scored
         chunk, hidden = min(VOCAB_CHUNK, facts.vocab_size), facts.hidden_size
@@ -640,9 +642,9 @@ class Footprint:
 def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) -> int:
     """Return the number of rollouts that share their prompt in one row.
 
-    They fill at most half a micro-batch. The number is 1 if rollouts do not share prompts, or if
-    sharing saves too little. Completions shorter than the longest save more, so they are shared as
-    well.
+    These rollouts fill at most half of a micro-batch. The number is 1 if rollouts do not share
+    prompts, or if sharing saves too little. It is computed for completions of full length: shorter
+    completions save more, so they share their prompts whenever these do.
     """
     completion = config.sampling.max_completion_tokens
     room = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion
@@ -876,10 +878,10 @@ def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, An
 
 
 def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, ...], str]:
-    """Return all remedies in order, and text with the fewest of the first that suffice together.
+    """Return all remedies in order, and text on the remedies to use together.
 
-    The text omits a remedy if the others suffice without it. If even all do not suffice, the text
-    says so.
+    Remedies are chosen in order until they suffice; a chosen remedy is then omitted if the others
+    suffice without it. If all remedies together do not suffice, the text says so.
     """
     now = _model_bytes(footprint)
 
@@ -957,8 +959,8 @@ class _Memory:
 def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
     """Return the memory that decides whether all items fit.
 
-    This is the model's memory, unless main memory beside a GPU is too small. Main memory holds
-    versions of the weights, which no setting makes smaller.
+    This is the model's memory, unless the model is on a GPU and main memory is too small. Main
+    memory holds versions of the weights, which no setting makes smaller.
     """
     own, *others = _memories(items, machine)
     return next((memory for memory in others if memory.missing_bytes > 0), own)
@@ -1018,7 +1020,7 @@ _QUANTISED_WEIGHT = re.compile(r"(weight|qweight|packed|blocks)$")
 
 
 def check_unquantised(directory: Path) -> None:
-    """Refuse a model whose weights are quantised: training would not change their few values.
+    """Refuse a model whose weights are quantised, because training could not change them.
 
     Raises:
         DataError: if the weights are quantised. The text names the method, or one quantised tensor
@@ -1144,7 +1146,8 @@ def _read_header(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            # A header that a cut off file does not hold is not read either.
+            # No more bytes than the header can have are read, because a damaged file may state any
+            # length.
             header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
         header.pop("__metadata__", None)
         for entry in header.values():

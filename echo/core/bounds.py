@@ -99,7 +99,8 @@ ONE_CONNECTION_RTT_S = 0.045
 """Largest round-trip time at which one connection with a 4 MiB buffer reaches 500 Mbit/s."""
 RTT_PER_CONNECTION_S = 0.012
 """Additional round-trip time per additional connection: 6 connections at 100 ms, which fill 1
-Gbit/s. Fewer do not fill it, and 8 overload the link so that it drops packets."""
+Gbit/s. Fewer connections do not fill such a link, and 8 overload it, so that it drops packets.
+"""
 
 
 def num_connections(rtt_s: float, *, most: int = MAX_CONNECTIONS) -> int:

@@ -75,8 +75,8 @@ class StalenessBuffer:
     def evict(self, *, step: int) -> list[Evicted]:
         """Remove and return every group that can no longer be trained at this step.
 
-        If only the first tokens of continued rollouts are stale, `trims_stale` masks them and the
-        group stays.
+        If `trims_stale` is set and only the first tokens of continued rollouts are stale, these
+        tokens are masked and the group stays.
         """
         evicted = []
         for group in list(self._groups.values()):

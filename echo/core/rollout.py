@@ -21,8 +21,8 @@ Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 """A non-negative int32; each token has its version as two int32."""
 
 KEEP_VERSIONS = 2
-"""Whole versions that a node keeps: the version in use, and the previous one, which children may
-still be fetching and which is the base of deltas.
+"""Number of whole versions that a node keeps: the version in use and the previous version. Children
+may still be fetching the previous version, and it is the base of deltas.
 """
 
 MAX_UNACKED_GROUPS = 64
@@ -220,7 +220,8 @@ def scored_part(group: Group) -> Group | None:
 def staleness_of(group: Group, *, step: int) -> int:
     """Return the staleness of a group at a step of the learner.
 
-    It is `step` minus the step of the version that sampled the group's oldest trainable token.
+    The staleness is `step` minus the step of the version that sampled the group's oldest trainable
+    token.
 
     Raises:
         ValueError: if the group has no trainable token.
@@ -289,7 +290,7 @@ class PartialRollout(Tokens):
     def versions(self) -> list[PolicyVersion]:
         """The distinct versions that sampled the answer's tokens, masked ones included.
 
-        They are ordered from the oldest to the newest.
+        The versions are ordered from the oldest to the newest.
         """
         return _distinct(self.policy_versions)
 

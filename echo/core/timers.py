@@ -49,7 +49,7 @@ class RecentMap(Generic[RecentKey, Value]):
         return self._entries.get(key)
 
     def as_dict(self) -> dict[RecentKey, Value]:
-        """Return the entries as a dict, the entry that was written first at the start."""
+        """Return the entries as a dict, in the order in which they were written."""
         return dict(self._entries)
 
     def discard(self, key: RecentKey) -> None:
@@ -158,7 +158,8 @@ class Deadlines(Generic[Key]):
     """Items whose deadlines may move to later instants, ordered by deadline.
 
     The owner is asked for an item's current deadline when the stored deadline is the earliest; if
-    it has moved, the current one is stored. A deadline must not move to an earlier instant.
+    the deadline has moved, the current deadline is stored. A deadline must not move to an earlier
+    instant.
     """
 
     def __init__(self, owner: DeadlineOwner[Key]) -> None:

@@ -2,9 +2,9 @@
 
 A rollout has two kinds of sets, each only if the learner asks for it:
 
-    support   the ids that could have been drawn, which top-k, top-p and min-p have left. The
-              learner scores the token on this set, so that its probability and the sampler's are of
-              the same distribution.
+    support the ids that could have been drawn: top-k, top-p and min-p did not remove them. The
+              learner scores the token on this set, so that learner and sampler compute its
+              probability in the same distribution.
     likely    the sampler's most likely ids with their log-probabilities, which some corrections of
               the loss need.
 

@@ -1,9 +1,10 @@
 """Launches of vLLM: after a shortage of memory, the next launch asks for less.
 
-* If memory runs out while vLLM starts for the first time, fewer versions of the adapter are kept;
-  if these are few already, or at a later start, half as many rollouts run at the same time.
-* If vLLM died of a shortage while rollouts ran, half as many rollouts run from then on, in half of
-  the KV cache.
+* If memory runs out while vLLM starts for the first time, fewer versions of the adapter are kept.
+  If few versions are left, or at a later start, the number of rollouts that run at the same time is
+  halved.
+* If vLLM died of a shortage while rollouts ran, the number of rollouts and the KV cache are both
+  halved.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Launcher:
             return ProcessBackend(self._arguments)
 
     def _keep_fewer(self, why: str) -> bool:
-        """Halve the adapter versions to keep, to free memory; return False if they are too few."""
+        """Halve the number of adapter versions to free memory; return False if it is too low."""
         if self.num_versions <= MIN_VERSIONS:
             return False
         number = max(MIN_VERSIONS, self.num_versions // 2)
