@@ -340,7 +340,7 @@ class Broadcast:
             reason = f"it does not have {newest}"
             has_parent = self.receiver.link.peer is not None
             return [ParentFailed(self.receiver.disconnect(), reason)] if has_parent else []
-        return [*self.receiver.resubscribe(now=now)] if is_news else []
+        return [*self.receiver.requests.subscribe(now=now)] if is_news else []
 
     # --- messages and time -----------------------------------------------------------------------
 

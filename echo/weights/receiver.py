@@ -1,9 +1,9 @@
 """The receiver: fetches an item from the parent, verifies and writes its chunks, and retries.
 
 `broadcast.py` has the rules of the weights plane. The child's half of this plane is one `Receiver`.
-It has `Offers`, which choose the item to fetch, a `ParentLink`, over which the item arrives, a
-`Watchdog` over the parent, and an `Audit` of images that deltas have made. It requests the missing
-chunks from the parent. A chunk passes these steps:
+It has `Offers`, which choose the item to fetch, a `ParentLink`, over which the item arrives,
+`Requests` for its missing chunks, a `Watchdog` over the parent, and an `Audit` of images that
+deltas have made. A chunk passes these steps:
 
     Chunk -> take -> WriteChunk -> [a thread, or here at once] -> written: held, served, credited
 
@@ -46,14 +46,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echo.core.bounds import MAX_RANGES
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
 from echo.weights.link import MAX_BAD_CHUNKS, LinkState, ParentFailed, ParentLink, RateEstimate
 from echo.weights.offers import Offers
+from echo.weights.requests import Requests
 from echo.weights.store import eviction
-from echo.weights.store.artifacts import AuditChunks, Chunked, Transfer
+from echo.weights.store.artifacts import AuditChunks, Transfer
 from echo.weights.store.audit import Audit
 from echo.weights.store.changes import (
     ChunksHeld,
@@ -68,19 +68,16 @@ from echo.weights.store.store import ItemStore
 from echo.weights.store.trust import TrustedManifests
 from echo.weights.store.writing import WRONG_HASH, EarlyChunks, WriteChunk
 from echo.weights.watchdog import Watchdog
-from echo.wire.actions import Action, Note, Send
-from echo.wire.codec import Frame, encode
+from echo.wire.actions import Action, Note
+from echo.wire.codec import Frame
 from echo.wire.messages import (
     FULL,
     Announce,
     Chunk,
-    Credit,
-    Fetch,
     Gone,
     ItemId,
     Message,
     Segment,
-    Subscribe,
     Waiting,
 )
 
@@ -183,15 +180,10 @@ class Receiver:
         self.trust = TrustedManifests()
         self._early = EarlyChunks()
         """Chunks of the item being fetched that arrived before the table with their hashes."""
-        self._node_id = node_id
+        self.requests = Requests(self.link, store, node_id=node_id)
         self.space = SpaceRetry()
         self.watchdog = Watchdog(self.link, self.offers, store)
         self.audit = Audit(store)
-
-    @property
-    def _present(self) -> Chunked | None:
-        """The item that is being fetched; None if there is none, or the store has no part of it."""
-        return None if self.item is None else self.store.get(self.item)
 
     # --- the parent ------------------------------------------------------------------------------
 
@@ -202,7 +194,7 @@ class Receiver:
         if self.link.peer != peer:
             self.disconnect()
         self.link.connect(peer, rtt_s=rtt_s)
-        subscribe = self.resubscribe(now=now)
+        subscribe = self.requests.subscribe(now=now)
         return [*subscribe, *(self._abandon_unoffered(now) or self._request(now))]
 
     def disconnect(self) -> str:
@@ -224,13 +216,6 @@ class Receiver:
             return []
         self.end()
         return [*self._drop(item), *self._consider(now)]
-
-    def resubscribe(self, *, now: float) -> list[Action]:
-        """Ask the parent for an Announce: at first, and if an Announce may have been lost."""
-        if self.link.peer is None:
-            return []
-        self.link.subscribe(now=now)
-        return [_send(self._node_id, self.link.peer, Subscribe(newest=self.store.newest_signed))]
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -346,6 +331,9 @@ class Receiver:
             self.end()
             return [*actions, *self.space.lack(error, now=now)]
         return [*actions, ItemsChanged(), *self._request(now)]
+
+    def _request(self, now: float) -> list[Action]:
+        return self.requests.fetch(self.item, now=now)
 
     def end(self) -> None:
         """Stop fetching the present item."""
@@ -514,7 +502,7 @@ class Receiver:
             link.received(size, now=now)
             self.rate.add(size, now=now)
         if again and not actions:  # duplicates have used credit, too
-            actions += self._give_credit(again, now)
+            actions += self.requests.credit(self.item, again)
         return [*actions, *self._write(begun, now)] if begun else actions
 
     def _write(self, begun: list[WriteChunk], now: float) -> Sequence[Action | ParentFailed]:
@@ -548,7 +536,7 @@ class Receiver:
             self.link.released(size, now=now)
         if self.store.get(item_id) is not item:
             # The item was dropped. The credit of its chunks is free again.
-            return [*self._give_credit(size, now)] if is_parent else []
+            return [*self.requests.credit(self.item, size)] if is_parent else []
         right = [work for work, fault in done if not fault]
         actions = self._hold(right, is_parent, now) if right else []
         for work, fault in done:
@@ -572,28 +560,13 @@ class Receiver:
         actions: list[Action | ParentFailed] = [ChunksHeld(item_id, chunks)]
         if is_parent:
             self.watchdog.received(now=now)
-            actions += self._give_credit(size, now)
+            actions += self.requests.credit(self.item, size)
         if isinstance(item, EncodedVersion):
             for index in chunks:
                 actions += self.store.decodable(item, index)
         elif item.is_complete:
             actions += self.arrived(item_id, now)
         return actions
-
-    def _give_credit(self, size: int, now: float) -> list[Action]:
-        """Acknowledge written bytes of any item, and give credit for the item being fetched."""
-        taken, credit = self.link.took(size, chunk_bytes=size)
-        item, peer = self._present, self.link.peer
-        if item is None or self.item is None:
-            return []
-        if not item.is_missing:
-            self.link.complete()
-            return []
-        if not taken or peer is None:
-            return []
-        version, form = self.item
-        given = Credit(version=version, form=form, credit_bytes=credit, taken_bytes=taken)
-        return [_send(self._node_id, peer, given)]
 
     def _refuse_chunk(self, work: WriteChunk, now: float) -> list[Action | ParentFailed]:
         """Request a chunk with a wrong hash again; leave its sender after MAX_BAD_CHUNKS."""
@@ -632,7 +605,7 @@ class Receiver:
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
         """Ask a silent parent again or leave it; look for space; continue the audit."""
-        item = self._present
+        item = None if self.item is None else self.store.get(self.item)
         if item is None or not item.is_missing:
             self.link.complete()  # the last table may arrive after the last chunk
         reason, is_asked_again = self.watchdog.check(self.item, now=now)
@@ -640,40 +613,12 @@ class Receiver:
         if reason:
             actions.append(ParentFailed(self.disconnect(), reason))
         if is_asked_again:
-            actions += self.resubscribe(now=now)
+            actions += self.requests.subscribe(now=now)
         actions += self._abandon_unoffered(now) or (self._request(now) if is_asked_again else [])
         actions += self.audit.expire(now=now)
         if self.space.is_due(now=now):
             actions += self._consider(now)
         return actions
-
-    # --- messages to the parent ------------------------------------------------------------------
-
-    def _request(self, now: float) -> list[Action]:
-        """Request all missing chunks of the present item, with a full window of credit."""
-        item, peer = self._present, self.link.peer
-        if peer is None or item is None or self.item is None:
-            return []
-        ranges = item.missing()
-        if not ranges:
-            self.link.complete()
-            return []
-        credit_bytes = self.link.fetch(now=now)
-        return [_send(self._node_id, peer, _fetch(self.item, item, ranges, credit_bytes))]
-
-
-def _fetch(
-    item_id: ItemId, item: Chunked, ranges: tuple[tuple[int, int], ...], credit_bytes: int
-) -> Fetch:
-    """Return the request for missing chunks of an item, at most MAX_RANGES ranges of them."""
-    version, form = item_id
-    return Fetch(
-        version=version,
-        form=form,
-        ranges=ranges[:MAX_RANGES],
-        credit_bytes=credit_bytes,
-        num_segments=item.num_segments if isinstance(item, EncodedVersion) else 0,
-    )
 
 
 def _check(message: Chunk, payload: list[Frame], *, num_chunks: int | None) -> None:
@@ -690,10 +635,6 @@ def _check(message: Chunk, payload: list[Frame], *, num_chunks: int | None) -> N
         raise RemoteProtocolError(
             f"a Chunk of {message.version} with a bad index or without its bytes"
         )
-
-
-def _send(node_id: str, peer: str, message: Message) -> Send:
-    return Send(peer, encode(message, [], source=node_id))
 
 
 def _damage_note(version: PolicyVersion, fault: str) -> Note:

@@ -299,11 +299,11 @@ def test_an_answer_clears_the_first_silence() -> None:
         (Waiting(version=None), []),
     ]
     for answer in answers:
-        mesh.perform("b", mesh.nodes["b"].receiver.resubscribe(now=mesh.now))
+        mesh.perform("b", mesh.nodes["b"].receiver.requests.subscribe(now=mesh.now))
         mesh.cut("a", "b")
         mesh.wait(0.5)
         mesh.deliver("a", "b", answer)
-        mesh.perform("b", mesh.nodes["b"].receiver.resubscribe(now=mesh.now))
+        mesh.perform("b", mesh.nodes["b"].receiver.requests.subscribe(now=mesh.now))
         mesh.cut("a", "b")
         mesh.wait(0.5)
         assert not mesh.failed

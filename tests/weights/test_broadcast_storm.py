@@ -156,7 +156,7 @@ def weather(seed: int, num_events: int) -> None:
         # Last, as long as two silences of somebody whom all parents have failed before.
         net.wait(0.3 if round_ < 95 else 10.0)
         for name in storm.names[1:]:
-            net.perform(name, net.nodes[name].receiver.resubscribe(now=net.now))
+            net.perform(name, net.nodes[name].receiver.requests.subscribe(now=net.now))
     net.settle()
     net.check()
     for name in storm.names:
@@ -246,7 +246,7 @@ def test_a_block_of_an_encoded_that_was_dropped_counts_for_no_other() -> None:
     link = net.link("b") or ""
     net.deliver((link, "b"), (Gone(version=stale.version, form=stale.form), []))
     assert item not in net.nodes["b"].encoded_versions
-    net.perform("b", net.nodes["b"].receiver.resubscribe(now=0.0))
+    net.perform("b", net.nodes["b"].receiver.requests.subscribe(now=0.0))
     while net.busy():
         net.deliver(net.busy()[0])
     assert item in net.nodes["b"].encoded_versions
@@ -316,7 +316,7 @@ def test_a_delta_on_a_base_of_another_size_is_refused() -> None:
     message = Segment(version=v(1), form=Form("delta", v(0)), index=0)
     net.deliver((link, "b"), (message, [frame]))
     assert not node.encoded_versions
-    net.perform("b", node.receiver.resubscribe(now=0.0))
+    net.perform("b", node.receiver.requests.subscribe(now=0.0))
     net.settle()
     assert table.image_bytes != NET_BYTES
     assert net.holds("b", 1)

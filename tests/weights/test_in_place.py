@@ -216,7 +216,7 @@ def test_a_seal_of_another_image_is_refused_once_and_the_next_version_is_taken(
     assert len([note for note in net.notes if "describes another image" in note]) == 1
     assert not is_sealed(net, "b", 1)
     assert not net.failed
-    net.perform("b", net.nodes["b"].receiver.resubscribe(now=net.now))
+    net.perform("b", net.nodes["b"].receiver.requests.subscribe(now=net.now))
     publish_delta(net, 2)
     net.settle()
     assert net.holds("b", 2)

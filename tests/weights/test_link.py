@@ -132,7 +132,7 @@ def test_the_table_is_total_and_from_each_state_leads_to_each() -> None:
 def test_the_drawing_in_the_docstring_is_the_table() -> None:
     """But for `disconnect`, which leads from each state to alone."""
     drawn, state = set(), ""
-    block = (link_module.__doc__ or "").split("changes\nnothing):\n")[1].split("**Rate.**")[0]
+    block = (link_module.__doc__ or "").split("**States**")[1].split("**Rate.**")[0]
     for line in block.splitlines():
         state = (re.match(r" {4}(\w+)", line) or [state, state])[1]
         drawn |= {(state, event, then) for event, then in re.findall(r"--(\w+)--> (\w+)", line)}
