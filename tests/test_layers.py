@@ -180,6 +180,12 @@ OWNED = (
     ),
 )  # fmt: skip
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+# A larger class is two things: see which of its methods use which of its fields.
+MAX_CLASS_LINES = 500
+MAX_PUBLIC_METHODS = 25  # properties included
+
 # The whole configuration, and what reads or makes one. Every other file takes its sections.
 WHOLE = ("echo.config.schema.Config", "echo.config.load", "echo.config.load.*")
 SEES_WHOLE = ("config/*", "cli/*", "runtime/learner/setup.py", "runtime/worker/setup.py")
@@ -205,6 +211,7 @@ class SourceTree:
         # Those at the head of a module, which importing it follows.
         self.heads: dict[str, set[str]] = {}
         self.calls: dict[str, list[ast.Call]] = {}
+        self.classes: dict[str, list[ast.ClassDef]] = {}
         # (line, whole name of what is called), such as "subprocess.Popen" for an imported `Popen`.
         self.called: dict[str, list[tuple[int, str]]] = {}
         # (line, whole name of what is imported or reached through a module).
@@ -215,6 +222,7 @@ class SourceTree:
             self.imports[name] = [found for node in nodes for found in self._imported(node)]
             self.heads[name] = {found for node in module.body for _, found in self._imported(node)}
             self.calls[name] = [node for node in nodes if isinstance(node, ast.Call)]
+            self.classes[name] = [node for node in nodes if isinstance(node, ast.ClassDef)]
             known = dict(pair for node in nodes for pair in self._named(node))
             self.called[name] = [
                 (call.lineno, self._whole_name(call.func, known)) for call in self.calls[name]
@@ -411,6 +419,22 @@ def import_cycle(tree: SourceTree) -> list[str]:
     return []
 
 
+def large_classes(tree: SourceTree) -> list[str]:
+    """Return every class with more lines or public methods than one thing has."""
+    found = []
+    for module in tree.paths:
+        for node in tree.classes[module]:
+            num_lines = (node.end_lineno or 0) - node.lineno + 1
+            methods = [each for each in node.body if isinstance(each, FUNCTIONS)]
+            num_public = sum(not each.name.startswith("_") for each in methods)
+            if num_lines > MAX_CLASS_LINES or num_public > MAX_PUBLIC_METHODS:
+                place = f"{tree.place(module)}:{node.lineno}"
+                found.append(
+                    f"{place}: {node.name} has {num_lines} lines, {num_public} public methods"
+                )
+    return found
+
+
 def import_without(blocked: list[str], modules: list[str], directory: Path) -> str:
     """Import `modules` in a fresh interpreter where `blocked` packages do not exist.
 
@@ -518,6 +542,10 @@ def test_a_role_starts_without_the_extras_of_options(
 
 def test_there_is_no_import_cycle(tree: SourceTree) -> None:
     assert " -> ".join(import_cycle(tree)) == ""
+
+
+def test_no_class_is_two_things(tree: SourceTree) -> None:
+    assert "\n".join(large_classes(tree)) == ""
 
 
 @pytest.mark.slow
@@ -676,6 +704,15 @@ def test_a_planted_cycle_is_found(tmp_path: Path) -> None:
         },
     )
     assert set(import_cycle(planted)) == {"echo.config.schema", "echo.config.loading"}
+
+
+@pytest.mark.parametrize(
+    "member", ["    x = 0\n" * MAX_CLASS_LINES, "    def a(): pass\n" * (1 + MAX_PUBLIC_METHODS)]
+)
+def test_a_planted_large_class_is_found(tmp_path: Path, member: str) -> None:
+    planted = plant(tmp_path, {"wire/codec": f"class A:\n{member}class B: pass"})
+    [found] = large_classes(planted)
+    assert re.match(r"wire/codec\.py:1: A has \d+ lines, \d+ public methods", found)
 
 
 def test_a_planted_heavy_import_stops_the_relay(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ from echo.leases.worker.held import (
 from echo.leases.worker.keeper import PartialKeeper, PartialsFound, PartialsSaved
 from echo.leases.worker.outbox import Outbox
 from echo.roles.joining import NodeSettings
-from echo.roles.members import IDLE
 from echo.roles.node import DialingRole, Handler
+from echo.roles.worker.activity import describe_activity
 from echo.roles.worker.departure import (
     DRAIN_S,
     Departure,
@@ -245,26 +245,7 @@ class Worker(DialingRole):
     @property
     def activity(self) -> str:
         """What this worker does at present, or what it waits for, as text for its operator."""
-        calls = self._calls
-        if self.departure.is_releasing:
-            return "releasing"
-        if calls is None:
-            return "starting"
-        if calls.engine.sampler == "agents":
-            return "serving agents"
-        if calls.is_sampling:
-            return "sampling"
-        if self.held.of(GroupState.SCORING):
-            return "scoring"
-        if calls.versions.installing is not None:
-            return f"installing {calls.versions.installing}"
-        if self.departure.standby_since is not None:
-            return "standing by"
-        if self.installed_version is None:
-            return "waiting for weights"
-        if self.held.awaiting(self.installed_version):
-            return "waiting for newer weights"
-        return "waiting for acks" if len(self.outbox) else IDLE
+        return describe_activity(self._calls, self.held, self.departure)
 
     def lease_states(self) -> tuple[LeaseState, ...]:
         """Return the state of each lease that is held or whose result is not acknowledged yet."""
