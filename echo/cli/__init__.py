@@ -1,8 +1,8 @@
 """One module per command.
 
-If this process starts a command, Ctrl-C is handled before any slow import. The process starts a
-command if sys.argv[0] is "-m", which Python sets while it locates the module, or the name of an
-installed script.
+In a process that was started to run a command, Ctrl-C is handled before any slow import. Such a
+process is recognized by sys.argv[0]: it is "-m", which Python sets while it locates the module, or
+the name of an installed script.
 """
 
 import sys

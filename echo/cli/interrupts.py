@@ -70,7 +70,8 @@ def announce(number: int) -> None:
 def handled(handle: Callable[[int], None]) -> Iterator[None]:
     """Within the block, call `handle` with the number of each SIGINT, SIGTERM and SIGHUP.
 
-    The former handlers return after the block. SIGHUP stays ignored if it was, as under nohup.
+    The former handlers are restored after the block. If SIGHUP was ignored, as under nohup, it
+    stays ignored.
     """
     before = {
         number: signal.getsignal(number)

@@ -311,7 +311,7 @@ def _taken_addresses(config: Config, role: str) -> list[EchoError]:
 
 
 def _attention_notice(config: Config) -> list[str]:
-    """Say which attention of packed rows a learner on a GPU would try first, and which next."""
+    """Return a line on the attentions of packed rows that a learner on a GPU tries, in order."""
     from echo.engine.model import pick_device, pick_dtype
     from echo.train.models.attention import PRODUCTS, candidates
 
@@ -402,7 +402,8 @@ async def run_node(node: Node, event_log: EventLog | None = None) -> str:
     try:
         reason = await node.run()
     finally:
-        # Otherwise no signal could stop the process while threads of the node still work.
+        # With the node's handlers no signal could stop the process while threads of the node still
+        # work.
         for number, handler in before.items():
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
@@ -494,7 +495,8 @@ def run_rank(
         )
         crew.dismiss()
     else:
-        # The first one is told to end the job; it saves and then tells the others.
+        # Only the process of rank 0 handles a signal: it saves, and then informs the other
+        # processes.
         for number in interrupts.SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         name = f"learner.rank{launch.rank}"
@@ -544,7 +546,8 @@ def run_learner(
         print(f"log: {run_dir / 'logs' / 'learner.log'}", file=sys.stderr)
         return code
     for line in board.unseen:
-        # Such as what Ctrl-C has saved and how to resume, which is logged after the view has ended.
+        # Lines that are logged after the view has ended, such as what Ctrl-C saved and how to
+        # resume.
         print(line, file=sys.stderr)
     if not code and has_report and (run_dir / "final").exists():
         show_summary(run_dir, console)
@@ -697,8 +700,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error)  # it has not begun, so nothing can hold it up
     has_tracker = arguments.role == "learner" and bool(config.metrics.sinks)
     if interrupts.is_interruption(code) or has_tracker:
-        # A thread may still load a model or make a step, and at the end of a process a tracker's
-        # library waits for its server once more; what was to be saved is saved.
+        # A thread may still load a model or make a step, and the library of a tracker waits for its
+        # server when the process ends. Everything is saved already, so the process need not wait
+        # for them.
         interrupts.hurry(code)
     return code
 
@@ -733,7 +737,8 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
             overrides[:0] = find_own_join(arguments.config, overrides, role, patience=patience)
         config = read_run_file(arguments.config, overrides, role)
     elif join:
-        # Its files are named after the node: it learns the run's name after it has opened its log.
+        # The files are named after the node, which learns the run's name only after it opened its
+        # log.
         name = node.node_name(role, getattr(parse_config({}, overrides, role), role).name)
         names = {"run": {"name": name.replace("/", "-")}, role: {"name": name}}
         config = parse_config(names, overrides, role, source="this node's name")
@@ -750,7 +755,7 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
 
 
 def _goes_on(arguments: argparse.Namespace, config: Config) -> bool:
-    """Return whether the node resumes an existing run: with `--resume`, or if the run has begun."""
+    """Return whether the node resumes a run: by `--resume`, or because the run has begun."""
     return bool(arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir)))
 
 
@@ -768,8 +773,8 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: 
         path: the configuration file.
         overrides: the overrides of settings from the command line.
         role: the role of this node.
-        patience: whether to wait for a learner that starts later on this machine, for as long as a
-            node waits for a learner on another machine.
+        patience: whether to wait for a learner that starts later on this machine. The time limit is
+            the same as for a learner on another machine.
 
     Raises:
         ConfigError: if that learner does not write its join string within this time.
@@ -871,7 +876,8 @@ def _saved_config(run_dir: Path) -> Config:
             f"nothing to resume: {path} does not exist; leave --resume out to begin the run, or "
             "name its directory with --set run.dir=... and --set run.name=..."
         )
-    # Without a role: what runs now must keep a learner's rules, not what an older release saved.
+    # Loaded without a role: only the new configuration must obey a learner's rules, not one that an
+    # older release saved.
     return load_resolved(path)
 
 
@@ -879,7 +885,7 @@ def _check_changes(saved: Config, config: Config, *, accept_unsafe: bool) -> Non
     """Print the settings that differ between the saved and the new configuration.
 
     Raises:
-        ConfigError: if a change is unsafe for this run, unless `accept_unsafe`.
+        ConfigError: if a change is unsafe for this run and `accept_unsafe` is False.
     """
     changes = diff_configs(saved, config)
     for change in changes:

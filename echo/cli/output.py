@@ -49,7 +49,7 @@ class LogFormatter(logging.Formatter):
 
 
 class _Forward(logging.Handler):
-    """Passes records on to a node's log, and so to handlers that this log gets later, too."""
+    """Passes records on to a node's log, and therefore also to handlers that are added later."""
 
     def __init__(self, log: logging.Logger) -> None:
         super().__init__()

@@ -51,7 +51,8 @@ def run_report(rates: RunRates) -> str:
     """
     job = rates.job
     rate = sum(worker.tokens_per_s for worker in rates.workers.values()) / job.completion_tokens
-    # A group waits in the worker's queue and on the wire too: what was recorded is the latency.
+    # The recorded time of a group includes waits in the worker's queue and on the wire, so it is
+    # used as the latency.
     latency_s = max(worker.group_s for worker in rates.workers.values())
     predicted = predict(job, rate=rate, broadcast_s=rates.broadcast_s, latency_s=latency_s)
     needed = required_rate(job, rates.broadcast_s)
@@ -485,7 +486,8 @@ def read_rates(run_dir: Path) -> RunRates:
         train_s=train_s,
         completion_tokens=mean_tokens,
         max_completion_tokens=max(mean_tokens, config["sampling"]["max_completion_tokens"]),
-        # The ledger has totals of groups; lengths within one are taken as independent.
+        # The ledger has only the total of each group; lengths within a group are taken as
+        # independent.
         completion_spread=pstdev(group_tokens) / fmean(group_tokens) * math.sqrt(group_size),
         version_bytes=median(size for _, size in broadcasts) if broadcasts else 0.0,
         margin=0.0,
@@ -546,7 +548,7 @@ def plan_fleet(request: FleetRequest, out: Path, console: Console) -> int:
     if plan is None:
         raise PlanError(refusal_text(refuse(request.fleet, request.job, request.periods)))
     console.print(plan_tables(request, plan))
-    # Not wrapped or coloured: they are there to be copied.
+    # These texts are not wrapped or coloured, because users copy them.
     print(f"\n{filters_text(request, plan)}\n\n{commands_text(request, plan)}\n")
     write_json(out / "plan.json", plan_record(request, plan))
     png = cost_plot(

@@ -73,8 +73,9 @@ class NodeProcess:
     process: subprocess.Popen[bytes]
     role: str = "worker"
     output: Path | None = None
-    """The file that gets the process's standard output and standard error; None if it inherits this
-    process's."""
+    """The file that gets the process's standard output and standard error; None if the process
+    inherits the output of this process.
+    """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +158,7 @@ class SmallModel:
     """The small model of a task, which is warmed up the first time."""
 
     def __init__(self, task_name: str, *, for_vllm: bool) -> None:
-        """Take the task's name; vLLM needs wider attention heads than transformers."""
+        """Set the model's dimensions for a task; for vLLM, the attention heads are wider."""
         from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
         from echo.train.models.warmup import make_warm_model, warm_model_path
 
@@ -175,7 +176,7 @@ class SmallModel:
         """Warm up the model, unless its directory exists, and print its pass rates.
 
         Raises:
-            EchoError: if it cannot be made or stored.
+            EchoError: if the model cannot be made or stored.
         """
         columns = (
             TextColumn("[bold]making the small model[/]"),
@@ -361,17 +362,18 @@ def run_nodes(
 ) -> int:
     """Start the four processes, wait for the learner, and print the summary.
 
-    The relay and the workers start while `small`, if given, is made: their imports take as long.
+    If `small` is given, the relay and the workers start while it is made, since their imports take
+    about that long.
     """
     nodes: list[NodeProcess] = []
     learner: NodeProcess | None = None
     final = config.run_dir / "final"
-    # Made before the learner makes them, so that the others can start before it.
+    # The run's keys are made here, not by the learner, so that other nodes can start before it.
     environment = join_environment(config)
     names = {"relay": "relay"}
     names |= {f"w{number}": "worker" for number in range(1, arguments.workers + 1)}
     is_missing = small is not None and not small.path.exists()
-    # A model that does not exist yet cannot be the workers' own: they fetch it from the learner.
+    # Workers cannot load a model that does not exist yet, so they fetch it from the learner.
     not_theirs = [override_of("model.name", str(small.path))] if small and is_missing else []
     shared = [setting for setting in overrides if setting not in not_theirs]
     with interrupts.handled(lambda number: pass_on(number, learner)):
@@ -414,7 +416,7 @@ def report_failure(
     Args:
         code: exit code of the learner, which is not 0.
         nodes: the other nodes.
-        failed: text on how each of them failed, without those that did not.
+        failed: for each of these nodes that failed, text on how it failed.
         run_dir: directory of the run.
         console: gets the text.
     """
@@ -484,8 +486,9 @@ def start_node(
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         file = output.open("ab")
-    # A session of its own: Ctrl-C in the terminal reaches the learner, which drains, and not the
-    # workers that it drains into; they are told when it has ended.
+    # The process gets a session of its own. So Ctrl-C in the terminal reaches the learner, which
+    # drains, but not the workers, which must finish their groups meanwhile; this command ends them
+    # after the learner.
     process = subprocess.Popen(
         command,
         env={**os.environ, **(environment or {})},
@@ -505,7 +508,7 @@ def pass_on(number: int, learner: NodeProcess | None) -> None:
     if learner is None:
         interrupts.announce(number)
         raise SystemExit(interrupts.signal_exit_code(number))
-    # A terminal sends Ctrl-C to the learner as well, which counts the two as one.
+    # A terminal sends Ctrl-C to the learner as well; the learner counts the two signals as one.
     learner.process.send_signal(number)
 
 

@@ -114,14 +114,15 @@ def run_all(scenarios: Sequence[Scenario]) -> list[Summary]:
     # threads.
     with interrupts.unwinding(), ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
         try:
-            # An exception in the middle of starting them would leave a pool that cannot be ended.
+            # An exception while the processes start would leave a pool that cannot be ended.
             held: list[int] = []
             before: dict[int, Any] = {
                 number: signal.signal(number, lambda number, _: held.append(number))
                 for number in (signal.SIGTERM, signal.SIGHUP)
                 if signal.getsignal(number) != signal.SIG_IGN
             }
-            # They inherit it: Ctrl-C is for this process alone, which ends them.
+            # The processes inherit this: only the present process handles Ctrl-C, and then ends
+            # them.
             before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
             futures = [pool.submit(run_one, scenario) for scenario in scenarios]
             for number, handler in before.items():
@@ -188,7 +189,8 @@ MAX_LINKS = 8
 
 STALENESS_APART = 0.5
 """Difference between the simulated and the predicted mean staleness, in steps, beyond which the
-summary explains it."""
+summary explains the difference.
+"""
 
 
 def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:

@@ -1,9 +1,9 @@
 """The status of a run: one tree of plain values, which every view of a run shows.
 
-The learner makes it from the state of its parts (`runtime/learner/report.py`), and no other code
-does. The live view draws it, viewers receive it as JSON, and `status.json` in the run's directory
-has the last one. All numbers are finite, because JSON has no other: a value that is NaN or infinite
-is None, or is left out of a history.
+Only the learner makes a status, from the state of its parts (`runtime/learner/report.py`). The live
+view draws the status, viewers receive it as JSON, and `status.json` in the run's directory has the
+last status. All numbers are finite, because JSON has no NaN and no infinity: such a value becomes
+None, or is left out of a history.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class NodeStatus:
     """Weight bytes sent per second over the last seconds."""
     downlink_bytes_per_s: float | None = None
     uplink_bytes_per_s: float | None = None
-    """This and the field before: the rates of the node's links, measured by transfers; None before
-    a measurement."""
+    """This field and the field before are the rates of the node's links, measured by transfers;
+    None before a measurement.
+    """
     rtt_s: float | None = None
     """Round-trip time to the node's parent, seconds; None before a measurement."""
     fetching: str | None = None
@@ -191,7 +192,8 @@ class RunStatus:
     idle_ratio: float = 0.0
     """Share of the learner's time spent waiting for rollouts since it started, 0..1."""
     recent_idle_ratio: float = 0.0
-    """Share of the last minute, or of the last steps if they took longer, spent waiting."""
+    """Share of the last minute, or of the last steps if these took longer, that was spent waiting.
+    """
     last_step: StepStatus | None = None
     """The newest step; None before this process has made one."""
     speed: SpeedStatus | None = None
@@ -224,7 +226,7 @@ class RunStatus:
         """Return the status that `to_json` has written; `source` names the data in an error.
 
         Raises:
-            DataError: if the data is no status, or one of another release.
+            DataError: if the data is no status, or a status of another release.
         """
         try:
             return _decoder.decode(data)
@@ -236,7 +238,7 @@ class RunStatus:
 
 
 def finite(value: float | None) -> float | None:
-    """Return a value, but None for NaN and infinite values."""
+    """Return the value if it is finite, otherwise None."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -158,7 +158,7 @@ def _place(value: float, bounds: tuple[float, float]) -> float:
 def _resample(
     points: Sequence[Point], columns: int, left: float, right: float
 ) -> list[float | None]:
-    """Return one value for each column, by the points between `left` and `right`.
+    """Return one value for each column, computed from the points between `left` and `right`.
 
     The value is the mean of the column's points, or is interpolated between columns that have
     points. It is None before the first point and after the last point.

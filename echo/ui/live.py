@@ -129,7 +129,8 @@ class PlainLog:
     def _new_notices(self, notices: Sequence[str]) -> list[str]:
         """Return the notices that the last snapshot did not have; at most the newest five."""
         known, self._notices = list(self._notices), notices
-        # The window slides: known are the longest end of the old window that begins the new window.
+        # The window slides: the known lines are the longest end of the old window with which the
+        # new window begins.
         num_known = min(len(known), len(notices))
         while num_known and known[-num_known:] != list(notices[:num_known]):
             num_known -= 1

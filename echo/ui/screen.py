@@ -521,7 +521,8 @@ def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
 def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str, int]:
     """Return how many rows each part of the screen gets.
 
-    Each part in turn gets its least number; then some parts get up to their most.
+    First each part in turn gets its least number of rows. Then table, notices and chart in turn get
+    more rows, each up to its most.
 
     Args:
         wanted: (least, most) number of rows of each part, the most important part first.

@@ -94,7 +94,8 @@ class _Feed:
         except queue.Full:
             pass
         if self._thread.is_alive() and not self._has_failed:
-            # The library's thread fails once the process ends, which the report need not repeat.
+            # When the process ends, the library's thread fails as well, which needs no second
+            # report.
             self._has_failed = True
             self._warn("did not finish", f"no answer within {CLOSE_S:g} s")
 

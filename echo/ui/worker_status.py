@@ -71,7 +71,7 @@ class WorkerStatus:
     def report(self, view: WorkerView, *, now: float) -> None:
         """Show the worker's state on the status line, or log it every LOG_S seconds.
 
-        It is logged if there is no terminal. `now` is the time in seconds.
+        The state is logged if there is no terminal. `now` is the time in seconds.
         """
         text = self.text(view, now=now)
         if self._line.is_live:
