@@ -40,7 +40,7 @@ IDLE = "waiting for leases"
 """The reported state of a worker without leases."""
 
 Claim = Literal["new", "again", "restarted", "wait", "name_taken", "full"]
-"""The result of a Hello's claim to its node's name."""
+"""How to treat a Hello, which claims the name of its node."""
 
 
 class Presence(StrEnum):
@@ -267,7 +267,7 @@ class Roster:
         self.released[member.node_id] = member.incarnation
 
     def claim(self, message: Hello, *, now: float) -> Claim:
-        """Return the result of a Hello's claim to its node's name.
+        """Return how to treat a Hello, which claims the name of its node.
 
         A claim to a name that another process holds is recorded.
         """

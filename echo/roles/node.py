@@ -369,7 +369,7 @@ class DialingRole:
         return self.joining.configured(event.digests, now=now)
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Measure the uplink, which the plan after admission needs, while the engine is built."""
+        """Measure the uplink while the engine is built: the plan after admission needs its rate."""
         self.control.welcomed()
         is_known = self.broadcast.uplink.bytes_per_s is not None
         return [] if is_known else self._probe(version_bytes, now)

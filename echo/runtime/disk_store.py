@@ -115,7 +115,10 @@ class DiskThread:
         )
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a function in the thread, or directly after `close`; it must handle its errors."""
+        """Call a function in the thread; after `close`, call it directly.
+
+        The function must handle its errors.
+        """
         if self._pool is None:
             function()
         else:

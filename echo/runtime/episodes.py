@@ -84,7 +84,7 @@ class Opening:
 
 
 def openings_of(leases: Sequence[Lease], *, group_size: int) -> list[Opening]:
-    """Return an opening for each lease, for the lease's group."""
+    """Return the openings of the groups of these leases, in order."""
     return [
         Opening(
             name=f"{lease.group_id}.{lease.attempt}",

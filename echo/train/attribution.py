@@ -189,7 +189,7 @@ class MismatchProbe:
 
 
 def _columns(scores: list[list[npt.NDArray[np.float32]]]) -> tuple[list[Floats], list[Floats]]:
-    """Return log-probabilities and logs of the kept mass of each group's only rollout."""
+    """Return log-probabilities, and logs of the kept mass; each group has one rollout."""
     pairs = [rollouts[0].astype(np.float64) for rollouts in scores]
     return [pair[:, 0] for pair in pairs], [pair[:, 1] for pair in pairs]
 
@@ -306,7 +306,7 @@ from, and scoring them costs a fraction of a step.
 
 
 class Attribution:
-    """Measures the mismatch before steps of a trainer, and keeps published versions for this."""
+    """Measures the mismatch before steps of a trainer, and keeps published versions for it."""
 
     def __init__(
         self,
@@ -370,7 +370,7 @@ def make_attribution(
     max_staleness: int,
     seed: int,
 ) -> Attribution:
-    """Return the measurement for a trainer whose `rescoring` is the result of `make_rescoring`.
+    """Return the attribution for a trainer that was built with the result of `make_rescoring`.
 
     Raises:
         StorageError: if the directory for versions cannot be made.

@@ -1,6 +1,6 @@
 """Training batch of groups: checks, advantages, expectations, counts.
 
-`find_refusal` says why a group must not or need not count towards a step. The learner calls it
+`find_refusal` returns the reason why a group should not count towards a step. The learner calls it
 before it accepts a group, so that a step trains on every group that it gets:
 
     one_member      nothing to compare a rollout with

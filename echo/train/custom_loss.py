@@ -25,7 +25,7 @@ from echo.core.errors import ConfigError
 
 
 def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
-    """Return the loss called `kind`, without masks.
+    """Return the loss called `kind`, without the configured masks around it.
 
     Args:
         kind: a name of `LOSSES`, or "package.module:function". Modules are also searched for in the

@@ -8,8 +8,8 @@ Several ranks write the tensors of the first two files into sharded files instea
 names (ranks/sharded_state.py); rank 0 writes the third. Any number of ranks can continue from
 either form.
 
-If there are several adapters, each has a directory of its name with these files, from which a
-trainer of one adapter can continue as well.
+If there are several adapters, each has a directory of its name with these files. A trainer of one
+adapter can continue from such a directory as well.
 
 The caller makes the directory and renames it into place, so an incomplete state is never taken for
 a checkpoint.

@@ -20,11 +20,10 @@ Rules
   forwarded as soon as it has arrived and its hash has matched.
 * A node never stores or forwards a chunk that does not match the hash that the learner signed.
 * A chunk is held, forwarded and credited when it has been written. The write runs in a thread if it
-may take long (`receiver.py`). So a slow disk lowers only the rate at which the node with this disk
-  receives.
-* A child takes the path to the newest version that costs the fewest bytes, and fetches the first
-  item on this path: the whole image, a keyframe, or a delta from a version that the child holds
-  completely.
+  may take long (`receiver.py`). So a slow disk lowers only the rate at which the node with this
+  disk receives.
+* A child takes the path with the fewest bytes to the newest version, and fetches the first item on
+  this path: the whole image, a keyframe, or a delta from a version that the child holds completely.
 * A newer version preempts the version that is being fetched if less than half of the latter has
   arrived, and if the direct path to the newer version costs no more bytes than the path through the
   present one. A fetch is not preempted twice in a row; otherwise a link slower than the pace of
@@ -88,8 +87,7 @@ from echo.wire.messages import (
 )
 
 GIVE_UP_STALLS = 4
-"""Number of silences (of stall_s each) for which a parent may lack a version that the learner has.
-"""
+"""Multiple of stall_s for which a parent may lack a version that the learner has."""
 
 
 class Broadcast:

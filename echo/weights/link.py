@@ -361,8 +361,8 @@ MAX_PATIENCE_S = 60.0
 PROMISE_GRACE_S = 0.5
 """Seconds by which a parent that waits itself may send its next message later than announced."""
 MAX_PROMISE_S = 2.0
-"""Longest time to its next message, in seconds, that a parent that waits itself may announce; a
-longer time counts as this one."""
+"""A parent that waits itself announces the time until its next message. A longer time than this, in
+seconds, counts as this time."""
 GAP_MEMORY = 0.98
 """Factor by which the longest gap is multiplied at each chunk that arrives sooner."""
 MAX_WINDOW_BYTES = 64 << 20
@@ -410,8 +410,8 @@ class ParentLink:
     longest_gap_s: float = 0.0
     """Longest gap between two recent chunks, seconds."""
     promised_s: float = 0.0
-    """Seconds to the next Waiting, as the parent announced in the last one; 0 if it does not wait
-    itself."""
+    """Seconds to the next Waiting, as the parent announced in its last Waiting; 0 if the parent
+    does not wait itself."""
     num_failures: int = 0
     """Number of parents that this node left because they were silent, since it last measured a
     rate."""
@@ -431,7 +431,7 @@ class ParentLink:
         return self.state in _AWAITS_CHUNKS
 
     def connect(self, peer: str | None, *, rtt_s: float | None) -> None:
-        """Change to another parent, which has answered; or to none, if `peer` is None."""
+        """Change to the parent `peer`, which has answered; if `peer` is None, have no parent."""
         self._move(LinkEvent.DISCONNECT)
         if peer is not None:
             self._move(LinkEvent.CONNECT)

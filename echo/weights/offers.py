@@ -1,7 +1,7 @@
 """Offers: the items that the parent has announced, and which of them to fetch next.
 
-A node takes the path to the newest version that costs the fewest bytes, one item after the other.
-Chunks of an item that the node already holds cost nothing.
+A node takes the path with the fewest bytes to the newest version, one item after the other. Chunks
+of an item that the node already holds cost nothing.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class SpaceRetry:
         return True
 
     def found(self) -> None:
-        """Note that there was space: the next failure is reported, with the shortest pause."""
+        """Note that there was space, so the next failure is reported and has the shortest pause."""
         self.retry_at, self._pause_s, self._has_noted = None, FIRST_PAUSE_S, False
 
 

@@ -187,8 +187,8 @@ def cheapest_paths(
 # --- full image, keyframe or delta ----------------------------------------------------------------
 
 MIN_IMAGE_BYTES = 4 << 20
-"""Size of an image, in bytes, below which the version is sent only as its image, unless codec =
-"delta": it fits into one window."""
+"""An image smaller than this, in bytes, fits into one window. So its version is sent only as this
+image, unless codec = "delta"."""
 HOPELESS_SHARE = 0.9
 """Ratio of coded to image bytes in the first segment above which the encoded version is abandoned.
 """

@@ -120,7 +120,7 @@ class Pace:
         return self._rate(1e-3)
 
     def at_once(self, now: float) -> int:
-        """Return how many chunks to send in one message: what the child takes in TOGETHER_S.
+        """Return how many chunks to send in one message: as many as the child takes in TOGETHER_S.
 
         The number is at least 1.
         """
@@ -196,7 +196,7 @@ class Child:
         self.credit_bytes = min(self.credit_bytes + credit_bytes, MAX_WINDOW_BYTES)
 
     def grow(self, item: Chunked) -> None:
-        """Add the requested chunks to `wanted` that have become known since the last call."""
+        """Add to `wanted` the requested chunks that have become known since the last call."""
         num_chunks = item.num_chunks
         for start, stop in self.ranges:
             self.wanted.extend(range(max(start, self.num_known), min(stop, num_chunks)))
@@ -247,11 +247,10 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
 # --- sender ---------------------------------------------------------------------------------------
 
 PIN_STALLS = 10
-"""Number of silences (of stall_s each) after which a child no longer prevents the eviction of the
-item that it was fetching."""
+"""Multiple of stall_s after which a silent child no longer prevents the eviction of the item that
+it was fetching."""
 FORGET_STALLS = 60
-"""Number of silences (of stall_s each) after an announcement, after which a child that did not
-react is forgotten."""
+"""A child that does not react to an announcement within this multiple of stall_s is forgotten."""
 MAX_LEAD_CHUNKS = 4
 """Largest number of chunks that a child may be ahead of its slowest healthy sibling."""
 MAX_SIBLINGS = 64
@@ -266,8 +265,8 @@ SILENT_AFTER_S = 0.5
 WAITING_PERIOD_S = 0.2
 """Seconds from the first Waiting to the second; far less than the shortest patience of a link."""
 MAX_WAITING_S = 1.6
-"""Longest time between two Waitings, seconds; only after it does a child notice that its parent is
-dead."""
+"""Longest time between two Waitings, seconds; a child notices only after this time that its parent
+is dead."""
 
 
 class Sender:
@@ -348,7 +347,7 @@ class Sender:
         return [*actions, self._send(peer, Waiting(version=message.version, form=message.form))]
 
     def _lacks(self, peer: str, child: Child, item_id: ItemId, now: float) -> list[Action]:
-        """Answer a child whose item this node does not hold: Waiting if it may come, else Gone."""
+        """Answer a child whose item this node lacks: Waiting if the item may come, else Gone."""
         newest = self.store.newest_known
         version, form = item_id
         if newest is None or newest < version:
@@ -615,14 +614,14 @@ class Sender:
         return actions
 
     def _await(self, peer: str, child: Child, item: ItemId, now: float) -> list[Action]:
-        """Answer a child whose item was unknown when it requested the item."""
+        """Answer a child that requested an item while the item was unknown on this node."""
         if self.store.get(item) is None:
             return self._lacks(peer, child, item, now)
         child.awaiting = None  # It has been announced; if that was lost, the child asks again.
         return []
 
     def _send_waiting(self, peer: str, child: Child, item: ItemId, now: float) -> Send:
-        """Return the action that sends a child a Waiting, which says when the next one follows."""
+        """Return the action that sends a child a Waiting, with the time of the next Waiting."""
         is_awaited = child.held_at is not None or child.awaiting is not None
         doubled = WAITING_PERIOD_S if is_awaited else 2 * child.waiting_s
         child.waiting_s = min(max(doubled, WAITING_PERIOD_S), MAX_WAITING_S)

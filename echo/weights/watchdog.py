@@ -6,8 +6,9 @@ silence. A parent that waits itself sends Waiting repeatedly, and so is not sile
 several hops above this parent.
 
 Offers are not signed, so a parent may announce an item that it will never receive. A node leaves
-such a parent when nothing has arrived for WAIT_STALLS silences or, if that is longer, for four
-times the longest pause that has ended with a chunk: behind a slow link pauses are long.
+such a parent when nothing has arrived for WAIT_STALLS * stall_s. If four times the longest pause
+that has ended with a chunk is longer, the node waits for that time: behind a slow link pauses are
+long.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from echo.weights.store.store import ItemStore
 from echo.wire.messages import ItemId
 
 WAIT_STALLS = 20
-"""Number of silences (of stall_s each) for which a parent may wait; longer than SLOW_AFTER_S of
-`weights/sender.py`."""
+"""Multiple of stall_s for which a parent may wait; longer than SLOW_AFTER_S of `weights/sender.py`.
+"""
 
 
 class Watchdog:

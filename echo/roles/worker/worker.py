@@ -283,7 +283,7 @@ class Worker(DialingRole):
         return super().heartbeat(now=now)
 
     def _beat(self, now: float) -> list[Action]:
-        """Send a heartbeat at once, because its content has changed, if this worker is admitted."""
+        """If this worker is admitted, send a heartbeat at once, since its content has changed."""
         return self.heartbeat(now=now) if self.is_admitted else []
 
     # --- from the learner ------------------------------------------------------------------------

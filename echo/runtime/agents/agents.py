@@ -118,7 +118,7 @@ class Agents:
         self._has_news.set()
 
     async def watch(self) -> None:
-        """Renew open leases until cancelled; give up those that agents do not finish in time."""
+        """Renew open leases until cancelled; give up leases that agents do not finish in time."""
         num_ticks = 0
         while True:
             await asyncio.sleep(self.role.heartbeat_s / 2)

@@ -31,7 +31,8 @@ from echo.wire.messages import Lease
 MAX_EPISODE_ATTEMPTS = 3
 """Number of attempts at an episode after which its group is given up."""
 MAX_SESSION_CALLS = 1024
-"""Largest number of calls of a session; it stops an agent in a loop, as each call takes memory."""
+"""Largest number of calls of a session. Each call takes memory, so an agent that loops is stopped.
+"""
 
 Ids = npt.NDArray[np.int32]
 

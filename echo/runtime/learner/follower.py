@@ -33,7 +33,7 @@ class Follower(Protocol):
     """Whether the status is displayed, so that it must be made."""
 
     def write_metrics(self, step: int, row: Row) -> None:
-        """Append one row of metrics, that of `step`."""
+        """Append the row of metrics of `step`."""
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ class RunCurves:
     """The curves of mean rewards by step and of scores by evaluation, also from before a resume."""
 
     def __init__(self, earlier: LearningCurve | None, *, step: int) -> None:
-        """Continue the curves `earlier` of a run up to its resume at `step`; None for a new run."""
+        """Continue the run's curves `earlier` from its resume at `step`; None for a new run."""
         self.rewards: deque[float] = deque(maxlen=MAX_HISTORY)
         """Mean reward of each step, oldest first."""
         self.evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)

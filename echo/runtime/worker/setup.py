@@ -333,9 +333,9 @@ def make_rules(config: Config) -> PartialRules:
 
 
 def import_engine(config: Config, *, log: logging.Logger) -> None:
-    """Import the code of the engine, which is slow for vLLM, and of the worker's own model.
+    """Import the engine's code, which is slow for vLLM, and the code of the worker's own model.
 
-    The architecture of an inherited model is not known yet, so its module is imported later.
+    The architecture of an inherited model is not known yet, so its code is imported later.
     """
     model_dir = own_model(config)
     if model_dir is not None:

@@ -67,7 +67,7 @@ class Kernel:
     """torch's name of the implementation to activate for the varlen operator; None for torch's own.
     """
     long_from: int | None = None
-    """Number of tokens from which a segment is computed by dense products; None if no segment is.
+    """Number of tokens from which on a segment is computed by dense products; None for no segment.
     """
     slowdown: float = 1.0
     """Time that attention without dense products takes, as a multiple of its time in padded rows.
@@ -112,7 +112,7 @@ def is_dense(width: int, value_width: int, window: int | None) -> bool:
 class LongSegments:
     """The long segments at the start of a packed row, and the arguments for the other segments.
 
-    No field is in the guards of a compiled layer: its graph does not depend on the lengths.
+    The guards of a compiled layer check no field, so its graph does not depend on the lengths.
     """
 
     lengths: tuple[int, ...]

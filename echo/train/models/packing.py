@@ -1,10 +1,10 @@
 """Packed rows: rollouts one after the other in one row, separated by the attention.
 
 A row [1, L] has no padding, so no computation is wasted, each micro-batch nearly reaches the limit
-of tokens, and whole groups fit that a padded rectangle could not hold. An attention registered with
-transformers as `packed` keeps rollouts apart, by one of the kernels in attention.py. No mask
-function is registered with it, so transformers makes no mask of size L x L. transformers passes the
-result of `arguments` on to every layer.
+of tokens, and a row can hold whole groups that a padded rectangle could not hold. An attention
+registered with transformers as `packed` keeps rollouts apart, by one of the kernels in
+attention.py. No mask function is registered with it, so transformers makes no mask of size L x L.
+transformers passes the result of `arguments` on to every layer.
 
 Completions of one prompt may share that prompt: the prompt is a segment of its own, and each
 completion attends to the prompt's keys and then to its own. The kernel gets the prompt's keys once

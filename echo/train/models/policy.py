@@ -828,7 +828,7 @@ def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | No
 
 
 def _fills(compute: Compute) -> Fills:
-    """Return which rows are filled on this device (`RowSizes.fills`), given the compute type."""
+    """Return what is filled with padding on this device (`RowSizes.fills`), by the compute type."""
     if compute.dtype == torch.float32:
         return "nothing"
     return "rows" if compute.device.type == "cpu" else "widths"

@@ -42,7 +42,7 @@ from echo.engine.model import (
 )
 
 FORMAT = 1
-"""Version of the code below; it must be raised with each change that has a recipe give another
+"""Version of the code below; it must be raised with each change after which a recipe gives another
 model.
 """
 

@@ -44,7 +44,7 @@ from echo.train.step import StepError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchFindings:
-    """Sums over the tokens of a batch whose gradient was added, the same on all ranks."""
+    """Sums over the tokens of a batch after its gradient was added; the same on all ranks."""
 
     sums: Sums
     """Sums over trained tokens by metric (findings.py), and the loss as "loss/policy"."""
@@ -76,7 +76,7 @@ class _Scored:
 
 @dataclass(slots=True, eq=False)
 class _RankFindings:
-    """The findings of this rank in the micro-batches of a batch that it has computed so far."""
+    """The findings of this rank in those micro-batches of a batch that it has computed."""
 
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     """For each micro-batch, sums by metric, scalars on the device."""

@@ -20,9 +20,9 @@ byte for byte, and deltas continue after a resume on another number of ranks.
 
 Each rank tries to connect to a Unix socket of rank 0; a rank that cannot connect is on another
 machine. A rank has two connections until its process ends. On the first, rank 0 sends the memory of
-images, which has no name and is freed with the last process that maps it, and receives a message
-when rows are written. On the second, rank 0 asks for coded blocks and for hashes. Rank 0 does the
-work of a rank whose process has ended; crew.py ends the job.
+images, and receives a message when rows are written. This memory has no name, and is freed with the
+last process that maps it. On the second, rank 0 asks for coded blocks and for hashes. Rank 0 does
+the work of a rank whose process has ended; crew.py ends the job.
 
 Memory: two images on rank 0's machine, a third while an older one is still read (`RecycledMemory`),
 and the coded blocks of one or two segments. On another machine, two copies of each rank's own rows,

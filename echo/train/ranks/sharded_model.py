@@ -141,7 +141,7 @@ def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) 
 
 
 def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
-    """Copy the tensors that were read into the shards of the same names; return their names."""
+    """Copy each tensor that was read to the shard of its name; return these names."""
     found = {name: t for name, t in _named(shapes).items() if not t.is_meta and name in own}
     for name, tensor in found.items():
         sharding.copy_local(own[name], tensor)

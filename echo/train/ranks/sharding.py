@@ -3,16 +3,17 @@
 Every rank holds a part of each parameter, of its gradient and of its moments. A decoder layer is a
 unit: it is gathered on every rank before it computes, and divided again afterwards. After its
 backward pass, its gradient is summed over the ranks and divided. All other parameters (embedding,
-last norm, head; tied or not) belong to the root. Every computation with the model, also of
-log-probabilities, is made within the root's forward; outside of it the head is a shard.
+last norm, head; tied or not) belong to the root. Every computation with the model, including
+log-probabilities, runs within the root's forward; outside of the root's forward the head is a
+shard.
 
     root (ShardedModel)
       embedding --> layer --> layer --> ... --> norm --> head --> log-probabilities
                     (unit)    (unit)
 
 Ranks wait for each other in every layer, forward and backward. So all of them make the same passes
-in the same order, and a rank without a micro-batch puts a row through the model that counts for
-nothing. A rank that runs out of memory within a pass ends the job (crew.py), since the others wait
+in the same order, and a rank without a micro-batch puts a row that counts for nothing through the
+model. A rank that runs out of memory within a pass ends the job (crew.py), since the others wait
 for it in the next layer.
 
 Gradients are summed over the ranks and not averaged: losses are divided by counts of the whole

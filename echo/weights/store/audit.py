@@ -57,8 +57,8 @@ class Audit:
     def worked(self, work: AuditChunks, fault: str, *, now: float) -> bool:
         """Handle the result of hashing a piece; return whether the image's verdict is known now.
 
-        The verdict is known after a fault and after the last piece. For an image that was dropped
-        meanwhile there is no verdict, and it is not hashed further.
+        The verdict is known after a fault and after the last piece. An image that was dropped
+        meanwhile gets no verdict, and is not hashed further.
         """
         self._work = None
         image = work.image

@@ -373,7 +373,7 @@ class EncodedVersion(Chunked):
         return last.is_last and len(self._decoded_blocks) == last.num_blocks_in_image
 
     def image(self, base: Transfer | None) -> Transfer:
-        """Return the decoded image, to which the memory belongs from now on.
+        """Return the decoded image, which owns the memory from now on.
 
         Args:
             base: the image against which the delta is coded; None for a keyframe.

@@ -84,7 +84,7 @@ class RecycledMemory:
         self._free += [piece for piece, exporter in self._lent if exporter() is None]
         self._lent = [each for each in self._lent if each[1]() is not None]
         room = max(1, self._num_pieces - len(self._lent))
-        # Free pieces of another size are dropped, and those beyond the number in use.
+        # Free pieces of another size are dropped, and free pieces beyond the number in use.
         self._free = [piece for piece in self._free if piece.nbytes == num_bytes][:room]
         while len(self._free) < room:
             self._free.append(self._make(num_bytes))
@@ -143,4 +143,4 @@ class VersionStore:
         """
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Record that memory which held `base` holds `version` from now on."""
+        """Record that the memory of `base` holds `version` from now on."""

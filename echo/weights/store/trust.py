@@ -1,8 +1,9 @@
 """Trust: which manifests and tables were made by the learner.
 
 Any node of the run may be a parent. So a node checks the learner's signature on manifests and
-segment tables here, and on the Welcome, which contains the learner's key (`roles/joining.py`).
-Chunks are sent encrypted (`cipher.py`), and each node verifies the chunks that it receives.
+segment tables, in this module. In `roles/joining.py` it checks the signature of the Welcome, which
+contains the learner's key. Chunks are sent encrypted (`cipher.py`), and each node verifies the
+chunks that it receives.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class TrustedManifests:
         self._max_image_bytes = 0
 
     def set(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:
-        """Accept what this key has signed for this run, with images up to this size in bytes."""
+        """Accept manifests and tables that this key has signed for this run.
+
+        Their images may have at most `max_image_bytes`.
+        """
         self._public_key, self.run_id, self._max_image_bytes = public_key, run_id, max_image_bytes
 
     @property

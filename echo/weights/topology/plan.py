@@ -176,7 +176,7 @@ class _Rows:
 # plan is not patched.
 
 MOST_CHANGED = 0.25
-"""Largest share of changed links with which a plan is patched."""
+"""A plan is patched only if at most this share of its links has changed."""
 
 
 def patched(fleet: Sites, previous: Parents, *, rate_bytes_per_s: float) -> list[int] | None:
@@ -235,7 +235,7 @@ class _Hosts:
     """Chooses parents for nodes that have lost theirs or are new."""
 
     def __init__(self, fleet: Sites, counts: list[int], share: float, former: int) -> None:
-        """Note these facts about the fleet, by which parents are chosen.
+        """Store the facts about the fleet by which parents are chosen.
 
         Args:
             fleet: the learner and the present nodes.
@@ -284,10 +284,12 @@ class _Hosts:
 Kind = Literal["chain", "tree", "star"]
 
 THRIFT = 0.05
-"""Share of the fastest plan's time within which a plan counts as equally fast."""
+"""A plan counts as equally fast if it exceeds the fastest plan's time by at most this share."""
 
 INSIGNIFICANT_S = 0.25
-"""Seconds within which a plan also counts as equally fast: a step takes far longer."""
+"""A plan also counts as equally fast if it exceeds the fastest plan's time by at most this number
+of seconds: a step takes far longer.
+"""
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
 """Shares of the best rate for which trees are built: flatter trees are faster for small payloads.
@@ -515,12 +517,12 @@ NEWS_S = 2.0
 """Seconds between two plans when an uplink was measured for the first time: several probes end at
 about the same time."""
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
-"""Share of the predicted time that another plan must save to replace the plan in force: between
-broadcasts, and during a broadcast."""
+"""Share of the predicted time that another plan must save to replace the plan in force: the first
+between broadcasts, the second during a broadcast."""
 WORTHWHILE_S = 0.5
 MAX_REBUILT = 64
-"""Largest number of nodes with which a plan is made from scratch when a node that can serve joins
-or leaves."""
+"""If a node that can serve joins or leaves, and the fleet has at most this number of nodes, the
+plan is made from scratch."""
 ASSUMED_PAYLOAD_BYTES = 1 << 30
 """Assumed size of a version, in bytes, before the first version is published."""
 
@@ -591,7 +593,7 @@ class Planner:
         self._listening: tuple[str, ...] = ()
 
     def expect(self, payload: Chunked | None) -> None:
-        """Plan from now on for versions of the size and chunk size that the payload has."""
+        """From now on, plan for versions with the payload's size and chunk size."""
         if payload is not None and payload.num_chunks:
             self.payload_bytes, self.chunk_bytes = payload.num_bytes, payload.chunk_size(0)
 

@@ -86,9 +86,9 @@ class PromptSource:
     ) -> None:
         """Use the task's examples, each once per epoch, in a new order in each epoch.
 
-        `seed`, the run's, determines the orders and the seeds of the leases. With `hides_answers` a
-        lease contains the prompt's token ids, but neither the example's text nor its answer. The
-        task may take `timeout_s` seconds for one example.
+        `seed`, the run's seed, determines the orders and the seeds of the leases. With
+        `hides_answers` a lease contains the prompt's token ids, but neither the example's text nor
+        its answer. The task may take `timeout_s` seconds for one example.
         """
         self._task = task
         self._text = text
@@ -104,7 +104,7 @@ class PromptSource:
         self._order_of = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of an attempt; all attempts have the group's prompt, each its own seed.
+        """Return the lease of an attempt; all attempts have the group's prompt, but other seeds.
 
         It makes the prompt, so it blocks and raises as `make` does.
         """

@@ -65,7 +65,7 @@ class BatchWait:
         """The loop's time at which `check` is due next, seconds."""
 
     def begin(self, *, now: float) -> None:
-        """Begin a wait: times without a worker, and of a wait reason, are measured from now."""
+        """Begin a wait; measure from now how long workers are missing or a wait reason holds."""
         self._alone_since = self._warned_at = self._wait_reason_since = now
         self._wait_reason, self._has_warned = "", False
         self.check_at = now + self._role.settings.leases.heartbeat_s

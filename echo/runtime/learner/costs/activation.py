@@ -147,7 +147,7 @@ class Activation:
         return median(times.step_s - times.waited_s for times in self.steps)
 
     def idle_share(self, waiting_s: float = 0.0) -> float:
-        """Return the share of waiting in the learner's time since the active workers changed.
+        """Return the share of time that the learner waited since the active workers changed.
 
         `waiting_s` is the length of the present wait, seconds.
 

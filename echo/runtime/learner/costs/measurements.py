@@ -164,7 +164,7 @@ class Measurements:
         """Return the bytes per second that the learner can send; None if no rate is known.
 
         The result is the highest of the rates measured by installations and by the broadcast. If
-        the broadcast has measured none, the configured rate takes its place.
+        the broadcast has measured no rate, the configured rate takes its place.
 
         The broadcast's estimate is too low if the learner's children are slow, and missing if
         versions are small.

@@ -4,9 +4,9 @@ The learner grants no more leases than admission allows, so a worker that is onl
 samples below its capacity. Each second therefore counts only in proportion to the worker's load:
 the number of its leases divided by the number of groups that it can sample at the same time. These
 are loaded seconds, and the estimate is sampled tokens divided by loaded seconds. A worker may
-report its tokens once per group. So of the seconds since its last report, only those beyond the
-longest time between two of its reports count. The estimate is exact at full load. Below full load
-it is too low for an engine that gains by batching. So `fleet/activation.py` decides again after
+report its tokens once per group. So the seconds since its last report count only once they exceed
+the longest time between two of its reports. The estimate is exact at full load. Below full load the
+estimate is too low if the engine gains by batching. So `fleet/activation.py` decides again after
 each worker that it puts on standby: the load of the other workers rises, and their estimates become
 exact.
 """
