@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from reference_pages import configuration_page, fleet_page
 
 from echo.cli import parsers
+from echo.cli.main import COMMANDS
 from echo.cli.node import dry_run
 from echo.config.fleet_schema import JobRow, SimRow
 from echo.config.load import load_config
@@ -212,16 +213,14 @@ def check_command(name: str, words: list[str]) -> None:
             simulated = parsers.sim_parser().parse_args(words)
             check_files(simulated.files)
             assert all(is_key(text.partition("=")[0]) for text in simulated.sweep)
-        case "echo-ledger":
-            parsers.ledger_parser().parse_args(words)
-        case "echo-rollouts":
-            parsers.rollouts_parser().parse_args(words)
         case "echo-setup":
             check_setup(words)
         case "echo-test":
             check_files(ROOT / word for word in words if word.split("=")[0] not in TEST_OPTIONS)
         case "python":
             check_python(words)
+        case _ if (command := name.removeprefix("echo-")) in COMMANDS:
+            COMMANDS[command].parser().parse_args(words)
         case unknown:
             pytest.fail(f"{unknown}: no check for this program")
 

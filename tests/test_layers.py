@@ -129,6 +129,7 @@ OWNED = (
         rooms=(),  # a node runs in the one that it is given
         others={
             "cli/node.py": "that of the process, and one before it that tries the addresses",
+            "cli/doctor.py": "that of the process, while it tries the way to the learner",
             "sim/simulation.py": "virtual time",
             "engine/vllm/backend.py": "vLLM's client, which is asynchronous, in its own thread",
             "tasks/processes/main.py": "a task's code that is asynchronous",
@@ -156,6 +157,7 @@ OWNED = (
         rooms=("runtime", "net", "sim"),
         others={
             "cli/node.py": "starts it, and hands it signals and a worker's status line",
+            "cli/doctor.py": "see above",
             "engine/vllm/backend.py": "see above",
             "tasks/processes/main.py": "see above",
             "tasks/verifiers.py": "see above",

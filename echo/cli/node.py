@@ -728,30 +728,50 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
     if arguments.init_from:
         overrides.append(override_of("learner.init_from", arguments.init_from))
     join = os.environ.get(ECHO_JOIN) if role != "learner" else None
-    if join:
-        # The first override, so that a --set of the same key replaces it.
-        overrides.insert(0, f"security.join={Join.parse(join, source=ECHO_JOIN)}")
-    if arguments.config is not None:
-        if role != "learner" and not join:
-            patience = not arguments.dry_run
-            overrides[:0] = find_own_join(arguments.config, overrides, role, patience=patience)
-        config = read_run_file(arguments.config, overrides, role)
-    elif join:
-        # The files are named after the node, which learns the run's name only after it opened its
-        # log.
-        name = node.node_name(role, getattr(parse_config({}, overrides, role), role).name)
-        names = {"run": {"name": name.replace("/", "-")}, role: {"name": name}}
-        config = parse_config(names, overrides, role, source="this node's name")
-    else:
-        example = find_config("gsm8k.toml" if role == "learner" else "two-machines.toml")
-        alone = "" if role == "learner" else f" Without one a {role} needs the run's {ECHO_JOIN}."
-        raise ConfigError(f"--config FILE is missing; {example} is one to start from.{alone}")
+    config = find_config_of(
+        role, arguments.config, overrides, join=join, patience=not arguments.dry_run
+    )
     if _goes_on(arguments, config):
         saved = _saved_config(config.run_dir)
         config = keep_choices(saved, config)
         if _is_first_rank():
             _check_changes(saved, config, accept_unsafe=arguments.yes)
     return config
+
+
+def find_config_of(
+    role: Role, path: Path | None, overrides: Sequence[str], *, join: str | None, patience: bool
+) -> Config:
+    """Return a node's configuration from a file, a join string, or both.
+
+    Args:
+        role: the role of the node.
+        path: the file of --config; None without one.
+        overrides: the texts of --set.
+        join: the join string with which the node was started; None without one.
+        patience: whether to wait for the join string of a learner on this machine that has not
+            started yet.
+
+    Raises:
+        ConfigError: if a value is wrong or missing; the text lists every error.
+    """
+    overrides = list(overrides)
+    if join:
+        # The first override, so that a --set of the same key replaces it.
+        overrides.insert(0, f"security.join={Join.parse(join, source=ECHO_JOIN)}")
+    if path is not None:
+        if role != "learner" and not join:
+            overrides[:0] = find_own_join(path, overrides, role, patience=patience)
+        return read_run_file(path, overrides, role)
+    if join:
+        # The files are named after the node, which learns the run's name only after it opened its
+        # log.
+        name = node.node_name(role, getattr(parse_config({}, overrides, role), role).name)
+        names = {"run": {"name": name.replace("/", "-")}, role: {"name": name}}
+        return parse_config(names, overrides, role, source="this node's name")
+    example = find_config("gsm8k.toml" if role == "learner" else "two-machines.toml")
+    alone = "" if role == "learner" else f" Without one a {role} needs the run's {ECHO_JOIN}."
+    raise ConfigError(f"--config FILE is missing; {example} is one to start from.{alone}")
 
 
 def _goes_on(arguments: argparse.Namespace, config: Config) -> bool:

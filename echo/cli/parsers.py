@@ -122,6 +122,36 @@ def node_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def doctor_parser() -> argparse.ArgumentParser:
+    """Return the argument parser of `echo-rl doctor`."""
+    parser = _parser(
+        "doctor",
+        "Check whether this machine can run a node, and what would make it slow.",
+        "Without --config, --connect and ECHO_JOIN only the machine is checked. Exit codes: 0 no "
+        "check failed, though some may warn; 1 a check failed; 2 wrong command line.",
+    )
+    parser.add_argument(
+        "--role",
+        choices=ROLES,
+        help="of the node to check (default: learner with --config alone, else worker)",
+    )
+    parser.add_argument(
+        "--config", type=_path, metavar="FILE", help="check what this node would need, as --dry-run"
+    )
+    parser.add_argument(
+        "--connect",
+        metavar="JOIN",
+        type=_text,
+        help="try the way to a learner: its join string, by default that of ECHO_JOIN",
+    )
+    _add_set(parser)
+    parser.add_argument(
+        "--engine", action="store_true", help="load model.name into the engine, and sample from it"
+    )
+    parser.add_argument("--json", action="store_true", help="print each finding as a JSON line")
+    return parser
+
+
 def plan_parser() -> argparse.ArgumentParser:
     """Return the argument parser of `echo-rl plan`."""
     parser = _parser(

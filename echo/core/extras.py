@@ -89,6 +89,18 @@ def find_config(name: str) -> Path:
     raise ConfigError(f"configs/{name} did not come with this installation of Echo")
 
 
+def find_lock() -> Path:
+    """Return the file with the versions of all packages with which this release was tested.
+
+    Raises:
+        ConfigError: if this installation does not include the file.
+    """
+    path = Path(__file__).parents[1] / "locks" / "all.txt"
+    if path.exists():
+        return path
+    raise ConfigError("locks/all.txt did not come with this installation of Echo")
+
+
 def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:
     """Import a module that an extra of this distribution installs.
 

@@ -698,6 +698,17 @@ def pick_device(name: str) -> str:
     return name
 
 
+def find_gpus() -> tuple[str, list[str]]:
+    """Return what PyTorch is built for, such as "CUDA 13.0" or "CPU", and the GPUs it finds."""
+    hip = getattr(torch.version, "hip", None)
+    build = f"ROCm {hip}" if hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return build, [
+        f"{properties.name} ({properties.total_memory / 1e9:.0f} GB)"
+        for properties in map(torch.cuda.get_device_properties, range(num_gpus))
+    ]
+
+
 def set_num_threads(num_threads: int) -> None:
     """Set the number of threads of one operation on the CPU; 0 keeps torch's default."""
     if num_threads:

@@ -1,10 +1,14 @@
-"""Writes files atomically, and locks directories for one process."""
+"""Writes files atomically, locks directories for one process, and measures a volume's speed."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
@@ -108,3 +112,46 @@ def hash_file(path: Path) -> str:
         while block := file.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+# --- speed of a volume ----------------------------------------------------------------------------
+
+TRIAL_BYTES = 16 << 20
+TRIAL_S = 2.0
+"""Longest time of a trial of writes, seconds."""
+NUM_SYNCS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpeed:
+    """Measured speed of a directory's volume."""
+
+    bytes_per_s: float
+    """Rate of a large write, its fsync included."""
+    sync_s: float
+    """Median time of an fsync after a small write, seconds."""
+
+
+def measure_disk(directory: Path) -> DiskSpeed:
+    """Write a temporary file in `directory` for at most some TRIAL_S, and measure.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    block = bytes(1 << 20)
+    times: list[float] = []
+    with tempfile.TemporaryFile(dir=directory) as file:
+        began = time.monotonic()
+        while file.tell() < TRIAL_BYTES and time.monotonic() - began < TRIAL_S:
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        rate = file.tell() / max(time.monotonic() - began, 1e-6)
+        began = time.monotonic()
+        while len(times) < NUM_SYNCS and (not times or time.monotonic() - began < TRIAL_S):
+            file.write(b"x" * 4096)
+            file.flush()
+            start = time.monotonic()
+            os.fsync(file.fileno())
+            times.append(time.monotonic() - start)
+    return DiskSpeed(rate, statistics.median(times))

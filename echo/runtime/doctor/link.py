@@ -1,0 +1,326 @@
+"""A trial of the way to the learner for `echo-rl doctor`: what a node that joins would find.
+
+The doctor dials as a relay does, and goes as far as the Welcome. It never sends Ready, so the
+learner neither plans it into the broadcast nor grants it a lease; then it says Goodbye.
+
+    Greet -> Greeted      the node that answers
+    Probe -> ProbeAck     round-trip time; rate towards the learner, by zeros of growing size
+    Hello -> Welcome      the learner's signature, its hashes and settings
+    AssetRequest -> Asset rate from the learner, by the largest file that a worker would inherit
+    Goodbye
+
+Through a relay Greet and Probe measure the link to the relay, and the rest measures the whole way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from echo import __version__
+from echo.core.errors import EchoError, RefusedError, TransportError
+from echo.core.units import format_bytes, format_duration
+from echo.net.transport import (
+    Connected,
+    DialFailed,
+    Disconnected,
+    Received,
+    Transport,
+    TransportEvent,
+    parse_address,
+    without_key,
+)
+from echo.roles.joining import answer_fault, hash_hello
+from echo.runtime.doctor.machine import Finding
+from echo.wire.codec import (
+    Frame,
+    decode_envelope,
+    decode_message,
+    encode,
+    other_protocol,
+    payload_bytes,
+)
+from echo.wire.messages import (
+    LEARNER_ID,
+    Asset,
+    AssetRequest,
+    Goodbye,
+    Greet,
+    Greeted,
+    Hello,
+    Message,
+    Probe,
+    ProbeAck,
+    Refuse,
+    Welcome,
+)
+from echo.wire.seals import Channel, SealKeys, channel_of
+
+STEP_S = 10.0
+"""Longest wait for an answer, seconds."""
+NUM_PINGS = 4
+"""Empty probes, the fastest of which is the round-trip time."""
+FIRST_PROBE_BYTES, MAX_PROBE_BYTES = 64 << 10, 8 << 20
+LEAST_FILE_BYTES = 256 << 10
+"""Smallest file whose transfer says something of the rate."""
+ENOUGH_S = 0.5
+"""A probe that takes as long is long enough to measure the rate."""
+LONG_RTT_S = 0.4
+SLOW_BYTES_PER_S = 1e6
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """What a trial of one address found; fields are None where the trial did not come so far."""
+
+    address: str
+    node_id: str | None = None
+    """The id of the node that answered: the learner or a relay."""
+    rtt_s: float | None = None
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    welcome: Welcome | None = None
+    """The learner's signed answer."""
+    fault: EchoError | None = None
+    """Why the trial ended early."""
+
+
+class _Trial:
+    """One trial: the exchange over one dialled link."""
+
+    def __init__(self, transport: Transport, address: str, fingerprint: bytes | None) -> None:
+        self._transport, self._fingerprint = transport, fingerprint
+        self._node_id = f"doctor-{secrets.token_hex(4)}"
+        self._seal_keys = SealKeys(secrets.token_bytes(32))
+        self._messages: list[tuple[Message, list[Frame]]] = []
+        self._peer = ""
+        self.report = LinkReport(without_key(address))
+        self._address = address
+
+    async def run(self) -> LinkReport:
+        """Go through the exchange; the report has what was found, also after a failure."""
+        try:
+            self._peer = self._transport.dial(self._address)
+            await self._connect()
+            await self._measure_uplink()
+            await self._join()
+        except EchoError as error:
+            self.report = replace(self.report, fault=error)
+        return self.report
+
+    async def _connect(self) -> None:
+        async with self._within("no node answered"):
+            while not any(isinstance(event, Connected) for event in await self._events()):
+                pass
+        greet = Greet(node_id=self._node_id, role="relay", purpose="control")
+        greeted, _, _ = await self._ask(greet, Greeted)
+        self.report = replace(self.report, node_id=greeted.node_id)
+
+    async def _measure_uplink(self) -> None:
+        """Measure the round trip with empty probes, and the rate with growing ones."""
+        rtt_s = min([(await self._ask(Probe(), ProbeAck, b""))[2] for _ in range(NUM_PINGS)])
+        self.report = replace(self.report, rtt_s=rtt_s)
+        num_bytes = FIRST_PROBE_BYTES
+        while True:
+            _, _, took_s = await self._ask(Probe(), ProbeAck, bytes(num_bytes))
+            self.report = replace(self.report, up_bytes_per_s=self._rate(num_bytes, took_s))
+            if took_s >= ENOUGH_S or num_bytes >= MAX_PROBE_BYTES:
+                return
+            num_bytes = min(8 * num_bytes, MAX_PROBE_BYTES)
+
+    def _rate(self, num_bytes: int, took_s: float) -> float:
+        """Return the rate, in bytes per second, of a transfer that was answered after `took_s`."""
+        return num_bytes / max(took_s - (self.report.rtt_s or 0.0), 1e-6)
+
+    async def _join(self) -> None:
+        hello = Hello(
+            node_id=self._node_id,
+            role="relay",
+            incarnation=secrets.token_hex(8),
+            echo_version=__version__,
+            advertise=None,
+            digests={},
+            seal_key=self._seal_keys.seal_key(),
+            nonce=self._seal_keys.nonce(),
+        )
+        welcome, _, _ = await self._ask(hello, Welcome, target=LEARNER_ID)
+        fault = answer_fault(welcome, known=self._fingerprint)
+        if fault is not None:
+            raise RefusedError(fault[1])
+        self.report = replace(self.report, welcome=welcome)
+        name = max(welcome.assets, key=lambda one: welcome.assets[one][1], default=None)
+        if name is not None and welcome.assets[name][1] >= LEAST_FILE_BYTES:
+            request = AssetRequest(name=name)
+            _, payload, took_s = await self._ask(request, Asset, target=LEARNER_ID)
+            rate = self._rate(payload_bytes(payload), took_s)
+            self.report = replace(self.report, down_bytes_per_s=rate)
+        channel_id = channel_of(
+            hello=hash_hello(hello),
+            nonce=welcome.nonce,
+            learner_key=welcome.seal_key,
+            run_id=welcome.run_id,
+        )
+        channel = Channel(self._seal_keys, welcome.seal_key, channel_id, is_learner=False)
+        goodbye = Goodbye(reason="the doctor has looked")
+        self._transport.send(
+            self._peer,
+            encode(goodbye, source=self._node_id, target=LEARNER_ID, channel=channel),
+        )
+
+    # --- messages --------------------------------------------------------------------------------
+
+    async def _ask(
+        self, message: Message, kind: type[Answer], *payload: bytes, target: str = ""
+    ) -> tuple[Answer, list[Frame], float]:
+        """Send a message; return its answer with payload, and the seconds until the answer."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        frames = encode(message, payload, source=self._node_id, target=target)
+        if not self._transport.send(self._peer, frames):
+            raise TransportError(f"{self.report.address}: the link takes no message")
+        name = type(message).__name__
+        async with self._within(f"no answer to {name}"):
+            while True:
+                for answer, rest in await self._received():
+                    if isinstance(answer, kind):
+                        return answer, rest, loop.time() - began
+                    if isinstance(answer, Refuse):
+                        raise RefusedError(f"the learner refuses this node: {answer.detail}")
+
+    async def _received(self) -> list[tuple[Message, list[Frame]]]:
+        messages: list[tuple[Message, list[Frame]]] = []
+        for event in await self._events():
+            if isinstance(event, Received):
+                envelope = decode_envelope(event.frames)
+                fault = other_protocol(envelope)
+                if fault is not None:
+                    raise RefusedError(fault)
+                messages.append((decode_message(envelope), list(event.frames[1:])))
+        return messages
+
+    async def _events(self) -> list[TransportEvent]:
+        events = await self._transport.receive()
+        for event in events:
+            if isinstance(event, DialFailed | Disconnected):
+                raise TransportError(event.reason)
+        return events
+
+    @asynccontextmanager
+    async def _within(self, what: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(STEP_S):
+                yield
+        except TimeoutError as error:
+            text = f"{self.report.address}: {what} in {format_duration(STEP_S)}"
+            raise TransportError(text) from error
+
+
+async def try_link(transport: Transport, address: str, *, fingerprint: bytes | None) -> LinkReport:
+    """Try the way to the learner over one address, in a few times STEP_S at most.
+
+    Args:
+        transport: a started transport that has the run's keys.
+        address: the address of the learner or of a relay, with its key.
+        fingerprint: the fingerprint of the learner's signing key; None if it is not known.
+    """
+    return await _Trial(transport, address, fingerprint).run()
+
+
+def check_link(report: LinkReport) -> Iterator[Finding]:
+    """Say what a trial of the way to the learner found."""
+    name = "link"
+    if report.node_id is None:
+        yield Finding(
+            "failed",
+            name,
+            str(report.fault),
+            why="a node reaches the learner over this address",
+            remedy="check that the learner runs, that the join string is the line in its "
+            "keys/join, and that its firewall permits the port; a learner behind NAT needs a "
+            "forwarded port and learner.advertise, or a relay that it dials",
+        )
+        return
+    rtt_s, up, down = report.rtt_s or 0.0, report.up_bytes_per_s, report.down_bytes_per_s
+    rates = [f"{format_bytes(up)}/s towards it"] if up is not None else []
+    rates += [f"{format_bytes(down)}/s from it"] if down is not None else []
+    text = ", ".join([f"{report.node_id} at {report.address}: {format_duration(rtt_s)}", *rates])
+    slowest = min((rate for rate in (up, down) if rate is not None), default=SLOW_BYTES_PER_S)
+    if rtt_s > LONG_RTT_S or slowest < SLOW_BYTES_PER_S:
+        yield Finding(
+            "warning",
+            name,
+            text,
+            why="weights arrive late over a slow link, so rollouts are older",
+            remedy='use profile = "wan", raise sync.publish_period, or put a relay near this node',
+        )
+    else:
+        yield Finding("ok", name, text)
+    welcome = report.welcome
+    if report.fault is not None:
+        yield Finding(
+            "failed",
+            "joining",
+            str(report.fault),
+            why="a node that joins would end with this error",
+            remedy="install the learner's release of echo-rl, and copy its keys/join again",
+        )
+    elif welcome is not None:
+        size = welcome.version_bytes
+        takes = f", {format_duration(size / down)} over this link" if size and down else ""
+        version = f"; a version has {format_bytes(size)}{takes}" if size else ""
+        yield Finding("ok", "joining", f"run {welcome.run_id} would admit this node{version}")
+
+
+def own_address(address: str) -> str | None:
+    """Return the address of this machine on the route to `address`; None if there is no route."""
+    host, port = parse_address(address)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # makes the kernel choose a route; sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def check_nat(own: str, theirs: str, advertise: str | None) -> Iterator[Finding]:
+    """Compare the address of this machine with the learner's: is this machine behind NAT?
+
+    Args:
+        own: the address of this machine on the route to the learner.
+        theirs: the address of the learner or relay, without a port.
+        advertise: the address at which this node tells others to fetch weights; None if it does
+            not listen.
+    """
+    try:
+        is_behind = ipaddress.ip_address(own).is_private and ipaddress.ip_address(theirs).is_global
+    except ValueError:  # a host name
+        is_behind = False
+    if not is_behind or advertise is None:
+        kind = "behind NAT; it dials out only, which suffices" if is_behind else "no NAT is seen"
+        yield Finding("ok", "NAT", f"{own}: {kind}")
+        return
+    host = parse_address(advertise)[0]
+    try:
+        is_reachable = ipaddress.ip_address(host).is_global
+    except ValueError:
+        is_reachable = True
+    if is_reachable:
+        yield Finding("ok", "NAT", f"{own}: behind NAT; others dial {advertise}")
+        return
+    yield Finding(
+        "warning",
+        "NAT",
+        f"{own} is behind NAT, and others are told to dial {advertise}",
+        why="other nodes cannot fetch weights from it, so each tries once in vain",
+        remedy="forward the port and set the advertise key to the public address, or leave listen "
+        "out",
+    )

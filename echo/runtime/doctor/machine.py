@@ -1,0 +1,302 @@
+"""Checks of this machine for `echo-rl doctor`: packages, GPU, kernel settings, clock and disk.
+
+A check yields findings and changes nothing that lasts. What it looks at is an argument, so that
+each failure can be caused in a test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from echo.core.errors import StorageError
+from echo.core.extras import find_lock, install_command
+from echo.core.units import format_bytes, format_duration
+from echo.net.kernel import WANTED_DESCRIPTORS, KernelFacts, slow_settings
+from echo.records.files import DiskSpeed, measure_disk
+from echo.records.ledger import Ledger
+
+Level = Literal["ok", "warning", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check."""
+
+    level: Level
+    """"failed" if a node would not work, "warning" if it would work badly."""
+    name: str
+    """The thing that was checked, in one to three words."""
+    text: str
+    """What was found."""
+    why: str = ""
+    """Why it matters; empty for "ok"."""
+    remedy: str = ""
+    """The command or the setting that mends it; empty for "ok"."""
+
+
+# --- packages -------------------------------------------------------------------------------------
+
+_LOCKED = re.compile(r"^([A-Za-z0-9][\w.-]*)==([^\s;]+)", re.MULTILINE)
+MAX_NAMED = 6
+"""Largest number of packages that one finding names."""
+
+
+def locked_versions(lock: str) -> dict[str, set[str]]:
+    """Return package name -> versions in the text of a lock; some differ between Pythons."""
+    versions: dict[str, set[str]] = {}
+    for name, version in _LOCKED.findall(lock):
+        versions.setdefault(_normal(name), set()).add(version)
+    return versions
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the version of each package that this Python has installed."""
+    return {_normal(one.name): one.version for one in metadata.distributions() if one.name}
+
+
+def check_packages(
+    installed: Mapping[str, str], locked: Mapping[str, Iterable[str]]
+) -> Iterator[Finding]:
+    """Compare the installed packages with the locked ones, with which Echo was tested."""
+    # A local label such as +cpu names a build of the same version.
+    others = {
+        name: version
+        for name, version in installed.items()
+        if name in locked and version.partition("+")[0] not in locked[name]
+    }
+    number = len(installed.keys() & locked.keys())
+    if not others:
+        yield Finding("ok", "packages", f"{number} packages have the versions of the lock")
+        return
+    named = [
+        f"{name} {version} (lock: {', '.join(sorted(locked[name]))})"
+        for name, version in sorted(others.items())
+    ]
+    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+    yield Finding(
+        "warning",
+        "packages",
+        f"{len(others)} of {number} packages are not as locked: "
+        f"{', '.join(named[:MAX_NAMED])}{more}",
+        why="Echo was tested with the versions of the lock; nodes with other versions can compute "
+        "other log-probabilities",
+        remedy=f"in a checkout {install_command('worker')}; elsewhere pip install -r {find_lock()}",
+    )
+
+
+# --- GPU ------------------------------------------------------------------------------------------
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def nvidia_driver(path: Path = DRIVER) -> str | None:
+    """Return the version of the NVIDIA driver that the kernel has loaded; None if it has none."""
+    try:
+        found = re.search(r"Module[^\n]*?\s(\d+\.[\d.]+)\s", path.read_text(encoding="ascii"))
+    except (OSError, UnicodeDecodeError):
+        return None
+    return found[1] if found else "of unknown version"
+
+
+def check_gpu(build: str | None, gpus: Iterable[str], driver: str | None) -> Iterator[Finding]:
+    """Compare the GPUs that PyTorch finds with the driver that the kernel has loaded.
+
+    Args:
+        build: what PyTorch is built for, such as "CUDA 13.0" or "CPU"; None without PyTorch.
+        gpus: the GPUs that PyTorch finds.
+        driver: version of the NVIDIA driver; None if no driver is loaded.
+    """
+    names = list(gpus)
+    loaded = "no NVIDIA driver is loaded" if driver is None else f"NVIDIA driver {driver}"
+    if build is None:
+        yield Finding("ok", "GPU", f"{loaded}; PyTorch is not installed, and a relay needs none")
+    elif names:
+        yield Finding("ok", "GPU", f"{', '.join(names)}; PyTorch for {build}; {loaded}")
+    elif driver is not None:
+        is_for_cpu = build == "CPU"
+        yield Finding(
+            "failed",
+            "GPU",
+            f"{loaded}, but PyTorch for {build} finds no GPU",
+            why="the engine and the learner would run on the CPU",
+            remedy="install PyTorch for CUDA (docs/engines.md)"
+            if is_for_cpu
+            else "run nvidia-smi: if it lists a GPU, unset CUDA_VISIBLE_DEVICES, or install a "
+            "newer driver for this CUDA; a container needs --gpus all",
+        )
+    else:
+        yield Finding("ok", "GPU", f"none; PyTorch for {build}; {loaded}")
+
+
+# --- kernel ---------------------------------------------------------------------------------------
+
+LEAST_DESCRIPTORS = 4096
+"""Limit of open files below which a learner with some hundred workers can run out of them."""
+
+
+def check_descriptors(limit: int) -> Iterator[Finding]:
+    """Check the limit of open files, after it has been raised as far as permitted."""
+    if limit >= LEAST_DESCRIPTORS:
+        yield Finding("ok", "open files", f"{limit} are permitted")
+        return
+    yield Finding(
+        "warning",
+        "open files",
+        f"{limit} are permitted",
+        why="each connection takes a descriptor: a learner or relay with many nodes runs out",
+        remedy=f"ulimit -Hn {WANTED_DESCRIPTORS} (systemd: LimitNOFILE={WANTED_DESCRIPTORS})",
+    )
+
+
+def check_kernel(facts: KernelFacts) -> Iterator[Finding]:
+    """Check the kernel's TCP settings, which bound the rate of long links."""
+    slow = slow_settings(facts)
+    if slow is None:
+        yield Finding("ok", "TCP settings", "fast enough for 1 Gbit/s at 100 ms, or not readable")
+        return
+    yield Finding(
+        "warning",
+        "TCP settings",
+        slow.partition("; see ")[0],
+        why="one connection over a long link is as fast as these permit; on a local network they "
+        "do not matter",
+        remedy="sysctl -w net.ipv4.tcp_rmem='4096 131072 67108864' "
+        "net.ipv4.tcp_wmem='4096 65536 67108864' net.ipv4.tcp_congestion_control=bbr",
+    )
+
+
+# --- clock ----------------------------------------------------------------------------------------
+
+_UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
+
+
+class _Timex(ctypes.Structure):
+    """The head of `struct timex` of adjtimex(2), and space for the rest."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_byte * 256),
+    )
+
+
+def is_clock_synchronised() -> bool | None:
+    """Return whether the kernel says that its clock follows a time server; None if it is silent."""
+    state = _Timex()  # modes = 0: read only
+    try:
+        if ctypes.CDLL(None).adjtimex(ctypes.byref(state)) < 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return not state.status & _UNSYNCHRONISED
+
+
+def check_clock(is_synchronised: bool | None) -> Iterator[Finding]:
+    """Check that times in the logs of several machines can be compared."""
+    if is_synchronised is not False:
+        known = "follows a time server" if is_synchronised else "its state is not readable here"
+        yield Finding("ok", "clock", known)
+        return
+    yield Finding(
+        "warning",
+        "clock",
+        "does not follow a time server",
+        why="no decision of a run depends on it, but times in logs and metrics of several machines "
+        "cannot be compared",
+        remedy="timedatectl set-ntp true (in a container or virtual machine: on its host)",
+    )
+
+
+# --- disk -----------------------------------------------------------------------------------------
+
+SLOW_SYNC_S = 0.1
+SLOW_BYTES_PER_S = 50e6
+
+
+def check_disk(
+    directory: Path, *, free_bytes: int, min_free_bytes: int, speed: DiskSpeed
+) -> Iterator[Finding]:
+    """Check the space and the speed of the volume of a run's directory."""
+    if free_bytes < min_free_bytes:
+        yield Finding(
+            "failed",
+            "disk space",
+            f"{format_bytes(free_bytes)} are free at {directory}",
+            why="no checkpoint is written that would leave less than limits.min_free_disk_bytes = "
+            f"{format_bytes(min_free_bytes)}",
+            remedy="free space, or set run.dir to another volume",
+        )
+    else:
+        yield Finding("ok", "disk space", f"{format_bytes(free_bytes)} are free at {directory}")
+    measured = f"{format_bytes(speed.bytes_per_s)}/s; {format_duration(speed.sync_s)} for an fsync"
+    if speed.sync_s <= SLOW_SYNC_S and speed.bytes_per_s >= SLOW_BYTES_PER_S:
+        yield Finding("ok", "disk speed", measured)
+        return
+    yield Finding(
+        "warning",
+        "disk speed",
+        measured,
+        why="the learner acknowledges a group when it is on the disk, and a worker stores versions",
+        remedy="set run.dir (and network.store_dir) to a local disk",
+    )
+
+
+def check_ledger(directory: Path) -> Iterator[Finding]:
+    """Check that the volume can hold a ledger, by making one in a temporary directory."""
+    try:
+        with tempfile.TemporaryDirectory(dir=directory) as place:
+            Ledger(Path(place), spool_bytes=1 << 20).close()
+    except (OSError, StorageError) as error:
+        yield Finding(
+            "failed",
+            "ledger",
+            f"cannot be made in {directory}: {error}",
+            why="the learner records every group there before it acknowledges the group",
+            remedy="set run.dir to a local disk that this user may write to",
+        )
+    else:
+        yield Finding("ok", "ledger", f"can be made in {directory}")
+
+
+def check_run_dir(run_dir: Path, *, min_free_bytes: int) -> Iterator[Finding]:
+    """Check the volume on which a run's directory is, or would be made."""
+    place = run_dir.absolute()
+    while not place.is_dir() and place != place.parent:
+        place = place.parent
+    try:
+        speed = measure_disk(place)
+    except OSError as error:
+        yield Finding(
+            "failed",
+            "disk",
+            f"{place} cannot be written: {error.strerror}",
+            why="a node keeps its files there",
+            remedy="set run.dir to a directory that this user may write to",
+        )
+        return
+    free = shutil.disk_usage(place).free
+    yield from check_disk(place, free_bytes=free, min_free_bytes=min_free_bytes, speed=speed)
+    yield from check_ledger(place)
+
+
+def check_python() -> Iterator[Finding]:
+    """Name the running Python, which is one that Echo supports or Echo would not start."""
+    number = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("ok", "Python", f"{number}, {sys.executable}")

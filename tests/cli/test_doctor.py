@@ -1,0 +1,71 @@
+"""`echo-rl doctor` as a user runs it: findings as JSON, exit codes, the engine."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from echo.cli.doctor import main
+from echo.engine.model import build_model, save_tiny_model
+from echo.records import files
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "TRIAL_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "NUM_SYNCS", 1)
+    monkeypatch.delenv("ECHO_JOIN", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def findings(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str]]:
+    """Return the exit code, and the last level of each name that `--json` prints."""
+    code = main([*words, "--json"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return code, {row["name"]: row["level"] for row in rows}
+
+
+def test_the_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = findings(capsys)
+    assert code == 0
+    assert {"Python", "packages", "GPU", "open files", "clock", "ledger"} <= found.keys()
+    assert main([]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{len(found)} checks: 0 failed")
+
+
+def test_a_configuration_that_would_not_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        config.write_text(f'[model]\nname = "missing"\n[learner]\nlisten = "{address}"\n')
+        code, found = findings(capsys, "--config", str(config))
+    assert (code, found["start"]) == (1, "failed")
+    config.write_text("[model]\nnam = 1\n")
+    code, found = findings(capsys, "--config", str(config))
+    assert (code, found["configuration"]) == (1, "failed")
+
+
+def test_a_join_string_that_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
+    join = f"{address}#{'A' * 43}.{'B' * 21}A.{'C' * 21}A"
+    code, found = findings(capsys, "--connect", join)
+    assert (code, found["link"]) == (1, "failed")
+    code, found = findings(capsys, "--connect", "tcp://host")
+    assert (code, found["configuration"]) == (1, "failed")
+
+
+def test_the_engine_is_tried_with_its_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path / "model", build_model(seed=0))
+    words = ["--role", "worker", "--engine", "--set", f"model.name={tmp_path / 'model'}"]
+    config = tmp_path / "run.toml"
+    config.write_text('[security]\ncurve = false\n[worker]\nconnect = ["tcp://127.0.0.1:9"]\n')
+    code, found = findings(capsys, "--config", str(config), *words)
+    assert (code, found["link"], found["engine"]) == (1, "failed", "ok")
