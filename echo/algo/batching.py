@@ -36,7 +36,8 @@ PAD_ID = 0
 
 MIN_SAVED = 0.2
 """Rollouts share a prompt only if that saves at least this share of their tokens. Attention is
-slower with shared prompts: below this share a CPU loses more time there than it saves.
+slower with shared prompts: below this share a CPU loses more time in attention than sharing saves
+elsewhere.
 """
 
 
@@ -204,7 +205,7 @@ class MicroBatch:
     """[B, T] bool: whether each token is trained (or scored, see `collate`); False in padding."""
     scored: Tensor
     """[N] int64: the places in the flattened [B, T] where `completion_mask` is True: the scored
-    tokens. The host computes them, since it would have to wait for a GPU to find them.
+    tokens. The host computes these places: if a GPU found them, the host would have to wait.
     """
     advantages: Tensor
     """[B] float32: advantage of each rollout."""
@@ -339,8 +340,8 @@ def pack_micro_batches(
         lengths: tokens of each row, including the padding that the row would have alone, >= 1.
         max_tokens: bound on a micro-batch's number of rows times its longest row, inclusive.
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.
-        by_powers: whether each micro-batch has a power of two of rows, unless groups are kept
-            whole.
+        by_powers: whether the number of rows of each micro-batch is a power of two; without effect
+            if groups are kept whole.
 
     Returns:
         The row indices of each micro-batch; each index occurs exactly once. The result depends on
@@ -364,7 +365,7 @@ def pack_micro_batches(
 
 
 def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
-    """Divide a micro-batch into parts of a power of two of rows each, the largest part first."""
+    """Divide a micro-batch into parts whose numbers of rows are powers of two, largest first."""
     while indices:
         number = 1 << len(indices).bit_length() - 1
         yield indices[:number]
@@ -376,9 +377,9 @@ def share_prompts(
 ) -> tuple[list[int], list[int]]:
     """Gather the rows of each prompt into units, in which the prompt can be shared.
 
-    A unit has at most half the tokens of a micro-batch, so that units can be put together in one.
-    The rows of a unit share their prompt only if that saves at least MIN_SAVED of the tokens that
-    the rows have without sharing.
+    A unit has at most half the tokens of a micro-batch, so that several units fit into one
+    micro-batch. The rows of a unit share their prompt only if that saves at least MIN_SAVED of the
+    tokens that the rows have without sharing.
 
     Args:
         rows: rows of one prompt have the same array object as `prompt_ids`.

@@ -1,6 +1,7 @@
 """Diagnostics of training: length bias, group statistics, sampler mismatch.
 
-They need no model: they read rewards, lengths and log-probabilities that a step already has.
+The diagnostics need no model: they use rewards, lengths and log-probabilities that a step already
+has.
 """
 
 from __future__ import annotations

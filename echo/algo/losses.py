@@ -277,8 +277,9 @@ def loglinear_logprobs(
 ) -> Tensor:
     """Return [B, T] log-probs estimated for the version before the learner's, without gradient.
 
-    log prox = log mu + a (log pi - log mu), a = clip((s - 1) / s, 0, 1), 0 for s <= 0. It assumes
-    that the policy has moved evenly, in log space, over the s steps since the token was sampled.
+    log prox = log mu + a (log pi - log mu), a = clip((s - 1) / s, 0, 1), 0 for s <= 0. The estimate
+    assumes that the policy has moved evenly, in log space, over the s steps since the token was
+    sampled.
 
     Args:
         learner_logprobs: [B, T] nats under the learner's policy, pi.
@@ -332,11 +333,11 @@ class DecoupledPpoLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """The inputs that the loss needs: proximal log-probabilities, unless interpolated."""
+        """The inputs that the loss needs: proximal log-probabilities, if not interpolated."""
         return LossNeeds(proximal_logprobs=self.proximal == "recompute")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, counts of its clips, and of weights of 0.
+        """Return the loss of one micro-batch, and how many tokens are clipped or have weight 0.
 
         `dropped/importance` counts the tokens whose importance weight is 0.
         """
@@ -518,10 +519,9 @@ class DppoTvLoss:
     Source: DPPO (binary TV), arXiv:2602.04879; the term in (log r)^2: prime-rl, after Kimi-K2.5,
     arXiv:2602.02276.
     Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20;
-    prime-rl's term is off unless asked for (there c = 1e-3).
-    Limits: r itself is not bounded, so a token with a tiny probability under the sampler can have a
-    large weight while its probability stays small. With c > 0, rollouts without an advantage are
-    trained as well.
+    prime-rl's term is off by default (prime-rl has c = 1e-3). Limits: r itself is not bounded, so a
+    token with a tiny probability under the sampler can have a large weight while its probability
+    stays small. With c > 0, rollouts without an advantage are trained as well.
     """
 
     max_probability_gap: float = 0.2
@@ -818,12 +818,11 @@ class GepoLoss:
 
     Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: its code.
     Differs from the paper: the expectation is over the group, while the published numbers come from
-    random mixed micro-batches; a group that lost a member is left out; k3 is limited; the KL
-    term is off unless asked for (the paper's best coefficient is .005); |log w| is limited to 20.
-    Limits: w is not 1 even on-policy; only its mean under q / sum(q) is. The estimate is biased in
-    exchange for less variance. For mixtures see the comment above `group_log_expectation`. The clip
-    acts on w, which compares a rollout with its group and does not say how far the policy has
-    moved.
+    random mixed micro-batches; a group that lost a member is left out; k3 is limited; the KL term
+    is off by default (the paper's best coefficient is .005); |log w| is limited to 20. Limits: w is
+    not 1 even on-policy; only its mean under q / sum(q) is. The estimate is biased in exchange for
+    less variance. For mixtures see the comment above `group_log_expectation`. The clip acts on w,
+    which compares a rollout with its group and does not say how far the policy has moved.
     """
 
     clip_low: float | None = 0.2
@@ -893,8 +892,8 @@ class ReferenceKlLoss:
     none for k2. So below the cap all three have the same expected gradient, w log(pi / ref) grad
     log pi, which is the gradient of the divergence.
 
-    Every rollout is trained, also one without an advantage, since the divergence has a gradient for
-    each.
+    Every rollout is trained, even a rollout without an advantage, since the divergence has a
+    gradient for each.
 
     Source: k3 as a penalty: GRPO, arXiv:2402.03300, eq. 4; the estimators: J. Schulman (2020);
     with importance weights: slime's unbiased KL.
@@ -942,7 +941,7 @@ class EntropyBonusLoss:
 
     loss = inner - c sum_t H(pi(. | context of t)) / num_tokens.
 
-    Every rollout is trained, also one without an advantage, since its entropy has a gradient.
+    Every rollout is trained, even a rollout without an advantage, since its entropy has a gradient.
 
     Source: A3C, arXiv:1602.01783, section 4; PPO, arXiv:1707.06347, eq. 9.
     Differs from the paper: the mean is over the batch's trained tokens.

@@ -87,7 +87,7 @@ class Schema:
 
 @dataclass(slots=True)
 class Layer:
-    """The settings that one source, a file or an option, gives, and the problems found in them."""
+    """The settings from one source (a file or an option), and the problems found in them."""
 
     settings: dict[KeyPath, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

@@ -157,7 +157,9 @@ def build_adapted(
 
 
 def base_digest(directory: Path) -> str:
-    """Return a hash of a directory's weights: names, shapes, dtypes and values, in any shards.
+    """Return a hash of the names, shapes, dtypes and values of a directory's weights.
+
+    The hash does not depend on how the weights are divided into files.
 
     Raises:
         DataError: if the weights are missing or damaged.

@@ -162,7 +162,7 @@ class Roll:
     def names(self, counts: Counts, preferred: Collection[str]) -> frozenset[str]:
         """Return the names of `counts` workers of each kind.
 
-        Within a kind `preferred` workers are taken first, then faster before slower ones.
+        Within a kind `preferred` workers are taken first, and faster workers before slower workers.
         """
         chosen: list[str] = []
         for kind, count in zip(self.kinds, counts, strict=True):

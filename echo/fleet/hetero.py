@@ -97,8 +97,8 @@ def train_step_s(cluster: Cluster, job: SiteJob, name: str, num_gpus: int) -> fl
 def training_sizes(gpu: Gpu, count: int) -> Iterator[int]:
     """Yield the numbers of GPUs, at most `count`, that can train together.
 
-    These are the numbers up to the GPUs of one machine, and the numbers of GPUs in several whole
-    machines.
+    Within one machine any number of GPUs can train together. Several machines can train together
+    only with all of their GPUs.
     """
     yield from range(1, min(count, gpu.num_per_node) + 1)
     yield from range(2 * gpu.num_per_node, count + 1, gpu.num_per_node)

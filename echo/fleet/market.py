@@ -79,7 +79,7 @@ class Offer:
     def group_latency_s(self, job: Job) -> float:
         """Return the seconds that one node takes for a group.
 
-        They are the seconds of the longest rollout, at the speed of one sequence in a full engine.
+        This is the time of the longest rollout, at the speed of one sequence in a full engine.
         """
         return job.longest_completion_tokens * self.concurrency / self.tokens_per_s
 

@@ -106,7 +106,7 @@ def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = Non
 def window_s(job: Job) -> float:
     """Return the seconds from a publication until its first batch must be complete.
 
-    They are (S - kappa + 1) * T_train: a later batch would make the learner wait.
+    The result is (S - kappa + 1) * T_train: a later batch would make the learner wait.
     """
     return (job.max_staleness - job.publish_period + 1) * job.train_s
 

@@ -400,8 +400,8 @@ def slowed(
 ) -> tuple[float, Selection] | None:
     """Return the least factor, to 1 %, by which steps must be longer so that a fleet suffices.
 
-    The selection is the cheapest fleet for steps of that length; the learner waits for a part of
-    each step.
+    With the factor the function returns the cheapest fleet for steps of that length, in which the
+    learner waits for a part of each step.
 
     Returns:
         The factor and the selection; None if even the factor MAX_FACTOR does not help.

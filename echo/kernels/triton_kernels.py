@@ -319,7 +319,7 @@ def set_logits_kernel(
     num_ids, row_stride, column_stride, weight_stride,
     WIDTH: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the logit of each further id: its row of the head times the state of its row."""
+    """Store the logit of each further id: the id's row of the head times its row's state."""
     at = tl.program_id(0) * IDS + tl.arange(0, IDS)
     is_id = at < num_ids
     rows = tl.load(rows_ptr + at, mask=is_id, other=0).to(tl.int64)

@@ -63,7 +63,7 @@ class LeasedWorker:
 
 
 class LeaseBook:
-    """The leases that workers hold, by group and by worker, and the groups that wait for one."""
+    """The leases of workers, by group and by worker, and the groups that wait for a lease."""
 
     def __init__(self, *, timeout_s: float) -> None:
         """Start without groups; a lease will expire after `timeout_s` seconds without progress."""
@@ -108,7 +108,7 @@ class LeaseBook:
         return self._deadlines.first
 
     def deadline_of(self, record: LeaseRecord) -> float | None:
-        """Return the time at which a lease expires; None if it has ended or its result arrived."""
+        """Return when a lease expires; None if the lease has ended or its result has arrived."""
         is_watched = not record.is_over and not record.is_delivered
         return record.renewed_at + self.timeout_s if is_watched else None
 
@@ -131,7 +131,7 @@ class LeaseBook:
         return sorted(self._by_worker.get(worker_id, ()), key=lambda record: record.group_id)
 
     def note_load(self, worker_id: str, *, now: float) -> None:
-        """Set `num_beside` of a worker's leases granted at `now` to the number that it holds."""
+        """For a worker's leases granted at `now`, set `num_beside` to its number of leases."""
         records = self._by_worker[worker_id]
         for record in records:
             if record.granted_at == now:

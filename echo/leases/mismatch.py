@@ -111,7 +111,7 @@ class Mismatches:
     def _medians(self) -> dict[_Place, dict[str, float]]:
         """Return place -> worker -> median mismatch of the worker's groups at this place.
 
-        Workers with fewer than MIN_EQUAL groups at a place are left out of it.
+        A worker is left out at places where it has fewer than MIN_EQUAL groups.
         """
         values: dict[_Place, dict[str, list[float]]] = {}
         for name, window in self._windows.as_dict().items():

@@ -2,7 +2,7 @@
 
 A **partial group** is a leased group while it is sampled. A worker keeps a partial group among its
 leases (`leases/worker/held.py`), and applies the staleness policy whenever the group enters an
-engine again. Every `ship_s` seconds it ships the group: it sends the tokens to the learner
+engine again. Every `ship_s` seconds the worker ships the group: it sends the tokens to the learner
 (`leases/worker/keeper.py`). The learner keeps the tokens (`ShippedPartials`) and sends them to the
 next worker that gets the group.
 """
@@ -211,7 +211,7 @@ class ShippedPartials:
         return len(self._kept)
 
     def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
-        """Store the members of a group, unless a newer attempt has shipped as many or more tokens.
+        """Store a group's members unless a newer attempt shipped at least that number of tokens.
 
         If there is too little space, the members are dropped and counted.
         """

@@ -109,7 +109,7 @@ class Reconciling:
     def _on_listed(
         self, record: LeaseRecord, state: LeaseState, has_progress: bool, now: float
     ) -> None:
-        """Renew a lease if its worker shows progress on its group or on the groups before."""
+        """Renew a lease if its worker makes progress on its group or on groups before it."""
         record.is_confirmed = True
         self._finish_times.on_lease_state(record, state, now=now)
         is_idle = state.num_tokens <= 0 or state.is_waiting

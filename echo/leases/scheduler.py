@@ -91,8 +91,8 @@ class Scheduler:
             step=run.step,
         )
         self.prompt_fault: DataError | None = None
-        """The error for which no more prompts can be used, so no group is granted; None if there is
-        none.
+        """The error because of which no prompt can be used and no group is granted; None without
+        error.
         """
         self._forecasts = Forecasts(
             self.groups.leases, self.finish_times, max_age_s=settings.heartbeat_s

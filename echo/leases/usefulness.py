@@ -6,16 +6,17 @@ returns equal rewards, because it is broken or dishonest, need not sample, so it
 worker and gets most of the leases. Two rules prevent such a worker from stopping a run.
 
 **Set aside.** When a useful group arrives, each worker is credited with its share of the groups
-that were delivered since the useful group before. A worker is set aside once its credits sum up to
-EXPECTED groups and at most LEAST_SHARE of that number of its own groups were useful. The worker
-then gets no groups for AWAY_S, and its count begins again. The number of useful groups of an honest
-worker scatters no more than Poisson's law says, so 2 or fewer in place of 20 have a probability of
-5e-7. If the whole fleet learns nothing, no worker is credited, so none is set aside.
+that were delivered since the previous useful group. A worker is set aside once its credits sum up
+to EXPECTED groups or more, while the number of its useful groups is at most LEAST_SHARE of these
+credits. The worker then gets no groups for AWAY_S, and its count begins again. The number of useful
+groups of an honest worker scatters no more than Poisson's law says, so 2 or fewer in place of 20
+have a probability of 5e-7. If the whole fleet learns nothing, no worker is credited, so none is set
+aside.
 
 **A quorum.** A run ends after `max_zero_signal_groups` groups in a row without a useful group. If
 nearly all of these groups are from one worker, this worker gets no groups until the other workers
 have delivered a batch. So a fast worker cannot end the run between two useful groups of slower
-workers. If there is no other worker, or none that can sample for ALONE_S, the groups of this one
+workers. If no other worker exists, or no other worker could sample for ALONE_S, the groups of this
 worker suffice. Groups of workers that are set aside never count.
 """
 

@@ -7,7 +7,7 @@ two questions:
   its address: `tcp://host:port#KEY`. The learner sends these addresses to all nodes in its plans,
   so a user copies only the learner's key by hand.
 * *Does the dialler belong to the run?* The run has one **secret**. The key pair with which every
-  node of the run dials is derived from it, and a listener admits only that key.
+  node of the run dials is derived from this secret, and a listener admits only this key.
 
 A worker makes a new server key at each start, because other nodes know its address only from plans.
 The address of a relay is written into configurations. So the key of a relay is derived from the

@@ -1,9 +1,9 @@
 """The ZeroMQ transport: messages over TCP.
 
-Parents bind one ROUTER, and every dial is a DEALER. A `ZmqChannel` (`channel.py`) is one raw
-socket, with the events of its connections. A `Listener` (`listener.py`) shares one channel among
-all inbound peers, which `admission.py` bounds. A `DialledLink` (`dialler.py`) owns at most one
-channel at a time.
+Every parent binds one ROUTER socket, and every dialled link uses a DEALER socket. A `ZmqChannel`
+(`channel.py`) is one raw socket, with the events of its connections. A `Listener` (`listener.py`)
+shares one channel among all inbound peers, which `admission.py` bounds. A `DialledLink`
+(`dialler.py`) owns at most one channel at a time.
 
     dialled    looking up -> connecting -> up (Connected) -> ended (Disconnected) -> backoff ->
     again
@@ -12,8 +12,8 @@ channel at a time.
 
 **One connection, one channel, one identity.** A dialled link opens a new channel for each attempt,
 because libzmq would mix the messages of two connections in one pipe. So libzmq's own reconnection
-is off. ZMQ_IMMEDIATE stays 0: with 1 messages that a peer sent just before it closed would be
-discarded. The end of a connection is reported only after its channel has been drained, so last
+is off. ZMQ_IMMEDIATE stays 0: if it were 1, messages that a peer sent just before it closed would
+be discarded. The end of a connection is reported only after its channel has been drained, so last
 messages come first. The ROUTER names each inbound connection itself (no routing id is sent), so a
 node that comes back after a half-open connection is a new peer and not a refused duplicate. libzmq
 reports the end of an inbound connection by its descriptor, so a peer's descriptor is read with its
@@ -37,7 +37,8 @@ drained in their callback, because libzmq's I/O thread waits on a full one.
 
 **Encryption** is CURVE (`curve.py`): a transport with keys encrypts all its links, and a transport
 without keys encrypts none. libzmq closes a connection that does not finish the handshake in time. A
-listener without keys cannot do that for the bytes of ZMTP 1, which has no handshake.
+listener without keys cannot close a connection in this way if the connection sends the bytes of
+ZMTP 1, which has no handshake.
 
 **Bulk connections** carry chunks that are encrypted already. CURVE would cost more CPU for them
 than all other steps of a chunk. A dialled link requests each connection over CURVE, and gets a port

@@ -23,14 +23,14 @@ every accepted group has at most one end (it was trained or discarded), and exac
 run has finished. A discard is never voided.
 
 Durability. The event loop never waits for the disk: it appends to a queue in memory. Another
-thread, one at a time, writes the whole queue in order, or nothing of it (`commit`). After `commit`
-the records survive a kill of the process (write-ahead log, synchronous = NORMAL); after `sync` they
-survive a power cut too (FULL). So a record is committed before other nodes are informed of the
-event. The record is synced before another copy of the same data is dropped: a worker's copy of an
-acknowledged group, or a checkpoint that a newer one replaces. After a kill or a power cut the
-ledger has a prefix of the committed records, which includes all synced records. All processes that
-have the ledger open share memory for the write-ahead log, so on a network volume they must run on
-the learner's machine.
+thread, never more than one at a time, writes the whole queue in order, or nothing of it (`commit`).
+After `commit` the records survive a kill of the process (write-ahead log, synchronous = NORMAL);
+after `sync` they survive a power cut too (FULL). So a record is committed before other nodes are
+informed of the event. The record is synced before another copy of the same data is dropped: a
+worker's copy of an acknowledged group, or a checkpoint that a newer one replaces. After a kill or a
+power cut the ledger has a prefix of the committed records, which includes all synced records. All
+processes that have the ledger open share memory for the write-ahead log, so on a network volume
+they must run on the learner's machine.
 """
 
 from __future__ import annotations
@@ -567,7 +567,7 @@ class Ledger(LedgerQueue):
             yield
 
     def _note(self, record: AnyRecord) -> None:
-        """Note for a group's file that the group was accepted, or the step at which it ended."""
+        """Remember, for the file of a group, that the group was accepted or when it ended."""
         match record:
             case Accepted():
                 self._unended.setdefault(record.place.file, set()).add(record.group)
@@ -999,7 +999,7 @@ class StoredGroup(NamedTuple):
 
     @property
     def end(self) -> str:
-        """Text on how the group ended, or on its not being trained yet."""
+        """Text on how the group ended; "not trained yet" if it has not ended."""
         if self.step is not None:
             return f"trained in step {self.step}"
         return f"discarded: {self.discarded}" if self.discarded else "not trained yet"

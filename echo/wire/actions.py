@@ -1,7 +1,7 @@
 """Actions: what a role asks the process around it to do.
 
-Roles decide and never act, and so do their planes (parts such as the weights plane). Their methods
-return lists of actions, which the node (`runtime/node.py`) or a test executes in order.
+Roles and their planes (parts such as the weights plane) decide and never act. Their methods return
+lists of actions, which the node (`runtime/node.py`) or a test executes in order.
 """
 
 from __future__ import annotations

@@ -228,7 +228,9 @@ class GroupHeader(msgspec.Struct, frozen=True):
     """The reward of each rollout; None for a rollout that the task could not score."""
     finish_reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_MEMBERS)]
     set_bytes: Annotated[tuple[SetBytes, ...], Meta(max_length=MAX_MEMBERS)] = ()
-    """For each rollout the bytes of its sets (wire/token_sets.py); empty if none has any."""
+    """For each rollout the number of bytes of its sets (wire/token_sets.py); empty if no rollout
+    has sets.
+    """
 
 
 _header_decoder = msgspec.msgpack.Decoder(GroupHeader)

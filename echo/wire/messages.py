@@ -279,7 +279,8 @@ class Welcome(Message, frozen=True):
     heartbeat_s: Period
     dead_after_s: Period
     uplink_bytes_per_s: Rate | None = None
-    """The rate of the node's uplink, as it last reported in this run, before it restarted."""
+    """The rate of the node's uplink, as the node last reported it in this run before it restarted.
+    """
     version_bytes: Size = 0
     """Transfer size of the newest version in bytes; 0 before the first version."""
     answers: Key = b""
@@ -485,8 +486,8 @@ class Lease(Message, frozen=True, tag=False):
 class Grant(Message, frozen=True):
     """Learner to worker: leases; the worker ignores a lease that it already has.
 
-    The payload frame, if there is one, has, for each lease, the tokens that other workers have
-    sampled and this worker continues (`encode_continuations` in `leases/partials.py`).
+    If there is a payload frame, it has, for each lease, the tokens that other workers have sampled
+    and that this worker continues (`encode_continuations` in `leases/partials.py`).
     """
 
     leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_LEASES)]
@@ -532,8 +533,8 @@ are NaN, infinite or positive.
 
 
 ENGINE_ERROR = "engine_error"
-"""The reason with which a worker gives a group up if sampling raised an error, or returns the group
-because its engine no longer samples.
+"""The reason for which a worker gives a group up because sampling raised an error, or returns a
+group because its engine no longer samples.
 """
 
 

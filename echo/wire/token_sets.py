@@ -36,7 +36,7 @@ from echo.core.token_sets import MAX_SET_IDS, TokenSets
 
 _Length = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 SetBytes = tuple[_Length, _Length]
-"""The bytes of the blocks `support` and `likely` of one rollout."""
+"""The number of bytes of each of the blocks `support` and `likely` of one rollout."""
 
 MAX_IDS = 1 << 22
 """Most ids in the sets of one rollout. For this number a decoder briefly needs some 200 MB."""
@@ -65,7 +65,7 @@ def encode_all_sets(rollouts: Sequence[Tokens], *, max_bytes: int) -> list[tuple
 
 
 def bytes_of_sets(blocks: Sequence[tuple[bytes, bytes]]) -> tuple[SetBytes, ...]:
-    """Return, for each rollout, the bytes of its two blocks; () if all blocks are empty."""
+    """Return the number of bytes of each rollout's two blocks; () if all blocks are empty."""
     lengths = tuple((len(support), len(likely)) for support, likely in blocks)
     return lengths if any(map(any, lengths)) else ()
 

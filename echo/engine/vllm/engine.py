@@ -603,7 +603,7 @@ class VllmEngine(Engine):
         self.max_concurrent_rollouts(len(request.prompt_ids), sampling.max_completion_tokens)
 
     def current(self) -> tuple[Backend, str | None]:
-        """Return the backend and the weights' cache salt, or None if swaps clear the cache."""
+        """Return the backend and the weights' cache salt; no salt if swaps clear the cache."""
         with self._lock:
             return self._backend, None if self._clears_cache else self._tag
 

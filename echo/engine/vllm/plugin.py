@@ -45,7 +45,7 @@ def listen() -> None:
 
 
 def count_kills() -> int:
-    """Return how many processes the kernel has killed since it booted, because memory ran out."""
+    """Return how many processes the kernel has killed for lack of memory since it booted."""
     try:
         lines = VMSTAT.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Finish times: when workers should finish their groups, predicted from lengths and speeds.
 
 The length of a group is the number of tokens of its longest completion, because that completion
-ends last. The speed of a worker is in such tokens per second, from the start of a group to its
-delivery. So the speed includes rewards, tools and prefill.
+ends last. The speed of a worker is measured in these tokens per second, from the start of a group
+to its delivery. So the speed includes rewards, tools and prefill.
 
 For a group that already has n tokens, the expected number of further tokens is computed from the
 lengths of recently accepted groups: the mean of the lengths above n, minus n. With a heavy tail
@@ -291,8 +291,8 @@ class FinishTimes:
             now: the present time, seconds.
 
         Returns:
-            Final tokens of the group's longest completion; seconds from now, or from the group's
-            start if it has not begun.
+            Two numbers: the final tokens of the group's longest completion, and the seconds until
+            its end. The seconds count from now, or from the group's start if it has not begun.
         """
         speed = self.of(record.worker_id)
         rate = speed.measured or self._usual

@@ -1,9 +1,9 @@
 """Just in time: groups are granted as late as the learner allows, so that they are fresh.
 
 Admission (`leases/grants/admission.py`) bounds the number of groups that may be promised. If groups
-are granted as early as admission allows, nearly all of them are trained on at the bound on
-staleness, although the learner needs few of them that early. `JustInTime` holds a group back while
-the group can still be made in time from the next version:
+are granted as early as admission allows, nearly all of them are as old as the bound on staleness
+allows when they are trained on, although the learner needs few of them that early. `JustInTime`
+holds a group back while the group can still be made in time from the next version:
 
     need(b) = (b + 1) B - consumed                    groups that must be accepted for batch b
     have(b) = accepted
@@ -25,9 +25,9 @@ replacing. A fleet that is too slow is never held back, because all of its group
 from the beginning of a step until the learner can begin the next step.
 
 **arrival(worker)**: the end of the optimizer step that makes the next version, plus the worker's
-usual delay from there to the installation. Versions follow each other at the period of the last
-two. If a version is late, it is expected at any moment, so groups are still held back until they
-are due.
+usual delay from there to the installation. The time between two versions is assumed to be the time
+between the last two. If a version is late, it is expected at any moment, so groups are still held
+back until they are due.
 
 **margin**: seconds of safety against errors of the estimates, such as the lengths of groups. The
 margin grows by the time that the learner has waited for a batch, but at most by the time for which
@@ -215,14 +215,14 @@ class JustInTime:
         num_promised: int,
         now: float,
     ) -> int | None:
-        """Return the number of groups to grant now; None for all that admission allows.
+        """Return the number of groups to grant now; None for all groups that admission allows.
 
         Args:
             loads: the workers that can sample. If groups are held back and the learner does not
                 wait for any, workers that should install the newest version soon are granted no
                 groups.
             installed: the step of the version that each worker has installed.
-            running: the time at which each running group is expected.
+            running: the time at which each running group should be done.
             num_accepted: number of accepted groups that no finished step has used.
             num_promised: number of groups consumed, accepted or running, as admission counts them.
             now: the present time, seconds.

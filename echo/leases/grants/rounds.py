@@ -127,7 +127,7 @@ class Round:
             self._grant(group_id, self._occupancy.able[node_id])
 
     def _num_due(self, just_in_time: JustInTime, loads: Sequence[Load]) -> int | None:
-        """Return the number of groups to grant now; None for all that admission allows."""
+        """Return the number of groups to grant now; None for all groups that admission allows."""
         versions = [self._occupancy.able[load.node_id].installed for load in loads]
         return just_in_time.num_due(
             loads,

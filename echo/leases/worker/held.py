@@ -79,7 +79,7 @@ BUSY = (GroupState.RUNNING, GroupState.RECLAIMED, GroupState.SCORING, GroupState
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PartialGroup:
-    """A leased group, with the tokens that this worker and earlier ones have sampled for it."""
+    """A leased group, with the tokens that this worker and earlier workers have sampled for it."""
 
     lease: Lease
     members: list[PartialRollout]
