@@ -129,7 +129,7 @@ class TestProcess(Models):
         num_tokens = watched.num_tokens
         watched.wait_for(num_tokens + 100)
         assert process.is_alive()
-        engine._process = "inline"
+        engine._launcher._process = "inline"
         os.kill(pid, signal.SIGKILL)
         for completion in watched.result():
             assert set(versions_of(completion)) == {V2}
