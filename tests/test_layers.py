@@ -50,7 +50,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "net/zmq.py",
     ),
     "zstandard": ("weights/delta.py",),
-    "psutil": ("config/memory.py", "engine/model.py"),
+    "psutil": ("config/memory/budget.py", "engine/model.py"),
     "rich": ("ui/*", "cli/*"),
     "triton": ("kernels/*",),
     "verifiers": ("tasks/verifiers.py",),

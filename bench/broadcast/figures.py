@@ -17,7 +17,7 @@ from typing import Any
 from broadcast.lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_fault
 from broadcast.paths import Loopback, Wan, show_work, work_of
 from broadcast.results import deliver, rows_of, show
-from echo.config.memory import read_machine
+from echo.config.memory.budget import read_machine
 
 MIB = 1 << 20
 PAYLOAD_SHARE = 1448 / 1500

@@ -16,7 +16,8 @@ import torch
 from transformers import AutoConfig
 
 from echo.config.load import parse_config
-from echo.config.memory import Footprint, read_model_facts
+from echo.config.memory.footprint import Footprint
+from echo.config.memory.models import read_model_facts
 from echo.config.schema import Config
 from echo.core.rollout import Group
 from echo.engine import allocator

@@ -36,15 +36,8 @@ from echo.config.load import (
     resolved,
     schema_help,
 )
-from echo.config.memory import (
-    ASSUMED_PROMPT_TOKENS,
-    Budget,
-    check_unquantised,
-    find_model,
-    memory_budget,
-    read_machine,
-    read_model_facts,
-)
+from echo.config.memory.budget import ASSUMED_PROMPT_TOKENS, Budget, memory_budget, read_machine
+from echo.config.memory.models import check_unquantised, find_model, read_model_facts
 from echo.config.schema import Config, show
 from echo.core.errors import ConfigError, DataError, EchoError, in_one
 from echo.core.extras import command, find_config

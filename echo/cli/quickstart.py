@@ -38,7 +38,7 @@ from echo.config.load import (
     load_resolved,
     save_resolved,
 )
-from echo.config.memory import find_model
+from echo.config.memory.models import find_model
 from echo.config.schema import Config, VllmSection
 from echo.core.errors import ConfigError, EchoError, nearest
 from echo.core.extras import command, find_config, models_directory

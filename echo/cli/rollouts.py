@@ -19,7 +19,7 @@ import numpy as np
 
 from echo.cli.output import print_texts, run_command
 from echo.cli.parsers import rollouts_parser
-from echo.config.memory import find_model
+from echo.config.memory.models import find_model
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.records.ledger import StoredGroup, read_group, read_records, stored_groups

@@ -41,7 +41,7 @@ from echo.config.layers import (
     unreported,
     value_problems,
 )
-from echo.config.memory import Budget
+from echo.config.memory.budget import Budget
 from echo.config.schema import (
     DEFAULT_PROFILE,
     KINDS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import ModuleType
 
-from echo.config.memory import find_model
+from echo.config.memory.models import find_model
 from echo.config.schema import ModelSection, show
 from echo.core.errors import DataError
 from echo.core.extras import import_extra

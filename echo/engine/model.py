@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 
-from echo.config.memory import check_unquantised, find_model, read_model_facts
+from echo.config.memory.models import check_unquantised, find_model, read_model_facts
 from echo.config.schema import LearnerSection, ModelSection, SamplingSection, WorkerSection
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.engine import hub

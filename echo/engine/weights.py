@@ -675,7 +675,7 @@ def _wait_for(device: torch.device) -> None:
 
 # --- image of each version ------------------------------------------------------------------------
 # The image of a version is on the host. If the weights are on a GPU, the image is transferred
-# during the next step, in one of two ways. The memory budget (config/memory.py) chooses by whether
+# during the next step, in one of two ways. The memory budget (config/memory/) chooses by whether
 # the GPU also has memory for the last image.
 #
 #     in host memory   weights --rounded--> image on the host           (the coder compares)

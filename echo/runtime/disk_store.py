@@ -59,7 +59,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from echo.config.memory import read_machine
+from echo.config.memory.budget import read_machine
 from echo.core.errors import LocalProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes

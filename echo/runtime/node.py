@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from echo import __version__
-from echo.config.memory import read_machine
+from echo.config.memory.budget import read_machine
 from echo.config.schema import (
     NetworkSection,
     PricedSection,

@@ -20,7 +20,8 @@ from echo.cli import node as node_module
 from echo.cli.node import check_start, dry_run, main
 from echo.config.fields import ROLES, Role
 from echo.config.load import parse_config
-from echo.config.memory import Footprint, read_model_facts
+from echo.config.memory.footprint import Footprint
+from echo.config.memory.models import read_model_facts
 from echo.core.units import format_bytes
 from echo.engine import model as engine_model
 from echo.engine.model import build_tokenizer

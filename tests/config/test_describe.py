@@ -8,7 +8,7 @@ import pytest
 
 from echo.config.fields import ROLES, Role
 from echo.config.load import dry_run_text, parse_config, resolved, resolved_lines, schema_help
-from echo.config.memory import Machine, memory_budget
+from echo.config.memory.budget import Machine, memory_budget
 from echo.config.schema import every_leaf
 from tests.config.test_memory import TINY
 

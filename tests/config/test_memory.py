@@ -11,18 +11,12 @@ from typing import Any
 import pytest
 
 from echo.algo import batching, row_sizes
-from echo.config import memory
 from echo.config.fields import Role
 from echo.config.load import parse_config
-from echo.config.memory import (
-    Budget,
-    Machine,
-    ModelFacts,
-    find_model,
-    memory_budget,
-    read_machine,
-    read_model_facts,
-)
+from echo.config.memory import footprint as memory
+from echo.config.memory.budget import Budget, Machine, memory_budget, read_machine
+from echo.config.memory.footprint import ModelFacts
+from echo.config.memory.models import find_model, read_model_facts
 from echo.config.schema import Config
 from echo.core.errors import DataError
 from echo.engine import allocator

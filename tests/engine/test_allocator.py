@@ -15,7 +15,7 @@ from echo.engine import allocator
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import ctypes, resource
-from echo.config.memory import psutil
+from echo.config.memory.budget import psutil
 from echo.engine import allocator
 def fill():
     return [ctypes.memset(each := ctypes.create_string_buffer(1 << 20), 1, 1 << 20) and each
@@ -123,7 +123,7 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 SHAPES = """
 import os, torch
-from echo.config.memory import psutil
+from echo.config.memory.budget import psutil
 from echo.engine import allocator
 if {is_bounded}:
     allocator.bound_onednn(os.environ)  # PyTorch is there, and nothing was multiplied

@@ -32,7 +32,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from echo.config.memory import Machine
+from echo.config.memory.budget import Machine
 from echo.core.errors import LocalProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.runtime import disk_store

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from echo.config.load import parse_config
-from echo.config.memory import PACKED, read_model_facts
+from echo.config.memory.models import PACKED, read_model_facts
 from echo.core.errors import ConfigError
 from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine

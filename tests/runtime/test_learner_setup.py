@@ -23,7 +23,9 @@ from echo.config.load import (
     load_resolved,
     parse_config,
 )
-from echo.config.memory import Footprint, Machine, read_model_facts
+from echo.config.memory.budget import Machine
+from echo.config.memory.footprint import Footprint
+from echo.config.memory.models import read_model_facts
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import Lineage

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
-from echo.config.memory import read_model_facts
+from echo.config.memory.models import read_model_facts
 from echo.core.errors import DataError, EngineError
 from echo.core.extras import install_command
 from echo.core.token_sets import MAX_SET_IDS

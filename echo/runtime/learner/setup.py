@@ -17,15 +17,14 @@ from echo.algo.loss import Loss, needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
 from echo.config.layers import flatten
 from echo.config.load import inherited_settings, resolved, save_resolved
-from echo.config.memory import (
+from echo.config.memory.budget import (
     ASSUMED_PROMPT_TOKENS,
     CHECKPOINTING,
     Budget,
-    find_model,
     memory_budget,
     read_machine,
-    read_model_facts,
 )
+from echo.config.memory.models import find_model, read_model_facts
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
@@ -982,7 +981,7 @@ def evaluation_engine(
     rollouts take at most the memory that the budget leaves for evaluation. With several ranks, all
     would wait for an evaluation on the first rank's GPU, which may be too small for the model. So
     the first rank samples on its CPU, in the published type; the model's weights are the version's
-    image itself, not a copy (engine/hf). The memory budget (config/memory.py) counts all three
+    image itself, not a copy (engine/hf). The memory budget (config/memory/) counts all three
     cases.
     """
     learner = config.learner
