@@ -1,7 +1,7 @@
 """Rules that compare the values of several keys, each with the reason for the rule.
 
-A rule yields a few problems at most. It reads only values that are valid on their own: if a value
-is already reported as invalid, load.py drops the problems of the rules that read this value.
+A rule yields a few problems at most. A rule reads only values that are valid on their own: if a
+value is already reported as invalid, load.py drops the problems of the rules that read this value.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ AdvertisedAddress = Annotated[str, AfterValidator(_check_advertise)]
 DialAddress = Annotated[
     str, AfterValidator(_check_connect), PlainSerializer(_strip_secret, return_type=str)
 ]
-"""tcp://host:port, with #KEY or #KEY.SECRET behind it; the secret is in no dump of the model."""
+"""tcp://host:port, with #KEY or #KEY.SECRET behind it; dumps of the model leave the secret out."""
 
 DialAddresses = Annotated[tuple[DialAddress, ...], BeforeValidator(_one_is_a_list)]
 """Addresses to try in order; a single address needs no brackets."""
@@ -241,7 +241,8 @@ JoinString = Annotated[
     AfterValidator(_check_join),
     PlainSerializer(lambda text: None if has_secret(text) else text, return_type=str | None),
 ]
-"""tcp://host:port#KEY.SECRET.FINGERPRINT, in no dump of the model; or a file that holds it."""
+"""tcp://host:port#KEY.SECRET.FINGERPRINT, or a file that holds it; left out of dumps of the model.
+"""
 
 Device = Annotated[str, AfterValidator(_check_device)]
 """The device on which torch computes: auto, cpu, cuda or cuda:N."""

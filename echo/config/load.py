@@ -562,7 +562,7 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
 
 
 def keep_choices(saved: Config, config: Config) -> Config:
-    """Return `config` with learner.dtype as the run's first start chose it, if it is "auto"."""
+    """Return `config`, with the dtype that the run's first start chose in place of "auto"."""
     if config.learner.dtype != "auto":
         return config
     learner = config.learner.model_copy(update={"dtype": saved.learner.dtype})

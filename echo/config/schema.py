@@ -2,8 +2,8 @@
 
 One file serves all roles. Each class is one section of the TOML; the text under a field is its
 help, unit first. Keys ending in `_s` are durations and take text such as "30s", keys ending in
-`_bytes` take text such as "8GiB". A key whose default is not written here has one per profile. The
-kinds of `[loss]` are in losses.py, rules that compare several keys are in checks.py.
+`_bytes` take text such as "8GiB". A key whose default is not written here has a default for each
+profile. The kinds of `[loss]` are in losses.py, rules that compare several keys are in checks.py.
 """
 
 from __future__ import annotations
@@ -612,7 +612,7 @@ class Config(Section):
 
     @property
     def trims_stale(self) -> bool:
-        """Whether a group stays when some of its tokens are too stale, with these tokens masked.
+        """Whether a group with stale tokens stays, with these tokens masked.
 
         If False, such a group is discarded: on policy, or with rollout.stale_tokens = "drop".
         """

@@ -22,7 +22,7 @@ MAX_CHUNKS = 8
 MAX_FRAMES = 1 + MAX_CHUNKS
 """Frames of a message, its header included."""
 MAX_HEADER_BYTES = 8 << 20
-"""Size of the header frame; grants and a Welcome with its settings have the largest ones."""
+"""Size of the header frame; Grants and a Welcome with its settings have the largest headers."""
 MAX_LEASE_BYTES = 7 << 20
 """Size of one lease, with prompt and example, in a header."""
 MAX_PAYLOAD_BYTES = 64 << 20

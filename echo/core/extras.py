@@ -68,7 +68,7 @@ def command(name: str, *, elsewhere: bool = False) -> str:
 def models_directory() -> Path:
     """Return the directory for models that Echo makes.
 
-    It is in the checkout, or in the user's cache for an installed package.
+    The directory is in the checkout, or in the user's cache for an installed package.
     """
     if (CHECKOUT / "pyproject.toml").exists():
         place = CHECKOUT / "build" / "models"

@@ -18,7 +18,9 @@ import msgspec
 from echo.core.errors import DataError
 
 MAX_POINTS = 512
-"""Most points of a curve in a status: more than a screen has columns of dots, and a few kB."""
+"""Most points of a curve in a status. A screen has fewer columns of dots, and the points take a few
+kB.
+"""
 
 RunState = Literal["running", "paused", "finished", "stopped"]
 """A run is stopped if its learner has ended before the last step, by a crash or on request."""

@@ -63,12 +63,12 @@ class Sampling:
     temperature: float
     """Number that the logits are divided by; at least MIN_TEMPERATURE."""
     top_p: float
-    """Keep the fewest most likely tokens whose probabilities add up to this number; 1 keeps all
-    tokens.
+    """Keep the smallest set of most likely tokens whose probabilities add up to this number or
+    more; 1 keeps all tokens.
     """
     top_k: int
-    """Keep this many most likely tokens, and tokens as likely as the last of them; applied before
-    top_p; 0 keeps all tokens.
+    """Keep this number of most likely tokens, and further tokens that are as likely as the last of
+    these; applied before top_p; 0 keeps all tokens.
     """
     max_completion_tokens: int
     """Number of tokens after which a completion ends with "length", at least 1."""

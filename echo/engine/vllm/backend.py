@@ -137,7 +137,7 @@ class BackendOutput:
     """
     supports: tuple[npt.NDArray[np.int32] | None, ...] = ()
     """For each token, the ids that it could have been drawn from; None for a token that could have
-    been any of the returned ids, or more. Empty if no ids were requested.
+    been any of the returned ids, or even another id. Empty if no ids were requested.
     """
 
 

@@ -361,7 +361,7 @@ def make_params(
 
 
 def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
-    """Return each token's `likely_ids` most likely ids; a sampled token beyond them is left out."""
+    """Return each token's `likely_ids` most likely ids; a sampled id beyond these is left out."""
     sets = sample.likely
     assert sets is not None
     assert sets.logprobs is not None

@@ -6,8 +6,8 @@ transposed tensor shows as a difference of tenths of nats per token.
 
 The prompt is a concatenation of NUM_TEXTS texts. Each is a fixed beginning that the model itself
 has continued greedily, so its tokens are likely. Rounding to 16 bits moves the log-probabilities of
-unlikely tokens (-15 nats) by tenths of nats, as much as wrong weights do; it moves those of likely
-tokens far less.
+unlikely tokens (-15 nats) by tenths of nats, as much as wrong weights do; it moves the
+log-probabilities of likely tokens far less.
 
 The effect of rounding is measured when the prompt is made: the mean difference between the model in
 16 bits and in float32, both computed by transformers. The allowed difference follows from this
@@ -201,7 +201,7 @@ class SwapProbe:
         )
 
     def accepted(self, expectation: Expectation, tensors: Mapping[str, Tensor]) -> None:
-        """Take note of weights that passed the probe, with what was expected of them.
+        """Record weights that passed the probe, and what the probe expected of them.
 
         If the prompt has become unlikely under these weights, generate a new one with them.
         """
