@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig
 
 from echo.config.load import parse_config
-from echo.config.memory.footprint import Footprint, ModelFacts
+from echo.config.memory.footprint import Footprint
+from echo.config.memory.step import ModelFacts
 from echo.core.errors import EchoError
 from learner.fake_step import peak_bytes
 from learner.groups import PROMPT_TOKENS, make_groups

@@ -13,10 +13,10 @@ import pytest
 from echo.algo import batching, row_sizes
 from echo.config.fields import Role
 from echo.config.load import parse_config
-from echo.config.memory import footprint as memory
+from echo.config.memory import step
 from echo.config.memory.budget import Budget, Machine, memory_budget, read_machine
-from echo.config.memory.footprint import ModelFacts
 from echo.config.memory.models import find_model, read_model_facts
+from echo.config.memory.step import ModelFacts
 from echo.config.schema import Config
 from echo.core.errors import DataError
 from echo.engine import allocator
@@ -540,10 +540,10 @@ def test_a_worker_asked_for_too_much_is_told_how_much() -> None:
 
 
 def test_its_numbers_are_those_of_kernels_and_rows() -> None:
-    assert memory.MIN_SAVED == batching.MIN_SAVED
-    assert row_sizes.SIZES_PER_OCTAVE[0] == memory.SIZES_PER_OCTAVE
-    assert memory.FREED_BYTES == allocator.GROWN_BYTES // 4
-    assert inspect.signature(linear_logprob).parameters["vocab_chunk"].default == memory.VOCAB_CHUNK
+    assert step.MIN_SAVED == batching.MIN_SAVED
+    assert row_sizes.SIZES_PER_OCTAVE[0] == step.SIZES_PER_OCTAVE
+    assert step.FREED_BYTES == allocator.GROWN_BYTES // 4
+    assert inspect.signature(linear_logprob).parameters["vocab_chunk"].default == step.VOCAB_CHUNK
 
 
 # --- what this machine and a model's files say ----------------------------------------------------

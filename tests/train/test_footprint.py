@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.algo.losses import make_loss
 from echo.config.load import parse_config
-from echo.config.memory.footprint import Footprint, ModelFacts
+from echo.config.memory.footprint import Footprint
+from echo.config.memory.step import ModelFacts
 from echo.core.rollout import Group
 from echo.train.trainer import Trainer
 from tests.train.test_trainer import make_rollout

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 
 from echo.config.fields import Role
-from echo.config.memory.footprint import Footprint, Item, ModelFacts
+from echo.config.memory.footprint import Footprint, Item
+from echo.config.memory.step import ModelFacts
 from echo.config.schema import Config, show
 from echo.core.units import format_bytes
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from echo.config.fields import UNREADABLE
-from echo.config.memory.footprint import ModelFacts
+from echo.config.memory.step import ModelFacts
 from echo.core.errors import ConfigError, DataError
 from echo.core.paths import local_path
 

@@ -1,0 +1,370 @@
+"""The memory of a training step, computed from the model's dimensions and the settings.
+
+Sums for pre-norm decoders with gated MLPs whose attention never stores its score matrix; buffers of
+a few MiB are left out. tests/train/test_footprint.py compares the sums with the tensors of real
+steps, and bench/bench_memory.py with the memory of real processes.
+
+The memory of a step differs from moment to moment: the head's logits exist together with all
+activations, but most gradients exist only after the activations have been freed. So several moments
+are computed, and the one with the most bytes counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from echo.config.schema import Config
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per number, by type."""
+
+VOCAB_CHUNK = 8192
+"""Columns of logits that exist at once; as in kernels/logprob.py, which loads torch."""
+MIN_SAVED = 0.2
+"""Rollouts share a prompt if this saves at least this share of their tokens (algo/batching.py)."""
+SIZES_PER_OCTAVE = 16
+"""Row sizes between a number of tokens and its double; as in algo/batching.py."""
+FREED_BYTES = 64 << 20
+"""Bytes that a process on a CPU has freed and not yet returned: a quarter of GROWN_BYTES in
+engine/allocator.py, a higher layer that cannot be imported here.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The dimensions of a causal language model that determine its memory."""
+
+    num_params: int
+    """Number of parameters; tied parameters count once."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_tied: bool = True
+    """Whether the head shares its weights with the embedding."""
+    has_head_norms: bool = True
+    """Whether the model normalises the queries and keys of each head; True if unknown."""
+    shares_prompts: bool = False
+    """Whether rollouts with the same prompt share it in a packed row; False if unknown."""
+
+    @property
+    def num_outside_layers(self) -> int:
+        """Number of parameters of the embedding and the head."""
+        return self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """The sizes of the largest micro-batch, which determine the memory of a step."""
+
+    num_tokens: int
+    """Tokens that go through the model: at least one rollout, at most a whole step."""
+    num_keys: int
+    """Keys that the tokens attend to; the keys of a shared prompt count once per completion."""
+    num_scored: int
+    """Tokens for which the head computes logits: the completion tokens."""
+    mask_bytes: int
+    """Bytes of the attention mask per layer, if rollouts share a prompt on a CPU."""
+    is_only: bool
+    """Whether this micro-batch is the whole step, so that no gradients exist before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFootprint:
+    """Computes the bytes that a learner's step needs in the memory of the trained model."""
+
+    config: Config
+    facts: ModelFacts
+    prompt_tokens: int
+    """Assumed number of tokens of a prompt."""
+    has_gpu: bool
+    """Whether the model is on a GPU."""
+    num_ranks: int
+    """Number of processes over which the learner is sharded; the sizes are those of the first
+    process."""
+    has_tensors_alone: bool
+    """Whether to count only the tensors of a process on a CPU, without its other memory."""
+    tokens_in_a_pass: int | None
+    """Tokens of the micro-batch to budget for; None for the largest possible one."""
+
+    @property
+    def rollout_tokens(self) -> int:
+        """Number of tokens of the longest rollout, its prompt included."""
+        return self.prompt_tokens + self.config.sampling.max_completion_tokens
+
+    @property
+    def largest(self) -> _Pass:
+        """The sizes of the largest micro-batch, with rollouts of full length."""
+        batch, limit = self.config.batch, self.config.learner.micro_batch_tokens
+        completion, size = self.config.sampling.max_completion_tokens, batch.group_size
+        num_together = _rollouts_per_row(self.facts, self.config, prompt_tokens=self.prompt_tokens)
+        copies = -(-size // num_together)  # of a group's prompt
+        tokens = copies * self.prompt_tokens + size * completion
+        keys = size * self.rollout_tokens + (copies * self.prompt_tokens if copies < size else 0)
+        num_groups = batch.groups_per_step
+        whole = num_groups * tokens
+        num_tokens = self.tokens_in_a_pass or max(self.rollout_tokens, min(limit, whole))
+        if not self.has_gpu and self.compute_bytes == 2 and num_tokens <= limit:
+            # Filled to one of a few sizes.
+            step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_OCTAVE)
+            num_tokens = min(limit, -(-num_tokens // step) * step)
+        num_scored = min(num_tokens, num_groups * size * completion)
+        mask_bytes = 0
+        if copies < size and not self.has_gpu:  # every rollout has another length
+            mask_bytes = 4 * (num_scored // completion + 1) * completion * self.rollout_tokens
+        return _Pass(
+            num_tokens=num_tokens,
+            num_keys=-(-num_tokens * keys // tokens),
+            num_scored=num_scored,
+            mask_bytes=mask_bytes,
+            is_only=self.is_alone and whole <= limit and self.tokens_in_a_pass is None,
+        )
+
+    @property
+    def num_trained(self) -> int:
+        """Number of parameters that are trained and published: all, or the adapter's.
+
+        A target module that is not one of the usual seven counts as large as the largest of the
+        seven.
+        """
+        facts, lora = self.facts, self.config.lora
+        if not lora.rank:
+            return facts.num_params
+        heads, kv_heads = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+        mlp = facts.hidden_size + facts.intermediate_size
+        sizes = {
+            **dict.fromkeys(("q_proj", "o_proj"), facts.hidden_size + heads),
+            **dict.fromkeys(("k_proj", "v_proj"), facts.hidden_size + kv_heads),
+            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), mlp),
+        }
+        names = sizes if lora.target_modules == ("all-linear",) else lora.target_modules
+        return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
+
+    def fullest_moment(self) -> dict[str, int]:
+        """Return the bytes that a step needs besides the model when it needs the most, by name."""
+        moments = list(self._moments())
+        totals = [sum(moment.values()) for moment in moments]
+        return moments[totals.index(max(totals))]
+
+    def _moments(self) -> Iterator[dict[str, int]]:
+        """Yield the bytes that a step needs besides the model at several moments, by name.
+
+        One of these moments needs the most memory. During a micro-batch after the first, all
+        gradients exist. During the first micro-batch, no gradients exist at the start, and all
+        except the first layer's exist when the backward pass reaches that layer. The head's
+        gradient exists when the backward pass of the last layer begins. The gradient of a tied head
+        is kept in the type of the products until the embedding's exists; then both are added to the
+        float32 gradient. On a CPU the process keeps freed activations until it grows again, and
+        reuses their memory for the first gradients of layers.
+        """
+        one = "one layer or head"
+        if not self.is_alone:
+            yield {
+                "gradients": self._gradient_bytes,
+                "activations": self._activation_bytes(),
+                one: self._working_bytes_of_a_rank(),
+            }
+            return
+        now, width, facts = self.largest, self.compute_bytes, self.facts
+        # Under an adapter neither head nor embedding has a gradient.
+        outside = 0 if self.config.lora.rank else facts.vocab_size * facts.hidden_size
+        all_of_them = self._gradient_bytes
+        before = 0 if now.is_only else all_of_them
+        kept = self._activation_bytes()
+        forward, backward = self._head_bytes()
+        waiting = width * outside
+        made = 4 * outside if now.is_only else 0  # which then counts among the gradients
+        # A float32 copy, which becomes the gradient or is added to it; a GPU adds without a copy.
+        cast = 4 * outside if width == 2 and (now.is_only or self._keeps_freed) else 0
+        final = (4 + width) * facts.hidden_size * now.num_tokens
+        for head in (forward, backward + waiting):
+            yield {"gradients": before, "activations": kept + final, one: head}
+        if not facts.is_tied:
+            before += made
+            added = max(0, waiting + cast - made)
+            yield {"gradients": before, "activations": kept, one: added}
+            waiting = 0
+        layer = self._layer_bytes(now) if self._has_checkpointing else 0
+        layer += self._passing_bytes
+        yield {"gradients": before, "activations": kept, one: layer + waiting}
+        inner = all_of_them - 4 * (facts.num_outside_layers if outside else 0)
+        first = kept // facts.num_layers
+        there = before + inner if now.is_only else before
+        yield {"gradients": there, "activations": first, one: layer + waiting}
+        if self.config.reference.kl_coef:
+            unkept = width * (4 * facts.intermediate_size + 2 * facts.hidden_size) * now.num_tokens
+            yield {"gradients": before, "activations": kept, one: unkept}
+        held = 0
+        if self._keeps_freed:
+            held = layer if self._has_checkpointing else kept + layer
+            if now.is_only and not self._has_checkpointing:
+                held -= min(held, inner)
+        both = width * outside * (2 if facts.is_tied else 1)
+        added = max(both, width * outside + cast) - made
+        added = max(0, added)
+        yield {"gradients": all_of_them, "activations": held, one: added}
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that are counted for memory that a process on a CPU has freed, but still holds."""
+        return FREED_BYTES if self._keeps_freed and self.is_alone else 0
+
+    @property
+    def _keeps_freed(self) -> bool:
+        """Whether to count freed memory, which a process on a CPU keeps for a while."""
+        return not (self.has_gpu or self.has_tensors_alone)
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return -(-4 * self.num_trained // self.num_ranks)
+
+    def _activation_bytes(self) -> int:
+        """Return the bytes of the tensors that one micro-batch keeps for its backward pass.
+
+        With checkpointing these are the inputs of the layers; if the inputs are offloaded, only
+        those of one layer and of the next.
+        """
+        if self.offloads_inputs:
+            return min(2, self.facts.num_layers) * self.input_bytes // self.facts.num_layers
+        if self._has_checkpointing:
+            return self.input_bytes
+        return self._layer_bytes(self.largest) * self.facts.num_layers
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the inputs of all layers."""
+        facts = self.facts
+        per_token = self.compute_bytes * facts.hidden_size * facts.num_layers
+        return per_token * self.largest.num_tokens
+
+    def _layer_bytes(self, now: _Pass) -> int:
+        """Return the bytes of the tensors that autograd keeps for one layer.
+
+        For each of the layer's two norms: its input in float32, the normalised value if the norm's
+        weight is trained, and its output. For attention: queries, keys, values and the output, in
+        float32 on a CPU; the output again as the input of a product; and on a GPU the rotated
+        query. Norms of heads count like the other norms. For the MLP: four tensors of its inner
+        width. The small matrices of an adapter have their own inputs.
+        """
+        facts, width = self.facts, self.compute_bytes
+        rank = self.config.lora.rank
+        normalised = 4 + (0 if rank else width)
+        attended = 2 if self.has_gpu and width == 2 else 4
+        queries = facts.num_heads * facts.head_dim
+        keys = facts.num_kv_heads * facts.head_dim
+        per_token = 2 * (normalised + width) * facts.hidden_size
+        per_token += (2 * attended + width) * queries
+        if facts.has_head_norms:
+            per_token += normalised * (queries + keys)
+        per_token += width * (4 * facts.intermediate_size + 7 * rank)
+        return per_token * now.num_tokens + 2 * attended * keys * now.num_keys + now.mask_bytes
+
+    @property
+    def _passing_bytes(self) -> int:
+        """Bytes of the gradients that exist inside a layer during its backward pass.
+
+        They are two tensors of the MLP's inner width, or the gradients of a norm if those are
+        larger. On a GPU measurements did not show these bytes: they reuse the memory of the layer's
+        activations.
+        """
+        if self.has_gpu:
+            return 0
+        facts, width = self.facts, self.compute_bytes
+        per_token = max(2 * width * facts.intermediate_size, 16 * facts.hidden_size)
+        return per_token * self.largest.num_tokens
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes that a CPU caches for bfloat16 products.
+
+        The cache has a copy of a layer's weights for each of the SIZES_PER_OCTAVE row sizes.
+        """
+        if not self._keeps_freed or self.compute_bytes != 2 or not self.is_alone:
+            return 0
+        return SIZES_PER_OCTAVE * 2 * self._params_per_layer
+
+    def _working_bytes_of_a_rank(self) -> int:
+        """Return the bytes that a rank needs for a moment only, at the worst moment.
+
+        The candidates are a layer that is computed again, with its gradients; the head; and the
+        gathered gradients of embedding and head, which belong to no layer. When the latter are
+        gathered, activations are freed already and no layer is gathered.
+        """
+        facts, width = self.facts, self.compute_bytes
+        # Under an adapter neither of them has a gradient.
+        num_outside = 0 if self.config.lora.rank else facts.num_outside_layers
+        head = width * num_outside
+        layer = (width + 4) * self._params_per_layer
+        if self._has_checkpointing:
+            layer += self._layer_bytes(self.largest) + head
+        gathered = (width + 4) * num_outside - 2 * width * self._params_per_layer
+        gathered -= self._activation_bytes()
+        return max(layer, max(self._head_bytes()) + head, gathered)
+
+    def _head_bytes(self) -> tuple[int, int]:
+        """Return the bytes that the log-probabilities need in the forward and in the backward pass.
+
+        kernels/torch_kernels.py needs logits, their exponentials and the product of both; states
+        and their gradient in float32; and a chunk of the head's gradient. On a GPU in bfloat16,
+        kernels/triton_kernels.py needs the same number of bytes in both passes.
+        """
+        facts, rows = self.facts, self.largest.num_scored
+        chunk, hidden = min(VOCAB_CHUNK, facts.vocab_size), facts.hidden_size
+        if self.has_gpu and self.compute_bytes == 2:
+            taken = rows * (2 * chunk + 6 * hidden) + 4 * chunk * hidden
+            return taken, taken
+        states = (4 + self.compute_bytes) * hidden * rows
+        logits = 4 * chunk * rows
+        again = 2 * logits if self.config.loss.entropy_coef else logits
+        return 3 * logits + states, again + states + 4 * hidden * rows + 4 * chunk * hidden
+
+    def unsharded_bytes(self) -> int:
+        """Return the bytes of the weights that a rank has gathered.
+
+        These weights are the embedding, the head and two layers.
+        """
+        return self.compute_bytes * (self.facts.num_outside_layers + 2 * self._params_per_layer)
+
+    @property
+    def _params_per_layer(self) -> int:
+        facts = self.facts
+        return max(0, facts.num_params - facts.num_outside_layers) // facts.num_layers
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the learner is a single process."""
+        return self.num_ranks == 1
+
+    @property
+    def _has_checkpointing(self) -> bool:
+        return self.config.learner.gradient_checkpointing in (True, "offload")
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether the inputs of layers are kept in the host's memory."""
+        return self.has_gpu and self.config.learner.gradient_checkpointing == "offload"
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of each number in the learner's matrix products; "auto" counts as float32."""
+        return DTYPE_BYTES.get(self.config.learner.dtype, 4)
+
+
+def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) -> int:
+    """Return the number of rollouts that share their prompt in one row.
+
+    These rollouts fill at most half of a micro-batch. The number is 1 if rollouts do not share
+    prompts, or if sharing saves too little. It is computed for completions of full length: shorter
+    completions save more, so they share their prompts whenever these do.
+    """
+    completion = config.sampling.max_completion_tokens
+    room = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion
+    number = max(1, min(config.batch.group_size, room))
+    is_packed = config.model.attn_implementation in ("auto", "sdpa")
+    apart = number * (prompt_tokens + completion)
+    saves = prompt_tokens + number * completion <= (1.0 - MIN_SAVED) * apart
+    return number if facts.shares_prompts and is_packed and saves else 1
