@@ -33,10 +33,10 @@ class FleetView:
         )
 
     def versions(self) -> tuple[VersionStatus, ...]:
-        """Return the newest version, which all active nodes are to have, and those on their way.
+        """Return the status of the newest version, and of other versions that nodes fetch.
 
-        Versions before the newest are included while nodes fetch them, the newest
-        MAX_VERSIONS_LISTED of them.
+        All active nodes are to have the newest version. At most MAX_VERSIONS_LISTED versions are
+        included, the newest first.
         """
         newest = self._broadcast.newest_complete
         members = self._roster.active()
@@ -58,7 +58,8 @@ class FleetView:
         Args:
             version: the version.
             fetching: the nodes that fetch it.
-            everyone: all nodes that are to have it; empty if only `fetching` are.
+            everyone: all nodes that are to have it; empty if these are only the nodes of
+                `fetching`.
         """
         num_complete = sum(m.installed is not None and m.installed >= version for m in everyone)
         shares = [held_share(member) for member in fetching if member.installed != version]
@@ -72,7 +73,7 @@ class FleetView:
         )
 
     def _slowest_link(self, fetching: Sequence[Member]) -> LinkStatus | None:
-        """Return the link of the node that receives its version last; None if none fetches."""
+        """Return the link of the node that receives its version last; None if no node fetches."""
         payload = self._broadcast.payload
         num_bytes = 0 if payload is None else payload.num_bytes
         links = []
@@ -126,7 +127,7 @@ class FleetView:
 
 
 def held_share(member: Member) -> float:
-    """Return the share of the chunks of the version that a node fetches that it has, 0..1."""
+    """Return the share of chunks, 0..1, that a node has of the version that it fetches."""
     stats = member.stats
     return min(1.0, stats.num_chunks_held / stats.num_chunks) if stats.num_chunks else 0.0
 

@@ -221,8 +221,8 @@ INHERITED_FILES = frozenset({
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a resume may not change.
 
-    All others are left out: a resumed learner may run on a machine with other paths, and may expect
-    other prompts.
+    All other settings are left out: a resumed learner may run on a machine with other paths, and
+    may expect other prompts.
     """
     settings = {name: value for name, value in settings.items() if name != EXPECTED}
     if CODE not in settings:

@@ -288,8 +288,8 @@ class Learner(Role):
         """Handle a message that names a node as its source.
 
         A node's messages are accepted and answered over the link on which its process has joined. A
-        message under the node's name over another link is answered over this other link. It changes
-        nothing unless the node's process has sealed it.
+        message under the node's name over another link is answered over this other link. Such a
+        message changes nothing unless the node's process has sealed the message.
         """
         source = envelope.source
         try:

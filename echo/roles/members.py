@@ -151,7 +151,7 @@ class Member:
         return tokens, received, sent
 
     def _state(self, num_leases: int) -> str:
-        """Return the last reported state; if the state is IDLE but leases exist, say so instead."""
+        """Return the last reported state, or "leases under way" if it is IDLE despite leases."""
         state = self.stats.state
         return "leases under way" if num_leases and state == IDLE else state
 

@@ -114,7 +114,7 @@ class DialingRole:
     # --- what subclasses override ----------------------------------------------------------------
 
     def version_in_use(self) -> PolicyVersion | None:
-        """Return the version in use, for a relay the newest complete one; None if there is none."""
+        """Return the version in use (on a relay the newest complete version); None without one."""
         return self.broadcast.newest_complete
 
     def capacity(self) -> int:

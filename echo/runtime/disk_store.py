@@ -379,7 +379,7 @@ def _names(versions: Sequence[PolicyVersion]) -> str:
 DEFAULT_SHARE = 0.9
 """Share of the free memory or disk that versions may take if network.store_bytes is not set."""
 FORMAT = 2
-"""Number of the format of the files in the directory and their names; part of the lock's name."""
+"""Number of the format of the directory's files and of their names; the lock's name contains it."""
 _LOCK = f"echo-store-{FORMAT}.lock"
 _LOCKS = re.compile(r"echo-store-(\d+)\.lock")
 _OWN = re.compile(
@@ -494,7 +494,7 @@ class DiskStore(MemoryStore):
         self._remove_later(self._path(base, "manifest"))
 
     def recover(self, run_id: str) -> list[Saved]:
-        """Return this run's versions of an earlier process, newest first; remove its other files.
+        """Return an earlier process's versions of this run, newest first; remove its other files.
 
         Must be called before the first `create`. Versions that this process has stored are not
         returned; if they belong to another run, they are dropped. The call may take long, so it
@@ -533,7 +533,7 @@ class DiskStore(MemoryStore):
     # --- allocation and release ------------------------------------------------------------------
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        """Return pages of a preallocated file with a temporary name; if that fails, of memory."""
+        """Return pages of a preallocated file with a temporary name, or of memory if that fails."""
         assert self._run_hash
         try:
             try:
@@ -613,7 +613,10 @@ class DiskStore(MemoryStore):
     # --- files of an earlier process -------------------------------------------------------------
 
     def _sift(self, known: set[Path | None]) -> list[PolicyVersion]:
-        """Return the versions on disk, newest first; remove other runs' and temporary files."""
+        """Return the versions on disk, newest first.
+
+        Files of other runs and temporary files are removed.
+        """
         versions: set[PolicyVersion] = set()
         foreign = []
         for entry in os.scandir(self.directory):

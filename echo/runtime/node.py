@@ -74,7 +74,7 @@ REPEAT_S = 60.0
 """Least seconds between two log lines on the same topic."""
 
 INTERRUPTED = "interrupted"
-"""The reason that a node ends with if its operator has stopped it."""
+"""The reason for the end of a node that its operator has stopped."""
 STALL_S = 0.5
 """If a timer fires this many seconds late, the loop counts as having been blocked."""
 CATCH_UP_S = 0.2
@@ -236,7 +236,10 @@ class Node:
             self._stopped.set_result(reason)
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Run a coroutine as a task; its failure ends the node, whose end cancels the task."""
+        """Run a coroutine as a task.
+
+        A failure of the task ends the node, and the end of the node cancels the task.
+        """
         task = asyncio.create_task(self._guard(work), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -250,7 +253,7 @@ class Node:
 
     @contextlib.contextmanager
     def _ending_at_failure(self) -> Iterator[None]:
-        """End the node with the error if the `with` block raises one."""
+        """If the `with` block raises an error, end the node with this error."""
         try:
             yield
         except EchoError as error:

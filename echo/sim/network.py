@@ -322,7 +322,7 @@ class Network:
     def vanish(self, client: Client) -> None:
         """End a process because its machine is lost; its peers get no notice.
 
-        Their ends of its connections stall, and each peer gives up after its `dead_after_s`.
+        The peers' ends of its connections stall, and each peer gives up after its `dead_after_s`.
         """
         self._unlisten(client)
         for end in list(self._ends.get(client, ())):

@@ -82,7 +82,7 @@ class History:
     bills: list[BillRecord] = field(default_factory=list)
     """One bill for each step, if activation is on."""
     decisions: list[tuple[float, ActivationDecision]] = field(default_factory=list)
-    """(instant, decision) of each change of which workers are active."""
+    """(instant, decision) for each change of the active workers."""
     num_deaths: int = 0
     """Number of times that a worker died."""
     end: str = ""
@@ -210,7 +210,7 @@ class Summary:
     end: str
     """Why the run ended before its last step; "" if it made all steps."""
     decisions: Sequence[Mapping[str, object]]
-    """Changes of which workers are active: the instant, and text on the decision."""
+    """Changes of the active workers: the instant, and text on the decision."""
     num_standby: int
     """Number of workers on standby at the end."""
     cost_as_counted: float | None

@@ -24,7 +24,7 @@ class Versions:
     """Makes the versions of a simulated run; replaces the learner's publisher."""
 
     def __init__(self, *, identity: Identity, num_chunks: int, version_bytes: float) -> None:
-        """Compute how large an image is, and how many true bytes each of its bytes stands for.
+        """Compute an image's size, and how many true bytes each byte of the image stands for.
 
         Args:
             identity: the learner's identity, which signs versions.
@@ -77,7 +77,7 @@ class Versions:
 class SharedStore(VersionStore):
     """A store of images that all nodes share.
 
-    It has one copy of each version, for as long as a node holds the version.
+    The store keeps one copy of each version while any node holds the version.
     """
 
     def __init__(self) -> None:

@@ -311,7 +311,7 @@ class Episode:
 
 
 class LaterHost(TaskHost):
-    """Replaces rewards that another process computes later: every answer gets 0."""
+    """Takes the place of rewards that another process computes later: every answer gets 0."""
 
     def __init__(self) -> None:
         super().__init__("later", Limits(score_s=1.0, step_s=1.0))

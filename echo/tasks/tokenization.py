@@ -279,8 +279,8 @@ def _listed_stop_ids(path: Path) -> set[int]:
 def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) -> int | None:
     """Return the id of the control token with which the chat template ends a turn.
 
-    None if there is none, or if a declared stop token follows the assistant's text and so ends the
-    turn.
+    None if there is no such token, or if a declared stop token follows the assistant's text and so
+    ends the turn.
     """
     closing, known = _closing(tokenizer) or "", control_tokens(tokenizer)
     if _end_of_turn(tokenizer, closing, declared):

@@ -9,9 +9,9 @@ An optimizer gets a rank's shard of each parameter as a plain tensor with its cl
 it needs to know nothing of ranks.
 
 A block of 8-bit moments lies within one row of the parameter. So codes and scales can be divided by
-rows among any number of ranks, which continue bit by bit. If the length of a row is not a multiple
-of a block, as in norms and biases, the moments are float32. Each kind of optimizer can continue the
-state of another kind.
+rows among any number of ranks, and training continues bit by bit. If the length of a row is not a
+multiple of a block, as in norms and biases, the moments are float32. Each kind of optimizer can
+continue the state of another kind.
 """
 
 from __future__ import annotations

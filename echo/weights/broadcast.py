@@ -16,8 +16,8 @@ delta or a keyframe).
                               <-  Gone      the parent no longer has that item
 
 Rules
-* A parent announces an item as soon as it begins to fetch it. Chains are pipelined: a chunk is
-  forwarded as soon as it has arrived and its hash has matched.
+* A parent announces an item as soon as this parent itself begins to fetch the item. Chains are
+  pipelined: a chunk is forwarded as soon as it has arrived and its hash has matched.
 * A node never stores or forwards a chunk that does not match the hash that the learner signed.
 * A chunk is held, forwarded and credited when it has been written. The write runs in a thread if it
   may take long (`receiver.py`). So a slow disk lowers only the rate at which the node with this
@@ -400,7 +400,7 @@ class Broadcast:
     def _pass_on(
         self, found: Iterable[Action | ParentFailed], now: float
     ) -> list[Action | ParentFailed]:
-        """Return what the receiver returned, with sender's actions in place of store changes."""
+        """Return the receiver's result, with the sender's actions in place of store changes."""
         actions: list[Action | ParentFailed] = []
         for each in found:
             if not isinstance(each, StoreChange):
@@ -420,7 +420,7 @@ class Broadcast:
         return actions
 
     def evict(self, *, now: float) -> list[Action]:
-        """Drop the items that neither this node nor a child of it needs."""
+        """Drop the items that neither this node nor any of its children needs."""
         self._evicted_at = now
         self._sender.forget_silent(now)
         self.trust.retire(self.newest_complete, self.receiver.offers.items())

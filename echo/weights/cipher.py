@@ -29,7 +29,7 @@ bytes that the learner has signed (same key, nonce and text). Encrypted chunks t
 arrived or been made are kept for a while, for further children (`SentChunks`). If the memory of an
 image may change, the hash is compared before a chunk is sent: a changed text must not be encrypted
 with the nonce of the signed text. Encoded versions are kept in memory encrypted, with their tables
-and so their keys.
+and therefore with their keys.
 
 With `security.curve = false` nothing is encrypted, and hashes are of the plain chunks.
 """

@@ -644,7 +644,7 @@ def _assembled(codec: int, parts: list[bytes], word_bytes: int, tail: memoryview
 
 
 def _no_longer(coded: bytes, new: memoryview) -> bytes:
-    """Return a coded block; or the block coded RAW, if the coded block is longer than `new`."""
+    """Return the coded block, or the block coded RAW if the coded block is longer than `new`."""
     return coded if len(coded) <= len(new) else b"".join([bytes([RAW]), new])
 
 

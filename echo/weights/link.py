@@ -645,8 +645,8 @@ class UplinkProbe:
 
         Args:
             peer: the link to the node that acknowledges the probe.
-            payload_bytes: size of a version; if it is small, no probe is sent, because it would
-                cost more than a bad plan.
+            payload_bytes: size of a version. If the version is small, no probe is sent, because a
+                probe would cost more than a bad plan.
             now: the present time.
         """
         self._most_bytes = min(MAX_PROBE_BYTES, int(PAYLOAD_SHARE * payload_bytes))

@@ -72,7 +72,7 @@ class Parents:
 
     @property
     def learner_addresses(self) -> list[str]:
-        """The addresses at which the learner may be: those of the settings, then the plan's."""
+        """The addresses at which the learner may be: first of the settings, then of the plan."""
         planned = self.learner_address
         is_new = planned and planned not in self._addresses
         return [*self._addresses, *([planned] if is_new else [])]
@@ -217,7 +217,7 @@ class Parents:
     # --- connections -----------------------------------------------------------------------------
 
     def dialled(self, address: str, peer: str) -> None:
-        """Note the link that the dialled connection to this address has got."""
+        """Note the link of the connection that was dialled to this address."""
         for connection in self.connections:
             if connection.address == address and not connection.peer:
                 connection.peer = peer
@@ -263,7 +263,7 @@ class Parents:
         now: float,
         is_corrupt: bool = False,
     ) -> list[Action]:
-        """Close a failed connection; turn to the spare parent or to the next one of the plan."""
+        """Close a failed connection; turn to the spare parent or to the plan's next parent."""
         name = connection.node_id or connection.address
         actions: list[Action] = [HangUp(connection.peer)] if connection.peer else []
         if connection is self.spare:

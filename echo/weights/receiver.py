@@ -581,7 +581,7 @@ class Receiver:
         return [*actions, *(self._request(now) if self.item == work.item_id else [])]
 
     def _leave_unwritable(self, work: WriteChunk, fault: str, now: float) -> list[Action]:
-        """Drop an item that the disk refuses to write; retry it later, as if space lacked."""
+        """Drop an item that the disk refuses to write; retry it later, as without space."""
         error = StorageError(f"chunk {work.index} of {work.item_id[0]} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()

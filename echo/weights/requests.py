@@ -16,7 +16,7 @@ class Requests:
     """Makes a node's messages to its parent; the link decides on the credit that they give."""
 
     def __init__(self, link: ParentLink, store: ItemStore, *, node_id: str) -> None:
-        """Make requests over this link for what this store lacks; both are the `Receiver`'s."""
+        """Request, over the `Receiver`'s link, the chunks that the `Receiver`'s store lacks."""
         self._link, self._store, self._node_id = link, store, node_id
 
     def subscribe(self, *, now: float) -> list[Action]:

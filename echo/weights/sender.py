@@ -141,7 +141,7 @@ class Child:
     newest: PolicyVersion | None = None
     """The newest complete version that the child has reported; None without one."""
     announced: object = None
-    """What the last announcement to the child contained; None if the child must get a new one."""
+    """What the last announcement to the child contained; None if a new announcement is due."""
     newest_announced: PolicyVersion | None = None
     """The newest version that was announced to the child."""
     fetching: ItemId | None = None
@@ -258,8 +258,8 @@ MAX_SIBLINGS = 64
 uplink."""
 SLOW_AFTER_S = 5.0
 SILENT_CHUNKS = 8
-"""A child that is silent for as long as this many chunks usually take may be dead, so other
-children do not wait for it."""
+"""A child may be dead if it is silent for the time that this many chunks usually take. Other
+children do not wait for such a child."""
 SILENT_AFTER_S = 0.5
 """Least number of seconds of silence after which other children do not wait for a child."""
 WAITING_PERIOD_S = 0.2

@@ -1,4 +1,4 @@
-"""Activity of a worker, as text for its operator and for the learner's."""
+"""Activity of a worker, as text for the worker's operator and the learner's operator."""
 
 from __future__ import annotations
 

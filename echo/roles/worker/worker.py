@@ -315,7 +315,10 @@ class Worker(DialingRole):
                 self.held.add(lease, members)
 
     def _on_reclaim(self, message: Reclaim, now: float) -> list[Action]:
-        """Hand reclaimed groups to other workers: waiting ones now, running ones once stopped."""
+        """Hand reclaimed groups to other workers: waiting groups now, running groups later.
+
+        Running groups are handed over once their calls have stopped.
+        """
         groups = [g for key in message.leases if (g := self.held.get(key)) is not None]
         recalled: list[Decision] = []
         if message.is_begun_too and self._calls is not None:

@@ -10,11 +10,11 @@
 
 All requests but /health need `Authorization: Bearer TOKEN`, which OpenAI's clients make from their
 API key. The token is checked before a body is read. A connection that has not sent the token within
-TOKEN_S is closed. If more than MAX_UNKNOWN connections have not sent it yet, the oldest of them is
-closed.
+TOKEN_S is closed. If more than MAX_UNKNOWN connections have not sent the token yet, the oldest of
+them is closed.
 
-With `stream`, the answer is sent as the events that OpenAI's clients expect, after all of it was
-sampled.
+With `stream`, the whole answer is sampled first, and then sent as the events that OpenAI's clients
+expect.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Endpoint:
             await runner.cleanup()
 
     def _accept(self, runner: web.AppRunner) -> web.RequestHandler:
-        """Return the protocol of a new connection, closed after TOKEN_S without the token."""
+        """Return the protocol of a new connection, which is closed if no token comes in TOKEN_S."""
         assert runner.server is not None
         connection = runner.server()
         self._unknown[connection] = asyncio.get_running_loop().call_later(

@@ -201,7 +201,7 @@ class Episodes:
     def begin_call(self, session: Session, *, now: float) -> None:
         """Record a call that is about to be sampled.
 
-        A refused call is not recorded, so an agent that repeats a refused call forever times out.
+        A refused call is not recorded, so an agent that keeps repeating a refused call times out.
         """
         self._touch(session, now)
         session.num_running += 1

@@ -21,7 +21,8 @@ from echo.weights.schedule import PublishPace
 Row = Mapping[str, float | Mapping[str, float]]
 
 MIN_TRAINED_SHARE = 0.5
-"""If a lower share of the tokens that agents sampled is trained on, this is logged once."""
+"""If less than this share of the tokens that agents sampled is trained on, a note is logged once.
+"""
 REFRESH_S = 0.25
 """Seconds between two statuses for the display."""
 

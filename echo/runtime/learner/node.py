@@ -363,7 +363,7 @@ class LearnerNode(Node):
                 self.report(GrantsDue())
 
     async def _watch_costs(self) -> None:
-        """Measure the workers and their costs, and decide which are active, until cancelled."""
+        """Until cancelled, measure the workers and costs, and decide which workers are active."""
         costs, pool = self.costs, self.threads.pool("activation")
         has_published = self._versions.has_published
         while True:

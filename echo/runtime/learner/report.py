@@ -60,7 +60,7 @@ class RunCurves:
     """The curves of mean rewards by step and of scores by evaluation, also from before a resume."""
 
     def __init__(self, earlier: LearningCurve | None, *, step: int) -> None:
-        """Continue the run's curves `earlier` from its resume at `step`; None for a new run."""
+        """Continue the curves `earlier` of a run resumed at `step`; None for a new run."""
         self.rewards: deque[float] = deque(maxlen=MAX_HISTORY)
         """Mean reward of each step, oldest first."""
         self.evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
@@ -430,7 +430,7 @@ class Progress:
 
     @property
     def idle_ratio(self) -> float:
-        """Share of the time of all steps so far in which the learner waited for groups."""
+        """Share of the time of all steps so far that the learner spent waiting for groups."""
         total_s = self._waited_s + self._trained_s
         return self._waited_s / total_s if total_s else 0.0
 

@@ -437,7 +437,7 @@ def _compute(config: Config) -> Compute:
 
 
 def check_alike(config: Config, ranks: Ranks) -> None:
-    """Raise an error on all ranks if one has other settings than the first rank.
+    """Raise an error on all ranks if a rank has other settings than the first rank.
 
     Ranks with different settings would make different steps.
 

@@ -199,7 +199,7 @@ class WorkerParts:
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
-    """Append the hash of an installed version to a file, to compare with the published one.
+    """Append the hash of an installed version to a file, to compare with the published hash.
 
     Raises:
         OSError: if the file cannot be written.

@@ -218,7 +218,7 @@ def deactivate(kernel: Kernel) -> None:
 
 
 def import_fa4() -> ModuleType:
-    """Import FlashAttention 4 from its own package, or if that is missing from vLLM's; return it.
+    """Import and return FlashAttention 4: from its own package, otherwise from vLLM's.
 
     Raises:
         ImportError: if neither package is installed.

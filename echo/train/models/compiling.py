@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
-    """Have torch compile these layers, all but their attention, when each first runs.
+    """Have torch compile these layers, except their attention, when each layer first runs.
 
     Args:
         layers: decoder layers of one model.

@@ -64,7 +64,7 @@ class RowRules:
     def plan(
         self, rows: Sequence[TrainingRow], *, max_tokens: int, group_index: Sequence[int] | None
     ) -> RowPlan:
-        """Return the plan for these rows, packed or padded, that costs least.
+        """Return the cheapest plan for these rows, packed or padded.
 
         Args:
             rows: any number of rows, in any order.

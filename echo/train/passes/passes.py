@@ -29,9 +29,9 @@ from echo.train.step import MemoryShortageError, StepError
 T = TypeVar("T")
 
 MakeRound = Callable[[Sequence[int], MicroBatch], StepError | None]
-"""Puts a micro-batch through a model. Its arguments are the indices of this rank's rows, none if
-the rank only takes part in the round, and their micro-batch on the device. It returns the error of
-this rank alone, if there is one."""
+"""Puts a micro-batch through a model. Its arguments are the indices of this rank's rows, and the
+micro-batch of these rows on the device. There are no indices if the rank only takes part in the
+round. It returns the error of this rank alone, if there is one."""
 
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors of the settings, the machine or the device, which no other batch would avoid."""

@@ -341,7 +341,7 @@ def accept(ranks: Ranks) -> Rendezvous:
 
 
 def reach(ranks: Ranks) -> Rendezvous:
-    """Return the connection to rank 0, which calls `accept`, if it is on this machine."""
+    """Return the connection to rank 0 if rank 0, which calls `accept`, is on this machine."""
     address = ranks.gather(b"")[0].decode()
     links = {}
     with suppress(OSError):
@@ -420,7 +420,7 @@ class LeadImages:
         together: Callable[[], AbstractContextManager[None]],
         lost: Callable[[BaseException], RankError],
     ) -> None:
-        """Connect to the other ranks of this machine, and learn which ranks are on others.
+        """Connect to the other ranks of this machine, and learn which ranks are elsewhere.
 
         Args:
             ranks: all ranks of the learner.

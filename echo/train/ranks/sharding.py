@@ -109,7 +109,7 @@ class Ranks:
         return [safetensors.torch.load(data) for data in self.gather(packed)]
 
     def raise_together(self, failure: StepError | None) -> None:
-        """Raise the error of the first rank that has an error, on all ranks.
+        """Raise, on all ranks, the error of the first rank that has an error.
 
         Raises:
             StepError: if any rank has an error; if there are several ranks, the text names the

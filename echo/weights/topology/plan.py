@@ -337,7 +337,7 @@ def plan_topology(
     """Return the plan by which a payload of this size is distributed.
 
     Args:
-        sites: every live node except the learner, in a stable order (that of joining).
+        sites: every live node except the learner, in a stable order (the order of joining).
         learner: the learner. An empty address, or None, stands for the address at which a node has
             reached the learner.
         payload_bytes: typical size of one version on the wire, in bytes.
@@ -491,7 +491,7 @@ def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
     reach the learner.
 
     Args:
-        sites: every live node except the learner, in a stable order (that of joining).
+        sites: every live node except the learner, in a stable order (the order of joining).
     """
     learner = (LEARNER_ID, "")
     hosts = [site for site in sites if site.address is not None]

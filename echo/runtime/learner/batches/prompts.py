@@ -104,9 +104,9 @@ class PromptSource:
         self._order_of = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of an attempt; all attempts have the group's prompt, but other seeds.
+        """Return the lease of an attempt; attempts have the group's prompt, and different seeds.
 
-        It makes the prompt, so it blocks and raises as `make` does.
+        The method makes the prompt, so it blocks and raises as `make` does.
         """
         return self.lease_of(self.make(group_id), attempt)
 
@@ -120,9 +120,9 @@ class PromptSource:
         self._host.close()
 
     def check(self) -> None:
-        """Make the first CHECKED_PROMPTS prompts; raise as `make` does if one cannot be made.
+        """Make the first CHECKED_PROMPTS prompts; if one cannot be made, raise as `make` does.
 
-        Each property of these prompts that is unexpected but no fault is logged in one line.
+        One line is logged for each property of these prompts that is unexpected, but not a fault.
         """
         number = min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)
         made = [self.make(group_id) for group_id in range(number)]
@@ -258,7 +258,7 @@ class PromptSource:
         yield from self._text.oddities(example.prompt, tools)
 
     def _most_tokens(self, example: Example) -> int:
-        """Return an upper bound, from its bytes, on the number of tokens of an example's prompt."""
+        """Return an upper bound on the number of tokens of an example's prompt, from its bytes."""
         num_bytes = len(msgspec.json.encode([example.prompt, self._task.tools(example)]))
         num_messages = 1 if isinstance(example.prompt, str) else len(example.prompt)
         return num_bytes + MESSAGE_TOKENS * num_messages + self._template_bytes

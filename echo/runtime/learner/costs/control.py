@@ -94,7 +94,7 @@ class CostControl:
         return self.activation is None and not self._pace.is_awaited
 
     def measure(self, *, now: float) -> list[Action]:
-        """Measure the workers and which versions they have installed; return the resulting actions.
+        """Update the measurements of workers and of installations; return the resulting actions.
 
         Must be called every POLL_S, or every METER_S while `is_idle`.
         """

@@ -22,7 +22,9 @@ from echo.roles.members import Member, Roster
 from echo.wire.codec import BYTES_PER_TOKEN
 
 LOST_COUNTS_FOR_S = 3600.0
-"""Seconds for which a lost machine counts: the usual billing step, as no message ends its bill."""
+"""Seconds for which a lost machine counts: the usual billing step, since the end of its bill is
+unknown.
+"""
 _TRAFFIC_WINDOW_S = 300.0
 """Seconds over which the cost of traffic per hour is averaged."""
 

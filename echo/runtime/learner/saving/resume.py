@@ -113,8 +113,8 @@ class SavedRun:
     ) -> StartingPoint:
         """Return the starting point at the newest undamaged checkpoint; only `enter` writes it.
 
-        With `trims_stale` only the tokens of a group that have grown too old are masked, and the
-        group is kept for its other tokens.
+        With `trims_stale`, tokens that have grown too old are masked, and their group is kept for
+        its other tokens.
 
         Raises:
             ConfigError: if there is no run to continue, or the checkpoint belongs to another run.

@@ -98,7 +98,7 @@ class Publication:
 
     @property
     def coded(self) -> CodedDelta | None:
-        """The delta to the previous version, if it was coded while the image was made; blocks."""
+        """The delta against the last version, if it was coded while the image was made; blocks."""
         return None if self.ready is None else self.ready.result()
 
     def sealed(
@@ -193,10 +193,13 @@ class Images(Protocol):
         """The other processes, which code and hash parts of the images."""
 
     def prepare(self) -> bool:
-        """Return whether `make` would not wait; if memory for it is missing, begin to allocate."""
+        """Return whether `make` would run without a wait.
+
+        If memory is lacking, begin to allocate it.
+        """
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version, made of its weights."""
+        """Return the image of a version, made of these weights."""
 
 
 class Publisher:
@@ -224,7 +227,10 @@ class Publisher:
         self._attribution = attribution
 
     def prepare(self) -> bool:
-        """Return whether `make` would not wait; if memory for it is missing, begin to allocate."""
+        """Return whether `make` would run without a wait.
+
+        If memory is lacking, begin to allocate it.
+        """
         return self._images.prepare()
 
     def make(self, weights: Weights, version: PolicyVersion) -> Publication:
@@ -318,13 +324,13 @@ class Coder:
         return secrets.token_bytes(KEY_BYTES) if self._encrypts else b""
 
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
-        """Yield a version's segments, coded as a delta against `base` or, if None, as a keyframe.
+        """Yield a version's segments, coded as a delta against `base`, or as a keyframe for None.
 
-        The next segment is coded while the caller handles one.
+        While the caller handles a segment, the next segment is coded.
 
-        If the version is not sealed yet, a segment contains the hashes of the base's words that it
-        changes. If the version is sealed, the segment contains the hashes of the resulting image
-        chunks.
+        If the version is not sealed yet, a segment contains the hashes of the base's words that the
+        segment changes. If the version is sealed, the segment contains the hashes of the resulting
+        image chunks.
         """
         block_bytes = block_bytes_of(publication.manifest.chunk_bytes)
         per_segment = max(1, SEGMENT_BYTES // block_bytes)
@@ -488,7 +494,7 @@ class VersionEncoder:
         return self._last
 
     def _base(self, manifest: Manifest) -> Transfer | None:
-        """Return the newest complete version if a delta to it is possible, else None."""
+        """Return the newest complete version if a delta against it is possible, else None."""
         newest = self._broadcast.newest_complete
         if newest is None:
             return None
