@@ -126,7 +126,7 @@ class Addition(Content):
         self._config = load_config(CONFIG, [*own, *overrides], "learner")
         self._data = load_data(self._config)
         self.vocab_size = self._data.vocab_size
-        self.sampling = make_sampling(self._config.sampling, self._data.text.stop_ids)
+        self.sampling = make_sampling(self._config.sampling, self._data.text)
         start = StartingPoint(lineages=(Lineage(1, 0),))
         self._trainer = build_trainer(self._config, self._data.model_dir, start)
         evaluator = build_evaluator(self._config, self._data, log=logging.getLogger("bench"))

@@ -247,7 +247,7 @@ class Sampler:
         self._reward = data.task.reward if is_inline else data.host.score
         self._sampling: Sampling = make_sampling(
             config.sampling,
-            data.text.stop_ids,
+            data.text,
             likely_ids=needs_of(build_loss(config)).likely_ids,
         )
         self._engine = TransformersEngine(

@@ -223,6 +223,10 @@ class MicroBatch:
     """For each scored token that was drawn from a part of the vocabulary, the ids of that part;
     None if all were drawn from the whole vocabulary.
     """
+    lacking: Pairs | None = None
+    """For scored tokens drawn from the whole vocabulary but a few ids, these ids; the row of a pair
+    counts the scored tokens. None if there are none.
+    """
     likely: LikelyTokens | None = None
     """The sampler's most likely ids at each scored token; None if workers send no likely ids."""
     segments: Segments | None = None
@@ -264,6 +268,8 @@ class MicroBatch:
                 tensors[name] = value.to(device)
             elif isinstance(value, IdSets):
                 tensors[name] = _moved_sets(value, device)
+            elif isinstance(value, Pairs):
+                tensors[name] = _moved_pairs(value, device)
         return MicroBatch(**tensors)
 
 
@@ -276,11 +282,39 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _moved_sets(sets: IdSets, device: torch.device) -> IdSets:
     return IdSets(
-        pairs=Pairs(_moved(sets.pairs.rows, device), _moved(sets.pairs.ids, device)),
+        pairs=_moved_pairs(sets.pairs, device),
         sizes=_moved(sets.sizes, device),
         own=_moved(sets.own, device),
         within=_moved(sets.within, device),
         beyond=_moved(sets.beyond, device),
+    )
+
+
+def _moved_pairs(pairs: Pairs, device: torch.device) -> Pairs:
+    return Pairs(_moved(pairs.rows, device), _moved(pairs.ids, device))
+
+
+def lacking_ids(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> Pairs | None:
+    """Return the ids that the supports of scored tokens lack, where those are recorded, or None.
+
+    Args:
+        rollouts: the rollouts.
+        is_scored: [B, T] whether a token is scored.
+    """
+    rows, ids, num_scored = [], [], 0
+    for rollout, scored in zip(rollouts, is_scored, strict=True):
+        is_row, support = scored[: rollout.num_tokens], rollout.support
+        if support is not None and support.lacks.any():
+            lacking = is_row & support.lacks
+            numbers = num_scored + np.cumsum(is_row)[lacking] - 1
+            rows.append(np.repeat(numbers, support.counts[lacking]))
+            ids.append(support.ids[np.repeat(lacking, support.counts)])
+        num_scored += int(is_row.sum())
+    if not any(map(len, rows)):
+        return None
+    return Pairs(
+        torch.from_numpy(np.concatenate(rows).astype(np.int64)),
+        torch.from_numpy(np.concatenate(ids).astype(np.int64)),
     )
 
 
@@ -304,8 +338,8 @@ def id_sets(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> Id
         if support is None:
             sizes.append(np.zeros(len(tokens[-1]), np.int32))
             continue
-        sizes.append(support.counts[is_row])
-        ids.append(support.ids[np.repeat(is_row, support.counts)])
+        sizes.append(np.maximum(support.sizes[is_row], 0))
+        ids.append(support.ids[np.repeat(is_row & ~support.lacks, support.counts)])
     counts, members = np.concatenate(sizes), np.concatenate(ids)
     within = np.flatnonzero(counts)
     if not len(within):
@@ -552,6 +586,7 @@ def collate(
         ),
         proximal_logprobs=torch.from_numpy(padded(proximal, np.float32)) if proximal else None,
         supports=id_sets(rollouts, mask),
+        lacking=lacking_ids(rollouts, mask),
         likely=LikelyTokens.of(rollouts, mask),
         segments=Segments.of(row.lengths, row.prefixes) if is_packed else None,
         num_filled=num_filled,

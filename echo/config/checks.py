@@ -49,6 +49,7 @@ def _check_most(config: Config) -> Iterator[Problem]:
         ("sync.min_staleness", "sync.max_staleness", ""),
         ("batch.minibatches_per_step", "batch.groups_per_step", ": groups stay whole"),
         ("loss.overlong_buffer_tokens", "sampling.max_completion_tokens", ""),
+        ("sampling.min_tokens", "sampling.max_completion_tokens", ""),
     ):
         most = _value(config, bound)
         if _value(config, key) > most:
@@ -156,7 +157,7 @@ def _check_centering(config: Config) -> Iterator[Problem]:
     """
     if not likely_ids_of(config):
         return
-    for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+    for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("min_tokens", 0)):
         if getattr(config.sampling, name) != off:
             yield _problem(
                 "truncates what workers sample, and loss.score_centering compares the whole "

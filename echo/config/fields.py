@@ -236,6 +236,13 @@ Betas = Annotated[
 Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_is_a_list)]
 """A list of names; a single name needs no brackets."""
 
+StopTexts = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
+    Field(max_length=16),
+    BeforeValidator(_one_is_a_list),
+]
+"""A list of texts that end an answer; a single one needs no brackets."""
+
 JoinString = Annotated[
     str,
     AfterValidator(_check_join),

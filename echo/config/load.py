@@ -524,6 +524,7 @@ _UNSAFE: Mapping[str, str] = {
     "sampling.top_p": _OTHER_SAMPLING,
     "sampling.top_k": _OTHER_SAMPLING,
     "sampling.min_p": _OTHER_SAMPLING,
+    "sampling.min_tokens": _OTHER_SAMPLING,
     "batch.group_size": _OTHER_COUNTS + "; buffered groups have the old size",
     "batch.groups_per_step": _OTHER_COUNTS,
     "lora": _OTHER_MODEL,

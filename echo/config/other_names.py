@@ -193,9 +193,10 @@ ELSEWHERE: dict[str, str] = {
     "resume_from_checkpoint": "--resume on the command line goes on with a run",
     "resume": "--resume on the command line goes on with a run",
     "trust_remote_code": "Echo never runs code that comes with a model",
-    "stop": "Echo has no stop strings: a turn ends at the model's stop tokens",
-    "stop_strings": "Echo has no stop strings: a turn ends at the model's stop tokens",
-    "stop_sequences": "Echo has no stop strings: a turn ends at the model's stop tokens",
+    "stop": "did you mean sampling.stop?",
+    "stop_strings": "did you mean sampling.stop?",
+    "min_new_tokens": "did you mean sampling.min_tokens?",
+    "stop_sequences": "did you mean sampling.stop?",
     "repetition_penalty": "Echo has no penalty on repetitions: it would change the distribution "
     "that the learner scores",
     "gradient_accumulation_steps": "it follows from learner.micro_batch_tokens",

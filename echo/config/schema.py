@@ -40,6 +40,7 @@ from echo.config.fields import (
     Seconds,
     Section,
     Sinks,
+    StopTexts,
     TaskKind,
     kind_of,
 )
@@ -185,6 +186,10 @@ class SamplingSection(Section):
     """Sample from the tokens at least this many times as likely as the likeliest; 0 is off."""
     max_completion_tokens: Inherited[int] = Field(ge=1, le=2**24)
     """Tokens per completion, the stop token included."""
+    min_tokens: Inherited[int] = Field(default=0, ge=0)
+    """Tokens of an answer, or of each turn, before a stop token or stop string can end it."""
+    stop: Inherited[StopTexts] = ()
+    """Texts that end an answer beside the stop tokens, such as "</answer>"; they are part of it."""
 
 
 class SyncSection(Section):

@@ -4,7 +4,8 @@ A rollout has two kinds of sets, each only if the learner asks for it:
 
     support the ids that could have been drawn: top-k, top-p and min-p did not remove them. The
               learner scores the token on this set, so that learner and sampler compute its
-              probability in the same distribution.
+              probability in the same distribution. Before `min_tokens` all ids could have been
+              drawn but the stop tokens': such a set is recorded as the ids that it lacks.
     likely    the sampler's most likely ids with their log-probabilities, which some corrections of
               the loss need.
 
@@ -31,13 +32,23 @@ NOT_RECORDED = 0
 TOO_LARGE = -1
 """The size of a set that has more than MAX_SET_IDS ids, and is therefore sent without its ids."""
 
+MAX_LACKING_IDS = 1 << 10
+"""The largest number of ids that a set recorded as what it lacks may lack."""
+
+
+def size_lacking(num_ids: int) -> int:
+    """Return the size of a set of the whole vocabulary but `num_ids` ids, at least one."""
+    return TOO_LARGE - num_ids
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenSets:
     """A set of token ids for each of the T tokens of a rollout."""
 
     sizes: npt.NDArray[np.int32]
-    """[T] number of ids of each set; NOT_RECORDED or TOO_LARGE for a set without ids."""
+    """[T] number of ids of each set; NOT_RECORDED or TOO_LARGE for a set without ids; below that,
+    `size_lacking` of the recorded ids, which the set lacks.
+    """
     ids: npt.NDArray[np.int32]
     """[M] the ids of all sets in the order of the tokens, ascending within a set."""
     logprobs: npt.NDArray[np.float32] | None = None
@@ -54,8 +65,11 @@ class TokenSets:
         """
         if self.sizes.dtype != np.int32 or self.ids.dtype != np.int32 or self.sizes.ndim != 1:
             raise ValueError("sizes and ids of token sets must be int32[T] and int32[M]")
-        if len(self.sizes) and not TOO_LARGE <= self.sizes.min() <= self.sizes.max() <= MAX_SET_IDS:
+        if len(self.sizes) and self.sizes.max() > MAX_SET_IDS:
             raise ValueError(f"a token set has {self.sizes.max()} ids; at most {MAX_SET_IDS}")
+        if len(self.sizes) and self.sizes.min() < size_lacking(MAX_LACKING_IDS):
+            lacking = int(TOO_LARGE - self.sizes.min())
+            raise ValueError(f"a token set lacks {lacking} ids; at most {MAX_LACKING_IDS}")
         if self.ids.shape != (int(self.counts.sum()),):
             raise ValueError(
                 f"token sets of {int(self.counts.sum())} ids in all come with {len(self.ids)}"
@@ -71,7 +85,15 @@ class TokenSets:
     @property
     def counts(self) -> npt.NDArray[np.int32]:
         """[T] number of recorded ids for each token; 0 for a token without ids."""
-        return np.maximum(self.sizes, 0)
+        counts: npt.NDArray[np.int32] = np.where(
+            self.lacks, TOO_LARGE - self.sizes, np.maximum(self.sizes, 0)
+        )
+        return counts
+
+    @property
+    def lacks(self) -> npt.NDArray[np.bool_]:
+        """[T] whether the recorded ids of each token are those that its set lacks."""
+        return self.sizes < TOO_LARGE
 
     @property
     def num_tokens(self) -> int:
@@ -91,7 +113,7 @@ class TokenSets:
 
     def within(self, max_ids: int) -> TokenSets:
         """Return the sets; a set of more than `max_ids` ids becomes TOO_LARGE, without ids."""
-        is_kept = np.repeat(self.sizes <= max_ids, self.counts)
+        is_kept = np.repeat(self.sizes <= max_ids, self.counts)  # what a set lacks is short
         return TokenSets(
             sizes=np.where(self.sizes > max_ids, np.int32(TOO_LARGE), self.sizes),
             ids=self.ids[is_kept],
@@ -101,8 +123,9 @@ class TokenSets:
     def includes(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Return [T] whether each token's id is in its set; True if no ids are recorded."""
         hits = self.ids == np.repeat(token_ids, self.counts)
-        found: npt.NDArray[np.bool_] = self.counts == 0
-        found[self.rows[hits]] = True
+        is_listed = self.counts == 0
+        is_listed[self.rows[hits]] = True
+        found: npt.NDArray[np.bool_] = is_listed != self.lacks
         return found
 
     @property
@@ -121,6 +144,18 @@ def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
         ids=np.empty(0, np.int32),
         logprobs=np.empty(0, np.float32) if with_logprobs else None,
     )
+
+
+def all_but(ids: npt.NDArray[np.int32], num_tokens: int, *, of: int) -> TokenSets:
+    """Return the sets of `of` tokens, of which the first `num_tokens` lack these ids.
+
+    For the tokens after them no ids are recorded.
+    """
+    lacking, num_tokens = np.unique(ids).astype(np.int32), min(num_tokens, of)
+    sizes = np.full(of, NOT_RECORDED, np.int32)
+    if len(lacking):
+        sizes[:num_tokens] = size_lacking(len(lacking))
+    return TokenSets(sizes=sizes, ids=np.tile(lacking, num_tokens))
 
 
 def join_sets(parts: Sequence[tuple[TokenSets | None, int]]) -> TokenSets | None:

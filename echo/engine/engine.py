@@ -34,7 +34,8 @@ import numpy.typing as npt
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
-from echo.core.token_sets import TokenSets
+from echo.core.token_sets import TokenSets, all_but
+from echo.engine.stop_strings import StopStrings
 from echo.weights.manifest import TensorSpec
 from echo.weights.store.patches import Patch
 
@@ -83,6 +84,12 @@ class Sampling:
     likely_ids: int = 0
     """Number of most likely ids of each token to record, with log-probabilities; 0 records no ids.
     """
+    min_tokens: int = 0
+    """Number of tokens before which a completion cannot end: no stop id can be drawn, and no stop
+    string is looked for.
+    """
+    stop: StopStrings | None = None
+    """Texts that end a completion; None for none."""
 
     def __post_init__(self) -> None:
         checks = {
@@ -94,6 +101,7 @@ class Sampling:
             "top_k": (self.top_k >= 0, "at least 0 (0 = off)"),
             "min_p": (0 <= self.min_p <= 1, "at least 0 (0 = off) and at most 1"),
             "max_completion_tokens": (self.max_completion_tokens >= 1, "at least 1"),
+            "min_tokens": (self.min_tokens >= 0, "at least 0 (0 = off)"),
         }
         for name, (is_valid, rule) in checks.items():
             if not is_valid:
@@ -103,6 +111,25 @@ class Sampling:
     def truncates(self) -> bool:
         """Whether some tokens cannot be drawn; completions then record each token's support."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def has_support(self) -> bool:
+        """Whether completions record each token's support: some ids cannot be drawn."""
+        return self.truncates or (not self.greedy and self.min_tokens > 0)
+
+    def num_barred(self, num_tokens: int) -> int:
+        """Return for how many further tokens no stop id can be drawn, after `num_tokens`."""
+        return max(0, self.min_tokens - num_tokens) if self.stop_ids else 0
+
+    def barred_support(self, num_sampled: int, num_tokens: int) -> TokenSets:
+        """Return the supports of `num_tokens` tokens of sampling that does not truncate.
+
+        Args:
+            num_sampled: number of tokens of the completion that were sampled before.
+            num_tokens: number of tokens.
+        """
+        ids = np.array(self.stop_ids, np.int32)
+        return all_but(ids, self.num_barred(num_sampled), of=num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +158,15 @@ class Request:
     """[K] tokens of the completion that an earlier call sampled, and that this call continues. They
     count towards the token limit and are not returned again. Continue with a new seed: the old seed
     would repeat the random choices of the first tokens."""
+    turn_start: int = 0
+    """Number of tokens of the prefix before the present turn of an episode. Stop strings and
+    `min_tokens` look at the tokens after them.
+    """
+
+    @property
+    def turn_ids(self) -> npt.NDArray[np.int32]:
+        """The tokens of the prefix that belong to the present turn."""
+        return self.prefix_ids[self.turn_start :]
 
     @property
     def context_ids(self) -> npt.NDArray[np.int32]:
@@ -180,17 +216,17 @@ class Completion:
     """[T] sampled ids, a stop id included; empty only after an abort."""
     logprobs: npt.NDArray[np.float32]
     """[T] natural log-probability of each id under the distribution that it was sampled from: after
-    temperature, min_p, top_k and top_p, renormalised. With greedy sampling, under the plain softmax
-    of the logits (temperature 1), since the choice is deterministic."""
+    min_tokens, temperature, min_p, top_k and top_p, renormalised. With greedy sampling, under the
+    plain softmax of the logits (temperature 1), since the choice is deterministic."""
     finish_reason: FinishReason
-    """"stop" (a stop id), "length" (the limit, or the end of the model's window), "abort" (the
-    caller stopped the call), or "nonfinite": the logits give no probabilities, for example after an
-    overflow. The last log-probability of a "nonfinite" completion is NaN or infinite, and the
-    completion must not be trained on."""
+    """"stop" (a stop id or a stop string), "length" (the limit, or the end of the model's window),
+    "abort" (the caller stopped the call), or "nonfinite": the logits give no probabilities, for
+    example after an overflow. The last log-probability of a "nonfinite" completion is NaN or
+    infinite, and the completion must not be trained on."""
     policy_versions: npt.NDArray[np.int32]
     """[T, 2] (lineage, step) of the weights that sampled each token."""
     support: TokenSets | None = None
-    """The ids that each token could have been drawn from; None unless the sampling truncates."""
+    """The ids that each token could have been drawn from; None unless `Sampling.has_support`."""
     likely: TokenSets | None = None
     """The most likely ids of each token, with log-probabilities; None if `Sampling.likely_ids` is
     0.

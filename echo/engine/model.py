@@ -39,6 +39,7 @@ from echo.config.schema import LearnerSection, ModelSection, SamplingSection, Wo
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.engine import hub
 from echo.engine.engine import Sampling
+from echo.engine.stop_strings import StopStrings
 from echo.engine.weights import INDEX_FILE, WEIGHTS_FILE, save_safetensors, torch_dtype
 from echo.tasks import tokenization
 
@@ -570,23 +571,27 @@ def has_all_weights(directory: Path) -> bool:
 
 
 def make_sampling(
-    sampling: SamplingSection, stop_ids: list[int], *, likely_ids: int = 0
+    sampling: SamplingSection, text: tokenization.TextCodec | None, *, likely_ids: int = 0
 ) -> Sampling:
     """Return the sampling settings that an engine takes.
 
     Args:
         sampling: the section [sampling] of the configuration.
-        stop_ids: ids that end a completion.
+        text: has the ids that end a completion, and decodes tokens to find stop strings; None if
+            nothing is sampled, so that nothing ends.
         likely_ids: number of most likely ids to record with each token.
     """
+    stop = StopStrings(sampling.stop, text.decode_all) if text and sampling.stop else None
     return Sampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         max_completion_tokens=sampling.max_completion_tokens,
-        stop_ids=tuple(stop_ids),
+        stop_ids=() if text is None else tuple(text.stop_ids),
         likely_ids=likely_ids,
+        min_tokens=sampling.min_tokens,
+        stop=stop,
     )
 
 

@@ -412,6 +412,60 @@ def _reduced(values: Tensor, sizes: Tensor, reduce: Literal["max", "sum"]) -> Te
     return torch.segment_reduce(values, reduce, lengths=sizes, unsafe=True)
 
 
+MAX_LACKING_MASS = 1.0 - 1e-6
+"""Largest probability that is taken from a row: beyond, float32 does not resolve what is left."""
+
+
+def without_ids(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    logprobs: Tensor,
+    entropies: Tensor | None,
+    lacking: Pairs,
+    inv_temperature: float = 1.0,
+    *,
+    has_entropy_gradient: bool = False,
+    backend: BackendName = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities and entropies of rows whose distributions lack a few ids.
+
+    With P the probability of the lacking ids of a row in the whole vocabulary:
+
+        l' = l - ln(1 - P)
+        H' = (H + sum of p ln p over the lacking ids) / (1 - P) + ln(1 - P)
+
+    Args:
+        hidden: as for `linear_logprob`.
+        weight: as for `linear_logprob`.
+        ids: as for `linear_logprob`.
+        logprobs: [N], as `linear_logprob` returned them, with gradient.
+        entropies: [N], as `linear_logprob` returned them, or None.
+        lacking: the ids that rows lack, in the order of the rows; other rows are not changed.
+        inv_temperature: as for `linear_logprob`.
+        has_entropy_gradient: whether the returned entropies have a gradient.
+        backend: as for `linear_logprob`.
+
+    Raises:
+        ValueError: as `linear_pair_logits`.
+    """
+    rows = lacking.rows
+    own = Pairs(rows, ids.index_select(0, rows).long())
+    logits, own_logits = (
+        linear_pair_logits(hidden, weight, pairs, inv_temperature, backend=backend)
+        for pairs in (lacking, own)
+    )
+    lacking_logprobs = logprobs.index_select(0, rows) + logits - own_logits
+    sets = FurtherIds(rows, lacking.ids)
+    masses = sets.sum(lacking_logprobs.exp(), len(logprobs)).clamp(max=MAX_LACKING_MASS)
+    log_kept = torch.log1p(-masses)
+    if entropies is not None:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and has_entropy_gradient):
+            terms = sets.sum(lacking_logprobs.exp() * lacking_logprobs, len(logprobs))
+            entropies = (entropies + terms) / log_kept.exp() + log_kept
+    return logprobs - log_kept, entropies
+
+
 class _PairLogits(torch.autograd.Function):
     """The logits of chosen pairs of row and id, as an operation of autograd."""
 

@@ -235,7 +235,7 @@ class EpisodeRunner:
             self._host.count("env/turn_limit")
         else:
             try:
-                ids = self._text.encode_turn(messages)
+                ids = self._text.encode_turn(messages, is_closed=play.is_closed)
             except (DataError, *UNUSABLE) as error:
                 what = f"{self._host.name} on {play.opening.example}"
                 text = f"{what}: what it says cannot be turned into tokens: {error}"
@@ -285,7 +285,8 @@ class _Play:
         self.turn_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
         """The tokens of the last sampled turn."""
         self.is_cut = False
-        """Whether the last sampled turn ended without a stop token."""
+        """Whether the last sampled turn ended without a stop token or a stop string."""
+        self._stop_ids = sampling.stop_ids
         self._member = member
         self._max_tokens = sampling.max_completion_tokens
         self._parts: list[tuple[Any, Any, Any, Any]] = []
@@ -301,7 +302,13 @@ class _Play:
             prompt_ids=self.opening.prompt_ids,
             seed=seed & (2**63 - 1),
             prefix_ids=self._joined(0, np.int32),
+            turn_start=self._num_tokens,
         )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the last sampled turn ends with a stop token, and not with a stop string."""
+        return int(self.turn_ids[-1]) in self._stop_ids
 
     def add_sampled(self, completion: Completion) -> None:
         """Append a sampled turn, or set the fault if a log-probability is not finite."""

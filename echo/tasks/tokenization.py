@@ -439,13 +439,16 @@ class TextCodec:
             raise DataError("its only message is the assistant's: put a user's message before it")
         return self._with_beginning(self._render(before, tools), last)
 
-    def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_turn(
+        self, messages: Sequence[Mapping[str, Any]], *, is_closed: bool = True
+    ) -> list[int]:
         """Return the token ids of an environment's reply to a turn of the policy.
 
-        They are appended to the sampled tokens of the turn, which are never encoded again and end
-        with a stop token. With a chat template they are the tokens from the end of the assistant's
-        turn to the opening of the next one. Without a chat template they are the tokens of the
-        unchanged contents of the messages.
+        They are appended to the sampled tokens of the turn, which are never encoded again. If the
+        turn `is_closed`, it ends with a stop token; a turn that a stop string has ended has none,
+        and the reply begins with it. With a chat template they are the tokens from the end of the
+        assistant's turn to the opening of the next one. Without a chat template they are the tokens
+        of the unchanged contents of the messages.
 
         Raises:
             DataError: if the template fails, if it leaves out or changes the policy's text, or if a
@@ -471,7 +474,8 @@ class TextCodec:
             )
         alone = self._render(before, opens_turn=False)
         closing = alone.partition(TURN)[2]
-        text = text[_end_of_turn(self.tokenizer, closing, self.stop_ids) :]
+        if is_closed:
+            text = text[_end_of_turn(self.tokenizer, closing, self.stop_ids) :]
         return self.encode_rendered(self._with_beginning(text, messages[-1]) if is_begun else text)
 
     def control_token_in(self, text: str) -> str:
@@ -689,6 +693,10 @@ class TextCodec:
         See the function `decode` of this module.
         """
         return decode(self.tokenizer, token_ids, self.stop_ids)
+
+    def decode_all(self, token_ids: Iterable[int]) -> str:
+        """Return tokens as text, stop tokens included."""
+        return decode(self.tokenizer, token_ids, ())
 
 
 def tokenizer_digests(

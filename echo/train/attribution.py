@@ -389,5 +389,5 @@ def make_attribution(
 def make_rescoring(sampling: SamplingSection, published_dtype: str) -> Rescoring:
     """Return the argument `rescoring` that a trainer needs for the measurement."""
     return Rescoring(
-        sampling=make_sampling(sampling, []), published_dtype=torch_dtype(published_dtype)
+        sampling=make_sampling(sampling, None), published_dtype=torch_dtype(published_dtype)
     )

@@ -2,7 +2,8 @@
 
 The sets of one rollout of T tokens with M ids in all are
 
-    T varints    the size of each token's set plus 1: 0 is TOO_LARGE, 1 is NOT_RECORDED
+    T varints    the size of each token's set plus 1: 0 is TOO_LARGE, 1 is NOT_RECORDED; for a set
+                 that lacks n ids, MAX_SET_IDS + 1 + n
     M varints    the ids: the first of a set itself, each further one as the difference to the id
                  before it, minus 1
     M bfloat16   the log-probabilities, little-endian, rounded to nearest; only if the sets have any
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ from msgspec import Meta
 from echo.core.bounds import MAX_PAYLOAD_BYTES
 from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import Tokens
-from echo.core.token_sets import MAX_SET_IDS, TokenSets
+from echo.core.token_sets import MAX_LACKING_IDS, MAX_SET_IDS, TOO_LARGE, TokenSets
 
 _Length = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 SetBytes = tuple[_Length, _Length]
@@ -40,6 +41,8 @@ SetBytes = tuple[_Length, _Length]
 
 MAX_IDS = 1 << 22
 """Most ids in the sets of one rollout. For this number a decoder briefly needs some 200 MB."""
+_LARGEST = MAX_SET_IDS + 1
+"""The coded size of the largest set whose own ids are recorded."""
 _MAX_VARINT_BYTES = 5
 """Bytes of the largest varint: ids have 31 bits."""
 
@@ -100,7 +103,9 @@ def encode_sets(sets: TokenSets | None) -> bytes:
     """Return the block with the sets of a rollout; an empty block for None."""
     if sets is None:
         return b""
-    numbers = np.concatenate([sets.sizes.astype(np.int64) + 1, _differences(sets)])
+    sizes = sets.sizes.astype(np.int64)
+    coded_sizes = np.where(sets.lacks, _LARGEST + TOO_LARGE - sizes, sizes + 1)
+    numbers = np.concatenate([coded_sizes, _differences(sets)])
     logprobs = b"" if sets.logprobs is None else _round(sets.logprobs).tobytes()
     return _encode_varints(numbers) + logprobs
 
@@ -116,12 +121,14 @@ def decode_sets(block: memoryview, *, num_tokens: int, with_logprobs: bool) -> T
         return None
     data = np.frombuffer(block, np.uint8)
     coded_sizes, offset = _decode_varints(data, num_tokens)
-    if int(coded_sizes.max()) > MAX_SET_IDS + 1:
+    if int(coded_sizes.max()) > _LARGEST + MAX_LACKING_IDS:
         raise RemoteProtocolError(
-            f"a token set of {coded_sizes.max() - 1} ids; at most {MAX_SET_IDS}"
+            f"a token set of coded size {coded_sizes.max()}; at most {_LARGEST + MAX_LACKING_IDS}"
         )
-    sizes = (coded_sizes - 1).astype(np.int32)
-    num_ids = int(np.maximum(sizes, 0).sum(dtype=np.int64))
+    lacking = coded_sizes - _LARGEST
+    sizes = np.where(lacking > 0, TOO_LARGE - lacking, coded_sizes - 1).astype(np.int32)
+    counts = np.where(lacking > 0, lacking, np.maximum(sizes, 0))
+    num_ids = int(counts.sum(dtype=np.int64))
     if num_ids > MAX_IDS:
         raise RemoteProtocolError(f"token sets of {num_ids} ids in all; at most {MAX_IDS}")
     differences, num_bytes = _decode_varints(data[offset:], num_ids)
@@ -135,7 +142,7 @@ def decode_sets(block: memoryview, *, num_tokens: int, with_logprobs: bool) -> T
     if with_logprobs:
         halves = np.frombuffer(block, "<u2", num_ids, offset)
         logprobs = (halves.astype(np.uint32) << 16).view(np.float32)
-    ids = _ids(sizes, differences)
+    ids = _ids(counts, differences)
     if num_ids and int(ids.max()) > np.iinfo(np.int32).max:
         raise RemoteProtocolError(f"token sets with id {ids.max()}")
     try:
@@ -151,25 +158,27 @@ def _differences(sets: TokenSets) -> npt.NDArray[np.int64]:
     """
     ids = sets.ids.astype(np.int64)
     differences = np.diff(ids, prepend=-1) - 1
-    firsts = _firsts(sets.sizes)
+    firsts = _firsts(sets.counts)
     differences[firsts] = ids[firsts]
     return differences
 
 
-def _ids(sizes: npt.NDArray[np.int32], differences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the ids of sets with these sizes, from the result of `_differences`."""
+def _ids(
+    counts: npt.NDArray[np.int64], differences: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return the ids of sets with so many ids, from the result of `_differences`."""
     steps = np.cumsum(differences + 1)
-    counts = np.maximum(sizes, 0)
-    firsts = _firsts(sizes)
+    firsts = _firsts(counts)
     before = steps[firsts] - (differences[firsts] + 1)
     ids: npt.NDArray[np.int64] = steps - 1 - np.repeat(before, counts[counts > 0])
     return ids
 
 
-def _firsts(sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+def _firsts(counts: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
     """Return, for each set that has ids, the index of its first id among the ids of all sets."""
-    counts = np.maximum(sizes, 0).astype(np.int64)
-    return (np.cumsum(counts) - counts)[counts > 0]
+    ends = np.cumsum(counts, dtype=np.int64)
+    firsts: npt.NDArray[np.int64] = (ends - counts)[counts > 0]
+    return firsts
 
 
 def _encode_varints(numbers: npt.NDArray[np.int64]) -> bytes:

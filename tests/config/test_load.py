@@ -347,7 +347,7 @@ def test_pull_is_on_policy_whatever_the_profile(tmp_path: Path) -> None:
         ({"loss": {"epsilon_high": 8}}, "unknown key; did you mean loss.clip_high (epsilon_high"),
         ({"temperature": 1}, "unknown key; did you mean sampling.temperature?"),
         ({"sampling": {"max_new_tokens": 8}}, "did you mean sampling.max_completion_tokens?"),
-        ({"sampling": {"stop": ["\n"]}}, "unknown key; Echo has no stop strings: a turn ends at"),
+        ({"sampling": {"stop_strings": ["\n"]}}, "unknown key; did you mean sampling.stop?"),
         ({"interval": 8}, "eval.interval_steps?; docs/coming-from-other-frameworks.md has"),
         ({"batch": 8}, "this is a section, not a key; write [batch]"),
         ({"batch": {"group_size": {"x": 8}}}, "this key takes a plain value, not a table"),
@@ -533,7 +533,13 @@ def test_a_line_shows_both_values_and_a_profile_lists_what_it_changes() -> None:
 SAFE = {
     *("profile", "run.max_steps", "model.attn_implementation", "task.reward_timeout_s"),
     *("task.step_timeout_s", "task.max_reward", "task.max_turns", "reward"),
-    *("sampling.max_completion_tokens", "sync.mode", "sync.max_staleness", "sync.adaptive"),
+    *(
+        "sampling.max_completion_tokens",
+        "sampling.stop",
+        "sync.mode",
+        "sync.max_staleness",
+        "sync.adaptive",
+    ),
     *("sync.eager", "sync.min_staleness", "sync.publish_period", "batch.minibatches_per_step"),
     *("batch.keep_zero_variance", "batch.max_zero_signal_batches", "loss", "reference"),
     *("optimizer", "learner", "leases", "activation", "worker", "agent", "rollout", "engine"),

@@ -26,6 +26,7 @@ from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError
 from echo.engine.hf.batch import sampling_logprobs
 from echo.engine.model import load_directory
+from echo.engine.stop_strings import StopStrings
 from echo.engine.weights import publish_image, tensors_from_image
 from echo.weights.manifest import TensorSpec
 from tests.engine.patches import patch_between
@@ -41,6 +42,7 @@ EOS = 2
 WITHIN_S = 240.0
 """Seconds for whatever is waited for, on a busy machine."""
 SLOW = threading.Event()
+
 """Set while something is to happen to a generation; engines that run ahead of their callers heed it
 with the help of their tests."""
 LONG = 200
@@ -300,7 +302,7 @@ class EngineContract(PatchContract):
             assert completion.token_ids.dtype == np.int32
             assert completion.logprobs.dtype == np.float32
             assert_the_learners(completion, models[0], prompt, how)
-            assert (completion.support is not None) == how.truncates
+            assert (completion.support is not None) == how.has_support
             if completion.support is not None:
                 assert completion.support.num_tokens == len(completion.token_ids)
                 assert completion.support.includes(completion.token_ids).all()
@@ -366,6 +368,73 @@ class EngineContract(PatchContract):
             else:
                 assert (completion.finish_reason, len(ids)) == ("length", 12)
         assert reasons == {"stop", "length"}
+
+    @pytest.mark.parametrize("how", ["plain", "top_p"])
+    def test_no_stop_id_is_drawn_before_min_tokens(
+        self, engine: Engine, models: list[Module], how: str
+    ) -> None:
+        """Also not by a request that goes on after tokens of the same turn."""
+        stops = (EOS, 9, 30, 31)
+        sampling = replace(SAMPLINGS[how], stop_ids=stops, max_completion_tokens=24, min_tokens=8)
+        requests = [
+            replace(each, prefix_ids=np.array([4, 7, 8, 3, 5], np.int32), turn_start=2)
+            if number % 2
+            else each
+            for number, each in enumerate(mixed_requests(24))
+        ]
+        lengths = set()
+        for prompt, completion in zip(requests, run(engine, requests, sampling), strict=True):
+            num_barred = 8 - len(prompt.turn_ids)
+            ids = completion.token_ids.tolist()
+            assert not {*stops} & {*ids[:num_barred], *ids[:-1]}
+            lengths.add(len(ids) - num_barred)
+            begun = slice(num_barred)
+            barred = replace(sampling, stop_ids=())
+            # Every set records what could be drawn, by its ids or by the ids that it lacks.
+            assert completion.support is not None
+            assert completion.support.includes(completion.token_ids).all()
+            assert (completion.support.counts[begun] > 0).all()
+            with torch.no_grad():
+                context = [*prompt.context_ids.tolist(), *ids]
+                logits = models[0](input_ids=torch.tensor([context])).logits[0]
+                logits = logits[len(prompt.context_ids) - 1 : -1][begun]
+                logits[:, list(stops)] = -torch.inf
+                expected = sampling_logprobs(logits, barred).gather(
+                    1, torch.tensor(ids[begun])[:, None]
+                )
+            np.testing.assert_allclose(
+                completion.logprobs[begun], expected[:, 0].numpy(), atol=TOLERANCE
+            )
+        assert 1 in lengths  # some end at once where they may
+        greedy = run(engine, requests, replace(sampling, greedy=True))
+        assert min(len(each.token_ids) for each in greedy[::2]) > 8
+
+    def test_a_stop_string_ends_a_completion_and_stays_in_it(self, engine: Engine) -> None:
+        """In whichever tokens it is, and only in those of the same turn."""
+        spelled = {5: "a", 6: "b", 7: "ab", 8: "xa", 9: "bx"}
+        stop = StopStrings(("ab",), lambda ids: "".join(spelled.get(token, ".") for token in ids))
+        how = replace(PLAIN, stop_ids=(), max_completion_tokens=40, stop=stop)
+        requests = [
+            replace(each, prefix_ids=np.array([7, 7, 4, 5], np.int32), turn_start=1 + number % 4)
+            if number % 2
+            else each
+            for number, each in enumerate(mixed_requests(64))
+        ]
+        last = set()
+        for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
+            ids = completion.token_ids.tolist()
+            before = stop.decode(prompt.turn_ids.tolist()).count("ab")
+            counts = [
+                stop.decode([*prompt.turn_ids.tolist(), *ids[:n]]).count("ab") - before
+                for n in range(len(ids) + 1)
+            ]
+            assert counts[:-1] == [0] * len(ids)
+            assert (completion.finish_reason == "stop") == (counts[-1] == 1)
+            assert len(completion.logprobs) == len(completion.policy_versions) == len(ids)
+            last.add(ids[-1] if counts[-1] else None)
+        assert last >= {None, 6, 7}
+        later = run(engine, requests[:1], replace(how, min_tokens=39))
+        assert len(later[0].token_ids) >= 40
 
     def test_the_models_window_is_a_limit(self, engine: Engine) -> None:
         assert engine.window == 512

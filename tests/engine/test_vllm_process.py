@@ -7,6 +7,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 from echo.core.errors import EngineError
 from echo.engine.engine import Sampling, is_out_of_memory
 from echo.engine.model import load_directory
+from echo.engine.stop_strings import StopStrings
 from echo.engine.vllm.backend import ProcessBackend
 from echo.engine.vllm.engine import VllmEngine
 from echo.engine.weights import tensors_from_image
@@ -114,6 +116,13 @@ class TestProcess(Models):
         engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)
         for prompt, completion in zip(requests, watched.result(), strict=True):
             assert_swapped(completion, prompt, models, LONGER)
+
+        stop = StopStrings(("a",), lambda ids: "".join(".a"[token % 8 == 0] for token in ids))
+        for completion in engine.generate(requests, replace(LONGER, stop=stop)):
+            assert completion.finish_reason == "stop"
+            assert (
+                stop.decode(completion.token_ids.tolist()).find("a") == len(completion.logprobs) - 1
+            )
 
         watched = Watched(engine, requests, LONGER)
         watched.wait_for(40)

@@ -234,6 +234,17 @@ def test_streams_logprobs_and_texts(play: Play, template: str) -> None:
             assert logprobs.text_offset[0] == 0
             pieces = [p async for p in await here.openai.completions.create(**plain, stream=True)]
             assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+            # A stop string is sampled, and not shown; it is looked for after min_tokens.
+            said = whole.choices[0].text
+            short = await here.openai.completions.create(**plain, stop=said[1])
+            assert short.choices[0].text == said[: said.index(said[1])]
+            assert short.choices[0].finish_reason == "stop"
+            later = {"min_tokens": 9, "stop_token_ids": []}
+            longer = await here.openai.completions.create(
+                **plain, stop=[said[1], "no"], extra_body=later
+            )
+            assert longer.usage is not None
+            assert longer.usage.completion_tokens > 9
             assert usage is not None
             assert [piece.choices[0].finish_reason for piece in pieces[:-1]] == [None]
             again = await here.openai.completions.create(**{**plain, "prompt": [1, 5, 6]})
@@ -259,7 +270,7 @@ def test_what_cannot_be_done_is_refused_with_a_reason(
             ask = here.openai.chat.completions.create
             hello: Json = {"model": "m", "messages": [{"role": "user", "content": "1+1="}]}
             for options, complaint, status in (
-                ({"stop": ["="]}, "stop is not supported: answers end with", 400),
+                ({"n": 2}, "n is not supported: ask as often as you want answers", 400),
                 ({"tools": [{"type": "function"}]}, "chat template knows no tools", 400),
                 (
                     {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},

@@ -370,6 +370,21 @@ def answer_of(body: Body, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return choice, first
 
 
+def test_stop_strings_are_one_or_many_and_empty_ones_are_none() -> None:
+    def stops(value: object) -> list[str]:
+        return [*options_of(read({"prompt": "1", "stop": value})).stop]
+
+    assert [stops(value) for value in (None, "", "a", ["a", "", "b"])] == [
+        [],
+        [],
+        ["a"],
+        ["a", "b"],
+    ]
+    for bad in (["a"] * 17, "a" * 257, [1]):
+        with pytest.raises(BodyError, match=r"stop"):
+            stops(bad)
+
+
 @pytest.mark.parametrize(
     ("fields", "text", "content", "num_calls"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,18 @@ def test_what_was_sampled_stays_as_it_was_sampled(dialogue: Dialogue) -> None:
     ids, call = dialogue.continue_text(dialogue.render(messages), [known], is_rendered=True)
     assert call is known
     assert ids.tolist() == [*first, *ids_of("<u>", "12", "<eos>", "<a>")]
+
+
+@pytest.mark.parametrize("shown", ["1", "12"])
+def test_a_call_that_a_stop_string_has_ended_goes_on_with_it_or_without(
+    dialogue: Dialogue, shown: str
+) -> None:
+    """The agent, which was not shown the "2", may write it itself; it is sampled once."""
+    known = replace(call_of("3+12", ids_of("3", "+", "12")), num_hidden=1)
+    assert known.shown_text == "3+1"
+    ids, call = dialogue.continue_text(f"3+{shown}+3", [known], is_rendered=False)
+    assert call is known
+    assert ids.tolist() == ids_of("3", "+", "12", "+", "3").tolist()
 
 
 def test_the_longest_known_beginning_counts(dialogue: Dialogue) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from echo.core.rollout import PolicyVersion, Rollout
 from echo.core.token_sets import NOT_RECORDED
 from echo.engine.engine import Completion, FinishReason, Request, Sampling
+from echo.engine.stop_strings import StopStrings
 from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import InlineHost, Limits, RewardError
@@ -45,10 +47,12 @@ class Script(StubEngine):
         for request in requests:
             line = self._lines(int(request.request_id.split(".")[-2]), turn)
             room = sampling.max_completion_tokens - len(request.prefix_ids)
-            ids = np.array([*map(ord, line), STOP][:room], np.int32)
+            stop = sampling.stop
+            is_stopped = stop is not None and stop.are_complete(list(map(ord, line)))
+            ids = np.array([*map(ord, line), *([] if is_stopped else [STOP])][:room], np.int32)
             versions = np.tile(np.array([1, turn], np.int32), (len(ids), 1))
             logprobs = np.full(len(ids), -0.5, np.float32)
-            reason: FinishReason = "stop" if ids[-1] == STOP else "length"
+            reason: FinishReason = "stop" if ids[-1] == STOP or is_stopped else "length"
             if line == "NaN":
                 reason, logprobs[-1] = "nonfinite", np.nan
             own = make_sets(*([token, token + 1] for token in ids.tolist()))
@@ -94,10 +98,11 @@ class Counting(Environment):
 class Characters:
     """A token for each character."""
 
-    def encode_turn(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def encode_turn(self, messages: Sequence[dict[str, Any]], *, is_closed: bool) -> list[int]:
         if any("\ud800" in m["content"] for m in messages):
             raise TypeError("TextEncodeInput must be Union[...]")  # as tokenizers do
-        return [ord(c) for m in messages for c in f"<{m['content']}>"]
+        closing = [] if is_closed else [STOP]
+        return closing + [ord(c) for m in messages for c in f"<{m['content']}>"]
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids if i != STOP)
@@ -118,6 +123,7 @@ def play(
     sizes: Sequence[int] = (1,),
     max_turns: int = 8,
     version: PolicyVersion | None = None,
+    sampling: Sampling = SAMPLING,
 ) -> tuple[Results, Script, Counting, InlineHost]:
     engine, task, text = Script(lines), Counting(), Characters()
     host = InlineHost(task, Limits(score_s=60.0, step_s=60.0))
@@ -131,7 +137,7 @@ def play(
         )
         for number, size in enumerate(sizes)
     ]
-    results = runner.play(openings, SAMPLING, version=version)
+    results = runner.play(openings, sampling, version=version)
     runner.close()
     return results, engine, task, host
 
@@ -185,6 +191,18 @@ def test_what_is_sampled_stays_and_what_is_said_is_masked() -> None:
     ids = rollout.token_ids.tolist()
     assert prefixes == [[], ids[:9], ids[:18]], "the very tokens, not their text encoded again"
     assert len({call[0].seed for call in engine.calls}) == 3
+
+
+def test_a_turn_that_a_stop_string_has_ended_is_closed_by_the_reply() -> None:
+    stop = StopStrings(("2",), Characters().decode)
+    results, engine, task, _ = play(count, sampling=replace(SAMPLING, stop=stop))
+    rollout = only(results)
+    assert text_of(rollout) == "1|<go on>2|<go on>3|"
+    trained = "".join(text_of(rollout)[n] for n in np.flatnonzero(rollout.completion_mask))
+    assert trained == "1|23|", "the stop string as it was sampled, and no stop token that was not"
+    assert task.heard == ["1", "2", "3"]
+    assert [call[0].turn_start for call in engine.calls] == [0, 9, 18]
+    assert [len(call[0].turn_ids) for call in engine.calls] == [0, 0, 0]
 
 
 def test_an_environment_that_never_ends_is_ended_and_counted() -> None:

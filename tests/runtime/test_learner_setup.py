@@ -498,7 +498,7 @@ def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Pa
     start = np.frombuffer(image, np.uint8).ctypes.data
     parameters = list(engine.model.parameters())
     assert all(start <= each.data_ptr() < start + len(image) for each in parameters)
-    sampling = make_sampling(config.sampling, [])
+    sampling = make_sampling(config.sampling, None)
     request = Request("eval.0", np.array([1, 4], np.int32), seed=0)
     [found] = engine.generate([request], dataclasses.replace(sampling, max_completion_tokens=2))
     assert len(found.token_ids) == 2

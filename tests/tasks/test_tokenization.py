@@ -175,5 +175,7 @@ def test_a_turn_of_the_environment_continues_the_conversation(plain: Path) -> No
     whole = TextCodec(tokenizer, [], {}).encode_prompt(conversation)
     assert [*prompt, *sampled, *ids] == whole
     assert text_of(ids) == ";<bos>4:0<eos>;<bos>4:7<eos>;<bos>9:"
+    # A stop string has ended the turn: the policy has not sampled the stop token.
+    assert TextCodec(tokenizer, stops, {}).encode_turn(said, is_closed=False) == [stops[0], *ids]
     # A template that closes turns without a stop token is kept whole.
     assert text_of(codec(plain, TEMPLATE, 2).encode_turn(USER)) == ";<bos>4:0;="

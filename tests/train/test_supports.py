@@ -33,20 +33,22 @@ from tests.train.test_trainer import (
     with_mask,
 )
 from tests.train.trainers import fast_trainer
-from tests.wire.sets import make_sets
+from tests.wire.sets import Lacking, make_sets
 
 UNCLIPPED = make_loss("grpo", clip_low=None, clip_high=None, dual_clip=None)
 VOCABULARY = 32
 
 
 def with_supports(group: Group, *, seed: int = 0) -> Group:
-    """The same group, with 1 to 6 ids for each token, all ids for some tokens."""
+    """The same group, with 1 to 6 ids for each token, for some all but a few, for some all ids."""
     generator = np.random.default_rng([seed, group.group_id])
     for index, rollout in enumerate(group.rollouts):
         sets: list[list[int] | int] = []
         for place, token in enumerate(rollout.token_ids.tolist()):
             others = generator.integers(0, VOCABULARY, size=generator.integers(0, 6)).tolist()
             sets.append(sorted({token, *others}))
+            if place % 4 == 2:
+                sets[-1] = Lacking(sorted({*range(0, 9, 2)} - {token}))
             if place % 4 == 3:
                 sets[-1] = TOO_LARGE if place % 8 == 3 else NOT_RECORDED
         group = change_of(group, index, support=make_sets(*sets))
@@ -70,9 +72,10 @@ def own_logprobs(model: Any, group: Group, index: int) -> Tensor:
     counts = torch.ones_like(logits, dtype=torch.bool)
     for place in range(rollout.num_tokens):
         support = rollout.support
-        if support is not None and support.sizes[place] > 0:
-            counts[place] = False
-            counts[place, support[place : place + 1].ids.astype(np.int64)] = True
+        if support is not None and support.counts[place] > 0:
+            counts[place] = bool(support.lacks[place])
+            ids_of = support[place : place + 1].ids.astype(np.int64)
+            counts[place, ids_of] = not support.lacks[place]
     logprobs: Tensor = logits.masked_fill(~counts, -torch.inf).log_softmax(-1)
     own: Tensor = logprobs.gather(1, ids[len(group.prompt_ids) :, None]).squeeze(1)
     return own
@@ -138,6 +141,7 @@ def test_an_adapter_is_trained_on_supports_too(tiny_model_dir: Path) -> None:
     assert any(moved)
 
 
+STOPS = (2, 5, 30, 31)
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "top_p .5": {"top_p": 0.5},
     "top_p .9": {"top_p": 0.9},
@@ -148,6 +152,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "min_p .05": {"min_p": 0.05, "temperature": 0.6},
     "min_p .3": {"min_p": 0.3},
     "all": {"top_p": 0.9, "top_k": 12, "min_p": 0.02, "temperature": 0.7},
+    "min_tokens": {"min_tokens": 9, "stop_ids": STOPS, "temperature": 0.8},
+    "min_tokens, top_p": {"min_tokens": 9, "stop_ids": STOPS, "top_p": 0.95},
 }
 
 
@@ -167,6 +173,8 @@ def sample(model_dir: Path, sampling: Sampling, *, num_groups: int = 4) -> list[
             for place, (name, (prompt, member)) in enumerate(members.items())
         ]
         limit = (6, 14)[segment]
+        if segment:  # an ended answer is not continued
+            requests = [r for r in requests if r.prefix_ids[-1] not in sampling.stop_ids]
         for done in engine.generate(requests, replace(sampling, max_completion_tokens=limit)):
             prompt, member = members[done.request_id]
             longer = member.extended(
@@ -208,7 +216,8 @@ def test_on_policy_every_ratio_is_1(name: str, tiny_model_dir: Path) -> None:
     groups = sample(tiny_model_dir, sampling)
     trainer = fast_trainer(tiny_model_dir, temperature=sampling.temperature)
     ratios = ratios_of(trainer, groups)
-    assert len(ratios) == 4 * 4 * 14
+    # min_tokens makes the sampler stop later, not never.
+    assert 4 * 4 * max(9, 14 * (not sampling.stop_ids)) <= len(ratios) <= 4 * 4 * 14
     assert abs(ratios - 1).max() < 2e-5
     bare = [
         replace(group, rollouts=tuple(replace(each, support=None) for each in group.rollouts))

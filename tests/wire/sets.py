@@ -7,19 +7,38 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from echo.core.token_sets import TOO_LARGE, TokenSets
+from echo.core.token_sets import TOO_LARGE, TokenSets, size_lacking
 
 IDS = st.integers(0, 40) | st.integers(0, 2**31 - 1)
 
 
+class Lacking(list[int]):
+    """The ids that a set of the whole vocabulary lacks."""
+
+
 def make_sets(*sets: list[int] | int, logprobs: list[float] | None = None) -> TokenSets:
-    """Return the sets of tokens: a list of ids, or the size of a set that has none recorded."""
+    """Return the sets of tokens: a list of its ids or of those it lacks, or the size of a set that
+    has none recorded.
+    """
     lists = [[] if isinstance(each, int) else each for each in sets]
+    sizes = [
+        each
+        if isinstance(each, int)
+        else size_lacking(len(each))
+        if isinstance(each, Lacking)
+        else len(each)
+        for each in sets
+    ]
     return TokenSets(
-        sizes=np.array([each if isinstance(each, int) else len(each) for each in sets], np.int32),
+        sizes=np.array(sizes, np.int32),
         ids=np.array([token_id for each in lists for token_id in each], np.int32),
         logprobs=None if logprobs is None else np.array(logprobs, np.float32),
     )
+
+
+def lacking_ids() -> st.SearchStrategy[Lacking]:
+    """Draw the ids that a set lacks."""
+    return st.sets(IDS, min_size=1, max_size=3).map(lambda ids: Lacking(sorted(ids)))
 
 
 @st.composite
@@ -27,7 +46,7 @@ def token_sets(draw: st.DrawFn, num_tokens: int, *, with_logprobs: bool) -> Toke
     """Draw the sets of a rollout; log-probabilities are bfloat16 already."""
     sets = draw(
         st.lists(
-            st.just(TOO_LARGE) | st.sets(IDS, max_size=5).map(sorted),
+            st.just(TOO_LARGE) | lacking_ids() | st.sets(IDS, max_size=5).map(sorted),
             min_size=num_tokens,
             max_size=num_tokens,
         )

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.errors import RemoteProtocolError
-from echo.core.token_sets import MAX_SET_IDS, TOO_LARGE, TokenSets, join_sets
+from echo.core.token_sets import (
+    MAX_LACKING_IDS,
+    MAX_SET_IDS,
+    TOO_LARGE,
+    TokenSets,
+    all_but,
+    join_sets,
+)
 from echo.wire import token_sets as codec_of_sets
 from echo.wire.codec import decode_group, encode_group
 from echo.wire.token_sets import decode_sets, encode_all_sets, encode_sets
@@ -43,6 +50,15 @@ def test_a_likely_set_costs_two_more_bytes_for_each_id_and_is_rounded_to_nearest
     assert found.logprobs is not None
     assert found.logprobs == pytest.approx([-0.3333333, -2.7182818], rel=2**-8)
     assert found.logprobs.tolist() == [-0.333984375, -2.71875]
+
+
+def test_a_set_that_lacks_the_stop_tokens_costs_little_and_holds_all_others() -> None:
+    sets = all_but(np.array([9, 2, 9], np.int32), 3, of=5)
+    assert len(encode_sets(sets)) == 3 * (3 + 2) + 2
+    assert sets.includes(np.array([2, 3, 9, 2, 9], np.int32)).tolist() == [0, 1, 0, 1, 1]
+    assert is_same_sets(sets.within(0), sets)
+    assert all_but(np.array([2], np.int32), 9, of=2).num_tokens == 2
+    assert not all_but(np.empty(0, np.int32), 2, of=2).lacks.any()
 
 
 def test_a_group_without_sets_is_written_as_before() -> None:
@@ -96,7 +112,7 @@ def block(*numbers: int) -> bytes:
         (block(3, 1), "end early"),
         (block(2, 5, 5), "bytes where"),
         (block(0x80, 0x80, 0x80, 0x80, 0x80, 1), "too long"),
-        (block(0x83, 0x80, 0x04), f"at most {MAX_SET_IDS}"),
+        (block(0x83, 0x80, 0x04), f"at most {MAX_SET_IDS + 1 + MAX_LACKING_IDS}"),
         (block(2, 0xFF, 0xFF, 0xFF, 0xFF, 0x7F), "with id"),
         (block(3, 0, 0xFF, 0xFF, 0xFF, 0xFF, 0x7F), "with id"),
     ],
@@ -126,7 +142,8 @@ def test_sets_of_arbitrary_bytes_are_a_remote_error_or_sets(
         ([1], [-1], "ascend"),
         ([2], [3], "come with 1"),
         ([MAX_SET_IDS + 1], [], "at most"),
-        ([-2], [], "at most"),
+        ([-2], [], "come with 0"),
+        ([-2 - MAX_LACKING_IDS], [], "at most"),
     ],
 )
 def test_impossible_sets_are_refused(sizes: list[int], ids: list[int], match: str) -> None:

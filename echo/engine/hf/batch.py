@@ -49,6 +49,21 @@ def uniform_at(seeds: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.float
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
+def bar_stops(
+    logits: Tensor, sampling: Sampling, is_barred: npt.NDArray[np.bool_] | None
+) -> Tensor:
+    """Return [B, V] logits, with minus infinity for the stop ids in the rows [B] that are barred.
+
+    `is_barred` is None if no row is.
+    """
+    if is_barred is None:
+        return logits
+    rows = torch.from_numpy(np.flatnonzero(is_barred)).to(logits.device)
+    stops = torch.tensor(sampling.stop_ids, device=logits.device)
+    known = stops[stops < logits.shape[-1]]
+    return logits.index_put((rows[:, None], known[None]), logits.new_tensor(-torch.inf))
+
+
 def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the log-probabilities of the distribution that `sampling` draws from.
 
@@ -191,6 +206,9 @@ class StaticBatch:
         self._lengths = np.zeros(num_rows, np.int64)
         self._reasons: list[FinishReason] = ["abort"] * num_rows
         self._stop_ids = np.array(sampling.stop_ids, np.int64)
+        self._turns = [request.turn_ids for request in requests]
+        """For each request, the tokens of its present turn that were sampled before."""
+        self._num_barred = np.array([sampling.num_barred(len(turn)) for turn in self._turns])
         self._rows = np.arange(num_rows)
         self._is_running = np.ones(num_rows, np.bool_)
         self._seeds = np.array([r.seed & 0xFFFFFFFFFFFFFFFF for r in requests], np.uint64)
@@ -268,6 +286,11 @@ class StaticBatch:
         """Return the uniform random number with which each row draws its token `step`."""
         return uniform_at(self._seeds, step)
 
+    def is_barred(self, step: int) -> npt.NDArray[np.bool_] | None:
+        """Return [B] whether token `step` of each row cannot be a stop id; None if all can be."""
+        is_barred: npt.NDArray[np.bool_] = step < self._num_barred[self._rows]
+        return is_barred if is_barred.any() else None
+
     def append(
         self,
         step: int,
@@ -293,6 +316,9 @@ class StaticBatch:
         self._lengths[rows] = self.num_tokens = step + 1
         is_bad = ~np.isfinite(logprobs) & running
         is_stop = (token_ids[:, None] == self._stop_ids).any(1) & running & ~is_bad
+        if self.sampling.stop is not None:
+            for place in np.flatnonzero(running & ~is_stop & ~is_bad):
+                is_stop[place] = self._completes_stop_string(self._rows[place], step)
         is_full = (step + 1 >= self._limits[self._rows]) & running & ~is_stop & ~is_bad
         ends: list[tuple[FinishReason, npt.NDArray[np.bool_]]] = [
             ("nonfinite", is_bad),
@@ -304,6 +330,14 @@ class StaticBatch:
                 self._reasons[row] = reason
         self._is_running = running & ~is_bad & ~is_stop & ~is_full
         return [int(row) for row in self._rows[running & ~self._is_running]]
+
+    def _completes_stop_string(self, row: int, step: int) -> bool:
+        stop, before = self.sampling.stop, self._turns[row]
+        assert stop is not None
+        if len(before) + step < self.sampling.min_tokens:
+            return False
+        sampled = self._token_ids[row, max(0, step + 1 - stop.num_tokens) : step + 1].tolist()
+        return stop.are_complete([*before[-stop.num_tokens :].tolist(), *sampled])
 
     def note_likely(
         self, step: int, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
@@ -344,7 +378,10 @@ class StaticBatch:
 
     def _support_of(self, row: int) -> TokenSets | None:
         if not self.sampling.truncates:
-            return None
+            if not self.sampling.has_support:
+                return None
+            num_before, num_tokens = len(self._turns[row]), int(self._lengths[row])
+            return self.sampling.barred_support(num_before, num_tokens)
         supports = self._supports[row]
         return TokenSets(
             sizes=np.array([size for size, _ in supports], np.int32),

@@ -46,7 +46,7 @@ from echo.engine.engine import (
     describe_error,
     is_out_of_memory,
 )
-from echo.engine.hf.batch import StaticBatch, draw_tokens, most_likely
+from echo.engine.hf.batch import StaticBatch, bar_stops, draw_tokens, most_likely
 from echo.engine.lora import Lora, build_adapted
 from echo.engine.model import (
     build_meta_model,
@@ -424,6 +424,7 @@ class TransformersEngine(Engine):
         mask = batch.final_mask()  # each step passes the model one more column
         mask = mask.to(self._device) if mask is not None else None
         for step in range(batch.num_tokens, batch.max_tokens):
+            logits = bar_stops(logits, batch.sampling, batch.is_barred(step))
             tokens, logprobs, supports = draw_tokens(logits, batch.sampling, batch.uniforms(step))
             new = tokens.cpu().numpy(), logprobs.cpu().numpy()
             watcher.on_tokens(batch.num_running)

@@ -168,6 +168,7 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
         if is_cpu:  # on a GPU the worker has a process, and so file descriptors, of its own
             importlib.import_module("vllm.v1.worker.cpu_worker")
         importlib.import_module("echo.engine.vllm.supports").collect_supports()
+        importlib.import_module("echo.engine.vllm.stops").search_stop_strings()
     except (AttributeError, ImportError, OSError, RuntimeError) as error:
         raise EngineError(
             f"vLLM cannot be imported: {describe_error(error)}. {_import_remedy(str(error))}"

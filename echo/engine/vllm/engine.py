@@ -193,6 +193,7 @@ class Call:
             for running in self._running:
                 running.backend.abort([running.request_id])
                 self._space.give_back(running.num_blocks)
+                self._forget(running)
         return [self._done[index] for index in range(len(self._requests))]
 
     def _start(self) -> None:
@@ -217,9 +218,36 @@ class Call:
                 prompt["cache_salt"] = salt
             # Unique to this call: two calls may use the same request ids at the same time.
             request_id = f"{request.request_id}/{id(self):x}/{self._num_tries}"
-            params = make_params(self._sampling, request.seed, num_tokens, num_ids=self._num_ids)
+            num_barred = self._sampling.num_barred(len(request.turn_ids))
+            params = make_params(
+                self._sampling,
+                request.seed,
+                num_tokens,
+                num_ids=self._num_ids,
+                num_barred=num_barred,
+            )
+            if self._sampling.stop is not None:
+                self._announce(request_id, request)
             future = backend.submit(BackendRequest(request_id, prompt, params, self._adapter))
             self._running.append(_Running(index, request_id, num_blocks, backend, future))
+
+    def _announce(self, request_id: str, request: Request) -> None:
+        """Have vLLM's front end search a request for stop strings."""
+        from echo.engine.vllm.stops import StopSearch, announce_search
+
+        stop, turn = self._sampling.stop, request.turn_ids
+        assert stop is not None
+        num_barred = max(0, self._sampling.min_tokens - len(turn))
+        announce_search(
+            request_id, StopSearch(stop, tuple(turn[-stop.num_tokens :].tolist()), num_barred)
+        )
+
+    def _forget(self, running: _Running) -> None:
+        """Take back what `_announce` announced, if vLLM never accepted the request."""
+        if self._sampling.stop is not None:
+            from echo.engine.vllm.stops import forget_search
+
+            forget_search(running.request_id)
 
     def _end_all(self) -> None:
         """Abort the running requests, and end the waiting ones as aborted; may be called again."""
@@ -266,6 +294,7 @@ class Call:
         for running in ended:
             self._running.remove(running)
             self._space.give_back(running.num_blocks)
+            self._forget(running)
         for running in ended:
             error = running.future.exception()
             if error is None:
@@ -308,27 +337,40 @@ class Call:
         if is_bad.any():
             num_tokens = int(is_bad.argmax()) + 1
             ids, logprobs, reason = ids[:num_tokens], logprobs[:num_tokens], "nonfinite"
-        support = None
-        if self._num_ids:
-            support = self._engine.support_of(sample, self._num_ids)[: len(ids)]
-        request_id = self._requests[running.index].request_id
+        request = self._requests[running.index]
         has_likely = self._sampling.likely_ids > 0 and not (self._num_ids or self._sampling.greedy)
         completion = Completion(
-            request_id,
+            request.request_id,
             ids,
             logprobs,
             reason,
             versions[: len(ids)],
-            support=support,
+            support=self._support_of(sample, len(ids), request),
             likely=likely_of(sample, self._sampling)[: len(ids)] if has_likely else None,
         )
         self._done[running.index] = completion
         if reason != "abort":
             self._watcher.on_completion(completion)
 
+    def _support_of(
+        self, sample: BackendOutput, num_tokens: int, request: Request
+    ) -> TokenSets | None:
+        """Return the supports of the first tokens of a sample; None if all ids could be drawn."""
+        if self._num_ids:
+            return self._engine.support_of(sample, self._num_ids)[:num_tokens]
+        if not self._sampling.has_support:
+            return None
+        return self._sampling.barred_support(len(request.turn_ids), num_tokens)
+
 
 def make_params(
-    sampling: Sampling, seed: int, max_tokens: int, *, of_prompt: bool = False, num_ids: int = 0
+    sampling: Sampling,
+    seed: int,
+    max_tokens: int,
+    *,
+    of_prompt: bool = False,
+    num_ids: int = 0,
+    num_barred: int = 0,
 ) -> object:
     """Return vLLM's SamplingParams for one request: output token ids with log-probabilities.
 
@@ -338,6 +380,7 @@ def make_params(
         max_tokens: tokens after which the request ends.
         of_prompt: whether the log-probabilities of the prompt are computed, too.
         num_ids: most likely ids of each token that are returned, to find its support; 0 for none.
+        num_barred: tokens before which no stop id can be drawn.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -350,6 +393,7 @@ def make_params(
         # 63 bits: vLLM passes the seed to torch as a signed number, and -1 would mean no seed.
         seed=seed & 0x7FFFFFFFFFFFFFFF,
         max_tokens=max_tokens,
+        min_tokens=min(num_barred, max_tokens),
         stop_token_ids=list(sampling.stop_ids),
         ignore_eos=True,
         logprobs=num_ids or (0 if sampling.greedy else sampling.likely_ids),

@@ -21,7 +21,8 @@ from blake3 import blake3
 
 from echo.core.errors import DataError
 from echo.core.rollout import NO_OPINION
-from echo.engine.engine import Request, Sampling
+from echo.engine.engine import Completion, Request, Sampling
+from echo.engine.stop_strings import StopStrings
 from echo.roles.worker.sampling import NoResult
 from echo.roles.worker.worker import (
     GroupFinished,
@@ -68,9 +69,12 @@ class AgentParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """The options of a call; calls of a session use only `max_tokens` and `tools`."""
+    """The options of a call; calls of a session use only `max_tokens`, `stop` and `tools`."""
 
     max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Sequence[str] = ()
+    """Texts that end the answer, beside those of the run."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -268,8 +272,9 @@ class Agents:
         if completion.finish_reason == "abort":
             raise StoppingError("the worker stops; this answer was cut short")
         self.role.tokens_sampled += len(completion.token_ids)
-        text += self.parts.dialogue.text_of(completion.token_ids)
-        turn = Turn(ids, completion, text, parent)
+        answer = self.parts.dialogue.text_of(completion.token_ids)
+        num_hidden = _num_hidden(answer, completion, sampling)
+        turn = Turn(ids, completion, text + answer, parent, num_hidden)
         if session is not None:
             session.turns.append(turn)
         return turn
@@ -312,7 +317,9 @@ class Agents:
                 f"a session agent.max_session_tokens = {self.parts.max_session_tokens}: nothing is "
                 "left for an answer"
             )
-        sampling = replace(own, max_completion_tokens=min(limit, room))
+        sampling = replace(
+            own, max_completion_tokens=min(limit, room), stop=self._stop(options.stop)
+        )
         if is_recorded:
             return sampling
         temperature = own.temperature if options.temperature is None else options.temperature
@@ -323,10 +330,28 @@ class Agents:
             top_p=own.top_p if options.top_p is None else options.top_p,
             top_k=own.top_k if options.top_k is None else max(0, options.top_k),
             min_p=own.min_p if options.min_p is None else options.min_p,
+            min_tokens=own.min_tokens if options.min_tokens is None else options.min_tokens,
         )
+
+    def _stop(self, texts: Sequence[str]) -> StopStrings | None:
+        """Return the stop strings of a call: the run's, and these."""
+        own = self.parts.sampling.stop
+        if not texts:
+            return own
+        known = () if own is None else own.texts
+        return StopStrings(tuple(dict.fromkeys([*known, *texts])), self.parts.dialogue.text_of)
 
     def _seed(self, options: CallOptions, session: Session | None) -> str:
         if session is not None:
             return f"{session.lease.seed} {session.session_id} {session.num_calls}"
         self._num_plain += 1
         return str(self._num_plain if options.seed is None else options.seed)
+
+
+def _num_hidden(answer: str, completion: Completion, sampling: Sampling) -> int:
+    """Return the length of the stop string that ended an answer, and of what follows it; or 0."""
+    if sampling.stop is None or completion.finish_reason != "stop":
+        return 0
+    if int(completion.token_ids[-1]) in sampling.stop_ids:
+        return 0
+    return len(answer) - max(answer.rfind(text) for text in sampling.stop.texts)

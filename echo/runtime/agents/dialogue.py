@@ -15,7 +15,7 @@ import numpy as np
 
 from echo.core.errors import DataError
 from echo.runtime.agents.sessions import Ids, Turn
-from echo.tasks.tokenization import MARK, TextCodec, decode, unmarked
+from echo.tasks.tokenization import MARK, TextCodec, unmarked
 
 
 class Dialogue:
@@ -61,15 +61,21 @@ class Dialogue:
             DataError: if the text has no tokens, or has tokens outside the model's vocabulary.
         """
         whole = unmarked(text)
-        begun = [call for call in known if whole.startswith(call.text)]
+        # An agent that was not shown a stop string may send it, as its own text, or not.
+        begun = [
+            (text, call)
+            for call in known
+            for text in {call.text, call.shown_text}
+            if whole.startswith(text)
+        ]
         if not begun:
             encode = self._codec.encode_rendered if is_rendered else self._codec.encode_raw
             ids = encode(text)
             if not ids:
                 raise DataError("the prompt has no tokens; a prompt needs at least one")
             return np.array(ids, np.int32), None
-        call = max(begun, key=lambda call: len(call.text))
-        more = self._codec.encode_rendered(_after(text, len(call.text)))
+        beginning, call = max(begun, key=lambda found: len(found[0]))
+        more = self._codec.encode_rendered(_after(text, len(beginning)))
         return np.concatenate([call.ids, np.array(more, np.int32)]), call
 
     def continue_ids(self, ids: Sequence[int], known: Sequence[Turn]) -> tuple[Ids, Turn | None]:
@@ -88,7 +94,7 @@ class Dialogue:
 
     def text_of(self, ids: Iterable[int]) -> str:
         """Return tokens as text, including special tokens."""
-        return decode(self._tokenizer, ids, ())
+        return self._codec.decode_all(ids)
 
     def answer_of(self, ids: Iterable[int]) -> str:
         """Return the tokens of a completion as text, without the stop token."""

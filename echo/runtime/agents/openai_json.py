@@ -23,6 +23,7 @@ from echo.wire.codec import DECODE_ERRORS
 MAX_TEMPERATURE = 1e3
 """Highest permitted temperature: above it all logits are practically equal."""
 
+StopText = Annotated[str, Meta(max_length=256)]
 Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -35,10 +36,8 @@ TEMPLATE = "the template and its arguments are the run's: set model.chat_templat
 _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "ask as often as you want answers"),
     "best_of": ((1,), "ask as often as you want answers, and choose yourself"),
-    "stop": (("", []), "answers end with the model's own stop tokens; cut them yourself"),
     "stop_token_ids": (([],), "answers end with the model's own stop tokens"),
     "ignore_eos": ((False,), "answers end with the model's own stop tokens"),
-    "min_tokens": ((0,), "remove it"),
     "repetition_penalty": ((1,), "remove it"),
     "presence_penalty": ((0,), "remove it"),
     "frequency_penalty": ((0,), "remove it"),
@@ -75,6 +74,8 @@ class _Body(msgspec.Struct):
 
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
@@ -162,6 +163,8 @@ def options_of(body: Body) -> CallOptions:
     """Return the options of a call."""
     return CallOptions(
         max_tokens=body.max_completion_tokens or body.max_tokens,
+        min_tokens=body.min_tokens,
+        stop=list(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or [])),
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
@@ -192,7 +195,7 @@ class ChatAnswer:
         if self._is_chat:
             choice["message"] = {**self._message(turn), "refusal": None}
         else:
-            choice["text"] = self._dialogue.answer_of(completion.token_ids)
+            choice["text"] = self._answer(turn)
         choice["logprobs"] = self._logprobs(turn)
         if self._body.return_token_ids:
             choice["token_ids"] = completion.token_ids.tolist()
@@ -215,7 +218,7 @@ class ChatAnswer:
         text: dict[str, Any] = {"delta": self._message(turn)}
         end: dict[str, Any] = {"delta": {}}
         if not self._is_chat:
-            text = {"text": self._dialogue.answer_of(turn.completion.token_ids)}
+            text = {"text": self._answer(turn)}
             end = {"text": ""}
         end["logprobs"] = self._logprobs(turn)
         chunks = [self._chunk(text, None), self._chunk(end, self._reason(turn))]
@@ -223,12 +226,17 @@ class ChatAnswer:
             chunks.append({**self._chunk({}, None), "choices": [], "usage": usage_of(turn)})
         return [{**chunk, "system_fingerprint": fingerprint_of(turn)} for chunk in chunks]
 
+    def _answer(self, turn: Turn) -> str:
+        """Return the text of a completion, without the stop token or string that ended it."""
+        text = self._dialogue.answer_of(turn.completion.token_ids)
+        return text[: len(text) - turn.num_hidden]
+
     def _message(self, turn: Turn) -> dict[str, Any]:
         """Return the assistant's message, with its tool calls if the call has tools.
 
         If one of the tool calls cannot be parsed, the whole message stays text.
         """
-        text = self._dialogue.answer_of(turn.completion.token_ids)
+        text = self._answer(turn)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         calls = find_calls(text) if self._has_tools else []
         if calls and not any(call.fault for call in calls):

@@ -56,6 +56,15 @@ class Turn:
     """Context and completion as text, special tokens included."""
     parent: Turn | None
     """The call that this call continues; None if it begins a chain."""
+    num_hidden: int = 0
+    """Number of characters at the end of `text` that the agent is not shown: the stop string that
+    ended the completion, and what else its last token holds.
+    """
+
+    @property
+    def shown_text(self) -> str:
+        """Context and completion as text, up to the stop string that ended the completion."""
+        return self.text[: len(self.text) - self.num_hidden]
 
     @property
     def ids(self) -> Ids:

@@ -966,7 +966,7 @@ def build_evaluator(
         data.host,
         prompts=prompts,
         text=data.text,
-        sampling=make_sampling(config.sampling, data.text.stop_ids),
+        sampling=make_sampling(config.sampling, data.text),
         runner=make_runner(turns_of(config.task, data.task), data.host, engine, data.text),
     )
 

@@ -205,7 +205,7 @@ def build_parts(
         host=task.host,
         runner=make_runner(task.turns, task.host, engine, text),
         decode=text.decode,
-        sampling=make_sampling(config.sampling, stop_ids, likely_ids=likely_ids),
+        sampling=make_sampling(config.sampling, text, likely_ids=likely_ids),
         group_size=config.batch.group_size,
         max_prompt_tokens=in_memory,
         prompt_bound="the model's window" if in_memory == in_window else "this worker's memory",
@@ -307,7 +307,7 @@ def _agent_parts(
     """Return the settings and functions of the endpoint for outside agents."""
     return AgentParts(
         dialogue=Dialogue(text),
-        sampling=make_sampling(config.sampling, text.stop_ids, likely_ids=likely_ids),
+        sampling=make_sampling(config.sampling, text, likely_ids=likely_ids),
         group_size=config.batch.group_size,
         window=window,
         max_session_tokens=config.agent.max_session_tokens,

@@ -72,6 +72,7 @@ from echo.kernels.logprob import (
     linear_logprob,
     linear_policy_loss,
     linear_set_logprob,
+    without_ids,
 )
 from echo.train.models import packing
 from echo.train.models.attention import LayerShape, choose_kernel, plain_kernel
@@ -482,25 +483,30 @@ class Policy:
     ) -> tuple[Tensor, Tensor | None]:
         """Return [N] log-probabilities in nats, and [N] entropies, None if `entropy` is "none"."""
         states, head = self.predictors(batch)
-        if batch.supports is not None:
-            return linear_set_logprob(
-                states,
-                head,
-                batch.pick(batch.token_ids),
-                batch.supports,
-                inv_temperature,
-                entropy=entropy,
-                vocab_chunk=self.compute.vocab_chunk,
-                backend=self.compute.backend,
+        token_ids, compute = batch.pick(batch.token_ids), self.compute
+        settings: dict[str, Any] = {
+            "entropy": entropy,
+            "vocab_chunk": compute.vocab_chunk,
+            "backend": compute.backend,
+        }
+        scores = (
+            linear_logprob(states, head, token_ids, inv_temperature, **settings)
+            if batch.supports is None
+            else linear_set_logprob(
+                states, head, token_ids, batch.supports, inv_temperature, **settings
             )
-        return linear_logprob(
+        )
+        if batch.lacking is None:
+            return scores
+        return without_ids(
             states,
             head,
-            batch.pick(batch.token_ids),
+            token_ids,
+            *scores,
+            batch.lacking,
             inv_temperature,
-            entropy=entropy,
-            vocab_chunk=self.compute.vocab_chunk,
-            backend=self.compute.backend,
+            has_entropy_gradient=entropy == "grad",
+            backend=compute.backend,
         )
 
     def further_logprobs(

@@ -184,19 +184,22 @@ class Gradients:
         """Return the policy's scores of a micro-batch, fused with the loss if the loss allows it.
 
         For tokens that were drawn from a known set of ids, only the logits of that set are
-        computed, so there is no kernel that the loss could be fused with.
+        computed, so there is no kernel that the loss could be fused with. Nor is there one for
+        tokens that were drawn from all but a few ids.
         """
         policy = self._models.policy
         fused_clip = loss.fused_clip if isinstance(loss, ClippedTokenLoss) else None
-        if fused_clip is None or micro.supports is not None:
+        is_whole = micro.supports is None and micro.lacking is None
+        if fused_clip is None or not is_whole:
             needs = needs_of(loss)
             entropy: EntropyMode = "grad" if needs.entropies else "value"
             if needs.likely_ids and micro.likely is not None:
-                if micro.supports is not None:
+                if not is_whole:
                     raise ConfigError(
                         "the loss compares whole distributions by their likely ids, and tokens "
                         "were drawn from a part of the vocabulary: set sampling.top_p = 1, "
-                        "sampling.top_k = 0 and sampling.min_p = 0, or choose another loss"
+                        "sampling.top_k = 0, sampling.min_p = 0 and sampling.min_tokens = 0, or "
+                        "choose another loss"
                     )
                 logprobs, entropies, likely = policy.further_logprobs(
                     micro, inv_temperature=self._inv_temperature, entropy=entropy

@@ -1,0 +1,56 @@
+"""Stop strings: texts that end a completion, whatever the tokens that they consist of.
+
+A text may end in the middle of a token, and the same text has many tokenizations. So the engine
+decodes the last tokens after each token that can end a stop string. The tokens of the stop string
+stay in the completion as they were sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from echo.tasks.tokenization import UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class StopStrings:
+    """The stop strings of a call of the engine, at least one."""
+
+    texts: tuple[str, ...]
+    decode: Callable[[Sequence[int]], str] = field(compare=False)
+    """Function: token ids -> text, special tokens included."""
+    _may_end: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
+    """Whether a token can be the last one of a stop string, by id; filled as tokens are sampled."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of last tokens that `are_complete` has to know.
+
+        Each token has one byte at least. One token more, since decoders treat the first of a text
+        in a way of its own.
+        """
+        return 1 + max(len(text.encode()) for text in self.texts)
+
+    def are_complete(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the last token completes a stop string.
+
+        Args:
+            token_ids: the tokens of the completion so far, at least the last `num_tokens` of them.
+        """
+        if not self._can_end(token_ids[-1]):
+            return False
+        tail = token_ids[-self.num_tokens :]
+        text, before = self.decode(tail), self.decode(tail[:-1])
+        return any(text.count(stop) > before.count(stop) for stop in self.texts)
+
+    def _can_end(self, token: int) -> bool:
+        known = self._may_end.get(token)
+        if known is None:
+            text = self.decode([token])
+            # A token may be a part of a character, or a space that is left out at the beginning.
+            known = UNKNOWN in text or any(
+                stop[-1] in text or stop[-1].isspace() for stop in self.texts
+            )
+            self._may_end[token] = known
+        return known

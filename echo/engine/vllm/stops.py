@@ -1,0 +1,75 @@
+"""Stop strings in vLLM's front end.
+
+vLLM looks for stop strings while it turns tokens into text, and Echo's vLLM has no tokenizer. So
+Echo's own search takes the place of vLLM's: `search_stop_strings` makes the front end in this
+process create it for the requests that were announced with `announce_search`. vLLM then ends such a
+request itself, with the token that completes the stop string as its last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from echo.engine.stop_strings import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class StopSearch:
+    """What a request looks for."""
+
+    stop: StopStrings
+    before: tuple[int, ...]
+    """Tokens of the turn that earlier requests sampled; the last `StopStrings.num_tokens` do."""
+    num_barred: int
+    """Number of tokens of this request after which the search begins."""
+
+
+_ANNOUNCED: dict[str, StopSearch] = {}
+"""The searches of requests that vLLM has not yet accepted, by request id."""
+
+
+def announce_search(request_id: str, search: StopSearch) -> None:
+    """Search a request, which is submitted next, for stop strings."""
+    _ANNOUNCED[request_id] = search
+
+
+def forget_search(request_id: str) -> None:
+    """Forget a request that may never have been accepted."""
+    _ANNOUNCED.pop(request_id, None)
+
+
+class StopDetokenizer(IncrementalDetokenizer):
+    """Keeps the tokens of a request, and ends it after a stop string."""
+
+    def __init__(self, search: StopSearch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._search = search
+
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        """Add tokens; return a text if the last of them completes a stop string."""
+        search = self._search
+        for token in new_token_ids:
+            self.token_ids.append(token)
+            if stop_terminated or len(self.token_ids) <= search.num_barred:
+                continue
+            sampled: Sequence[int] = self.token_ids[-search.stop.num_tokens :]
+            if search.stop.are_complete([*search.before, *sampled]):
+                return search.stop.texts[0]
+        return None
+
+
+def search_stop_strings() -> None:
+    """Make vLLM's front end in this process search announced requests for stop strings."""
+    IncrementalDetokenizer.from_new_request = _create  # type: ignore[method-assign]
+
+
+def _create(tokenizer: Any, request: EngineCoreRequest) -> IncrementalDetokenizer:
+    search = _ANNOUNCED.pop(request.external_req_id or request.request_id, None)
+    if search is not None:
+        return StopDetokenizer(search)
+    return IncrementalDetokenizer()  # type: ignore[no-untyped-call]
