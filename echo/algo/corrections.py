@@ -106,7 +106,7 @@ class RolloutMasks:
         return self == RolloutMasks()
 
     def dropped(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Return [B] bool by name of the mask: whether that mask drops each rollout."""
+        """Return, for each mask by name, [B] bool: whether the mask drops each rollout."""
         mask = inputs.completion_mask
         log_ratio = masked_log_ratio(inputs).detach()
         mean = sequence_mean(log_ratio, mask)

@@ -87,7 +87,7 @@ def clipped_surrogate(
     clip_high: float | None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the clipped loss l of each element, and by metric where each clip was active.
+    """Return the clipped loss l of each element, and for each metric where its clip was active.
 
     l = -min(r A, clip(r, 1 - low, 1 + high) A);  for A < 0 with dual clip c also l <= -c A.
     `clip_ratio/low` marks A < 0 and r < 1 - low, `clip_ratio/high` A > 0 and r > 1 + high,
@@ -844,7 +844,7 @@ class GepoLoss:
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, and the tokens in clipped and in gated rollouts."""
+        """Return the loss of one micro-batch; count tokens in clipped and in gated rollouts."""
         mask = inputs.completion_mask
         has_tokens = mask.any(1)
         learner = torch.where(mask, inputs.learner_logprobs, 0.0)
@@ -937,7 +937,7 @@ class ReferenceKlLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyBonusLoss:
-    """A loss minus c times the mean entropy of the policy, which delays the loss of exploration.
+    """A loss minus c times the policy's mean entropy, so that the policy explores for longer.
 
     loss = inner - c sum_t H(pi(. | context of t)) / num_tokens.
 

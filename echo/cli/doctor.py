@@ -78,7 +78,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def _show(finding: Finding, console: Console) -> None:
-    """Print a finding: what was found, and of a failure also why it matters and what mends it."""
+    """Print a finding; for a failure, print also why it matters and what mends it."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -122,7 +122,7 @@ def _failed(name: str, text: str, why: str, remedy: str) -> Finding:
 
 
 def _gpus() -> tuple[str | None, Sequence[str]]:
-    """Return what PyTorch is built for, and the GPUs that it finds; None and none without it."""
+    """Return what PyTorch is built for and the GPUs that it finds; (None, none) without PyTorch."""
     try:
         from echo.engine.model import find_gpus
     except ModuleNotFoundError:
@@ -156,7 +156,7 @@ def check_configuration(config: Config, role: Role) -> Iterator[Finding]:
 
 
 def check_joining(config: Config, role: Role) -> Iterator[Finding]:
-    """Try the way to the learner, and compare what both have."""
+    """Try to connect to the learner, and compare the learner's settings and files with ours."""
     section = config.relay if role == "relay" else config.worker
     source = JoinSource(role, section.connect, config.security, config.run_dir)  # type: ignore[arg-type]
     for report in asyncio.run(_try_links(config, source)):

@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartCheck:
-    """The result of checking whether a node could start, found without starting it."""
+    """The result of checking whether a node could start; the check does not start the node."""
 
     problems: tuple[str, ...] = ()
     """Problems that would stop the node in its first minute."""
@@ -181,7 +181,7 @@ def check_start(
 
 
 def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> Iterator[str]:
-    """Yield an error message for each directory that a node has to write to and cannot."""
+    """Yield an error message for each directory that a node has to write to but cannot."""
     if why := why_unwritable(config.run_dir):
         remedy = "set run.dir to a directory that can be"
         yield f"run.dir = {show(config.run.dir)} cannot be written: {why}; {remedy}"

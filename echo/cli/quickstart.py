@@ -276,7 +276,7 @@ def free_settings(config: Config, held: ExitStack) -> list[str]:
 
 
 def free_ports_of(path: Path, held: ExitStack) -> None:
-    """Replace the ports in a run's config.json that other programs use, so that it can be resumed.
+    """Replace ports in a run's config.json that other programs use, so the run can be resumed.
 
     Overrides cannot replace the ports: the learner refuses a changed address as unsafe, since nodes
     that were not restarted would dial the old address. The quickstart restarts all nodes.

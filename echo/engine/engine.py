@@ -429,7 +429,7 @@ class Concurrency:
     """The limit on concurrent rollouts of an engine; it is halved each time memory runs out."""
 
     def __init__(self) -> None:
-        """Start without a limit, which is None until memory first runs out."""
+        """Start without a limit; the limit is None until memory first runs out."""
         self.limit: int | None = None
         """Largest number of concurrent rollouts; None until memory first runs out."""
         self._num_failures = self._num_reported = 0

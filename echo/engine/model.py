@@ -471,7 +471,7 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
 
 
 def _without_prefix(names: Iterable[str], model: Any) -> set[str]:
-    """Return the model's own names for the `names` in a file that holds only its base model."""
+    """Map names in a file that holds only the base of a model to the model's own names."""
     return {f"{model.base_model_prefix}.{name}" for name in names}
 
 

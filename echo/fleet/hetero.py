@@ -237,7 +237,7 @@ class OverlappedStep:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The sort key of a step, the best step first.
+        """The sort key of a step; a better step has a lower key.
 
         The key is a pair: the seconds of the longer side, then the seconds of the shorter side.
         """

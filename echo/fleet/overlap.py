@@ -323,7 +323,7 @@ class _Pipeline:
         return begin
 
     def _note_staleness(self, found: dict[int, float], step: int, begin: float, end: float) -> None:
-        """Add the seconds in which a step's batch is generated to `found`, by staleness.
+        """Add to `found`, by staleness, the seconds in which a step's batch is generated.
 
         The batch is generated from `begin` to `end`.
         """

@@ -246,7 +246,7 @@ MAX_FACTOR = 64.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A single change of the request with which a sufficient fleet exists."""
+    """A single change of the request that makes a sufficient fleet possible."""
 
     text: str
     factor: float

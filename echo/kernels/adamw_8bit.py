@@ -87,7 +87,7 @@ class Update:
         weight_decay: float,
         epsilon: float,
     ) -> Update:
-        """Return the numbers of the update number `step`, counted from 1."""
+        """Return the numbers for update `step`; updates are counted from 1."""
         number, rate = torch.tensor(float(step)), torch.tensor(learning_rate)
         return cls(
             learning_rate=float(rate),

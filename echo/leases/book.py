@@ -39,7 +39,7 @@ MAX_WORKERS = 10_000
 
 @dataclass(slots=True)
 class LeasedWorker:
-    """What is known of a worker when its grants are decided; each heartbeat updates it."""
+    """The facts about a worker that decide its grants; each heartbeat updates these facts."""
 
     node_id: str
     installed: PolicyVersion | None = None
@@ -119,7 +119,7 @@ class LeaseBook:
     # --- what is known of a worker ---
 
     def num_changes(self, worker_id: str) -> int:
-        """Return how many times a lease of a worker was added or has ended."""
+        """Return how many times a worker has got or lost a lease."""
         return self._changes.get(worker_id, 0)
 
     def num_leases(self, worker_id: str) -> int:

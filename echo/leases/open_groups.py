@@ -30,7 +30,7 @@ class AppendRecord(Action):
 
 
 class FinishedGroups:
-    """Ids of the groups that were accepted or ended, in little memory.
+    """The ids of the groups that were accepted or ended, stored in little memory.
 
     Groups finish nearly in order. So the set keeps a number below which all ids are finished, and
     the finished ids above it.

@@ -287,7 +287,7 @@ class Results:
     # --- failures --------------------------------------------------------------------------------
 
     def on_failed(self, node_id: str, message: Failed, *, now: float) -> list[Action]:
-        """Grant a failed group again if other workers may be able to sample it, or end it."""
+        """Grant a failed group again, or end it if no other worker may be able to sample it."""
         group = self._groups.leases.group(message.group_id)
         if group.is_storing or not self._groups.is_open(message.group_id):
             return self._ack(node_id, message, "duplicate")
@@ -316,7 +316,7 @@ class Results:
         ]
 
     def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
-        """Take back the lease of a group that other workers may be able to sample; warn."""
+        """End the lease of a group that other workers may be able to sample, and log a warning."""
         self._groups.leases.give_back(message.group_id, message.attempt, node_id)
         self._counters.add("leases_given_back")
         acks = self._ack(node_id, message, "duplicate")

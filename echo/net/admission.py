@@ -125,7 +125,7 @@ class AcceptedConnections:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Yield a socket object for a descriptor, which stays open after the block.
+    """Yield a socket object for a descriptor; the descriptor stays open after the block.
 
     libzmq owns the descriptor and closes it.
     """

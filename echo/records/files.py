@@ -133,7 +133,7 @@ class DiskSpeed:
 
 
 def measure_disk(directory: Path) -> DiskSpeed:
-    """Write a temporary file in `directory` for at most some TRIAL_S, and measure.
+    """Measure the speed of a directory's volume by writing a temporary file for about TRIAL_S.
 
     Raises:
         OSError: if the file cannot be written.

@@ -93,7 +93,7 @@ CREATE TABLE records (
 
 
 class Began(Record, tag="lineage"):
-    """The learner started, and with it a new lineage of the run.
+    """The learner started, which began a new lineage of the run.
 
     `fork_step` is the step from which the lineage continues; 0 for the first lineage.
     """

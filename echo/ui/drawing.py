@@ -150,7 +150,7 @@ def line_chart(
 
 
 def _place(value: float, bounds: tuple[float, float]) -> float:
-    """Return where a value is between two bounds: 0 at the first, 1 at the second, clipped."""
+    """Return a value's position between two bounds: 0 at the first, 1 at the second, clipped."""
     low, high = bounds
     return min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 0.0
 

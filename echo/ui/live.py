@@ -191,7 +191,7 @@ class _ScreenPainter:
         self._live: Live | None = None
 
     def paint(self, snapshot: RunStatus) -> None:
-        """Draw a snapshot in place of the one before."""
+        """Draw a snapshot in place of the previous one."""
         frame = _Frame(snapshot)
         if self._live is None:
             self._live = Live(

@@ -230,7 +230,7 @@ def _slowest(link: LinkStatus | None) -> str:
 
 
 def _older(versions: Sequence[VersionStatus]) -> str:
-    """Return text on the versions before the newest that are on their way; "" without any."""
+    """Return text on older versions that are still on their way; "" if there are none."""
     return ", ".join(f"{clean(each.version)} to {each.num_nodes} more" for each in versions)
 
 

@@ -45,7 +45,7 @@ class _Mirror(Protocol):
         """Open the mirror, before the first row."""
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Write the metrics of one row, of this step and Unix time."""
+        """Write one row of metrics, which belongs to this step and this Unix time."""
 
     def close(self) -> None:
         """Write rows that are buffered, and close the mirror."""

@@ -307,7 +307,7 @@ class Asset(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Node to learner: task and engine are built; a request to be admitted with these hashes."""
+    """Node to learner: task and engine are built; the node asks for admission with these hashes."""
 
     incarnation: Word
     digests: Names

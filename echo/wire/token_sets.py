@@ -154,7 +154,7 @@ def decode_sets(block: memoryview, *, num_tokens: int, with_logprobs: bool) -> T
 def _differences(sets: TokenSets) -> npt.NDArray[np.int64]:
     """Return [M] for each id: the id minus the id before it in its set, minus 1.
 
-    For the first id of a set it is the id itself.
+    For the first id of a set the value is the id itself.
     """
     ids = sets.ids.astype(np.int64)
     differences = np.diff(ids, prepend=-1) - 1

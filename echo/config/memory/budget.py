@@ -138,7 +138,7 @@ def memory_budget(
 
 
 def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
-    """Return the footprint of the fastest choice of a learner's automatic settings that fits.
+    """Return the footprint of the fastest automatic settings with which a learner fits.
 
     If none fits, return the choice that needs the least memory.
 

@@ -233,7 +233,7 @@ class StaticBatch:
         return len(self._rows)
 
     def parts(self, max_rows: int) -> list[StaticBatch]:
-        """Return batches of up to `max_rows` running rows, which write samples into this one."""
+        """Return batches of up to `max_rows` running rows, which write samples into this batch."""
         running = np.flatnonzero(self._is_running)
         parts = []
         for start in range(0, len(running), max_rows):

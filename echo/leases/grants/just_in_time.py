@@ -364,7 +364,7 @@ class JustInTime:
         return math.ceil(late_s / self._step_s) + max(1, step - before) - 1
 
     def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
-        """Record since when each group is held back that a worker could have begun."""
+        """For each group that is held back although a worker could begin it, record since when."""
         size = self._groups_per_step
         for ordinal in range(num_promised, num_promised + due):
             since = self._held_since.pop(ordinal, now)

@@ -70,7 +70,7 @@ class Relief:
         }
 
     def _even_out(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Return leases to move to newcomers, before any group of the run is made."""
+        """Return the leases to move to newcomers while no group of the run has been made."""
         occupancy = self._occupancy
         equals = self._finish_times.equals(occupancy.able)
         newcomers = [
@@ -82,7 +82,7 @@ class Relief:
         return even_out(self._movable(running), newcomers) if newcomers else []
 
     def _move_waiting(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Return leases to move to idle workers that would finish them sooner; none has begun."""
+        """Return leases that have not begun and that idle workers would finish sooner."""
         loads = self._occupancy.loads(self._occupancy.idle())
         for load in loads:
             for _ in range(pending[load.node_id]):

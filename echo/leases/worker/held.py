@@ -356,7 +356,7 @@ class HeldLeases:
         return due
 
     def forget_shipments(self) -> None:
-        """Make all groups with tokens due for shipment: the learner may have lost its copies."""
+        """Mark all groups with tokens as due for shipment: the learner may have lost them."""
         for group in self._groups.values():
             group.num_shipped = 0
 
