@@ -239,7 +239,7 @@ class Configure(Action):
 
 
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """Return a text on the hashes that differ between a node and the learner; None if none do.
+    """Return a text on the hashes that differ between a node and the learner; else None.
 
     Only files that both have are compared; an empty hash means that a side lacks the file.
     """

@@ -239,11 +239,11 @@ class Roster:
         return None if member is None else member.seals.proven
 
     def members(self, role: str | None = None) -> list[Member]:
-        """Return the admitted nodes, either all or only those of `role`."""
+        """Return the admitted nodes, either all or only the nodes with this role."""
         return [m for m in self.nodes.values() if m.is_admitted and role in (None, m.role)]
 
     def active(self, role: str | None = None) -> list[Member]:
-        """Return the admitted nodes except workers on standby, either all or those of `role`."""
+        """Return the admitted nodes, of all roles or only of `role`, without workers on standby."""
         return [member for member in self.members(role) if not member.is_standby]
 
     def move(self, member: Member, to: Presence) -> None:

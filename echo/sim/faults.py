@@ -1,4 +1,4 @@
-"""Faults in a simulation: those of the scenario, and random losses of spot machines."""
+"""Faults in a simulation: the scenario's faults, and random losses of spot machines."""
 
 from __future__ import annotations
 

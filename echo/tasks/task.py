@@ -326,7 +326,9 @@ def check_code(
     *,
     inherited_dir: Path,
 ) -> None:
-    """Check that this node's copy of the task's code equals the learner's; import no code.
+    """Check that this node's copy of the task's code equals the learner's copy.
+
+    No code is imported.
 
     Args:
         kind: the value of task.kind.

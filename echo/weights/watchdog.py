@@ -28,7 +28,7 @@ class Watchdog:
     """Decides when a node asks its parent again, and when it leaves the parent."""
 
     def __init__(self, link: ParentLink, offers: Offers, store: ItemStore) -> None:
-        """Start with nothing awaited; the link, offers and store are those of the `Receiver`."""
+        """Start with nothing awaited; link, offers and store are shared with the `Receiver`."""
         self._link, self._offers, self._store = link, offers, store
         self._since: float | None = None
         """The time at which the parent, after its last new chunk, first showed that it is alive;

@@ -201,7 +201,7 @@ class Agents:
         bound = self.parts.max_abs_reward
         if reward is not None and abs(reward) > bound:
             raise SessionError(f"a reward of {reward:g} lies beyond task.max_reward = {bound:g}")
-        session = self._episodes.find(session_id, now=self._node.now)  # it may be over by now
+        session = self._episodes.find(session_id, now=self._node.now)  # it may have ended by now
         outcomes = self._episodes.finish(session, judged)
         if outcomes is not None:
             lease = session.lease
@@ -257,7 +257,7 @@ class Agents:
             ids, parent, text = await self._pool.run(self._tokens, prompt, options.tools, known)
         except UNUSABLE as error:
             raise DataError(f"the prompt cannot be turned into tokens: {error}") from error
-        session = self._session_of(session_id)  # it may be over by now
+        session = self._session_of(session_id)  # it may have ended by now
         sampling = self._sampling(options, len(ids), is_recorded=session is not None)
         seed = self._seed(options, session)
         if session is not None:

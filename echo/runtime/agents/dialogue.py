@@ -43,7 +43,7 @@ class Dialogue:
         return self._codec.render(messages, tools)
 
     def other_arguments(self, arguments: Mapping[str, Any]) -> str:
-        """Return the name of a template argument that differs from the run's; "" if none does."""
+        """Return the name of a template argument that has another value in the run; else ""."""
         own = self._codec.chat_template_kwargs
         return next((name for name, value in arguments.items() if own.get(name) != value), "")
 

@@ -561,7 +561,7 @@ class LearnerNode(Node):
     async def _close_records(self) -> None:
         await self._take_no_more_groups()
         await self._checkpoint()
-        await self._versions.wait()  # it may yet note the version that it seals
+        await self._versions.wait()  # it may still record the seal of a version
         await self._disk_pool.run(self.ledger.close)
 
     async def _take_no_more_groups(self) -> None:

@@ -231,7 +231,7 @@ def finished_step(run_dir: Path) -> int | None:
     if not (run_dir / "final").is_dir():
         return None
     last = deque(read_records(run_dir), maxlen=1)
-    with suppress(OSError, ValueError):  # a resume tells of these
+    with suppress(OSError, ValueError):  # a resume reports these errors
         newest = newest_name(run_dir / "checkpoints")
         if last and isinstance(last[0], Finished) and newest == checkpoint_name(last[0].step):
             return last[0].step
