@@ -237,7 +237,9 @@ class MicroBatch:
     """
 
     def spans(self, rows: Sequence[TrainingRow]) -> list[tuple[int, int]]:
-        """Return (tokens, tokens of the prompt that it shares or 0) of each rollout or segment.
+        """Return two numbers of tokens for each rollout or segment: its own, and its prompt's.
+
+        The second number is 0 if the segment shares no prompt.
 
         Args:
             rows: the rows that the micro-batch was made from; if there are none, the result is

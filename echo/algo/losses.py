@@ -844,7 +844,7 @@ class GepoLoss:
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch; count tokens in clipped and in gated rollouts."""
+        """Return the loss of one micro-batch, and token counts of clipped and gated rollouts."""
         mask = inputs.completion_mask
         has_tokens = mask.any(1)
         learner = torch.where(mask, inputs.learner_logprobs, 0.0)

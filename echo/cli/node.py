@@ -156,7 +156,7 @@ def check_start(
     has_model = False
     try:
         if role == "worker":
-            _gpu_bytes(config, role)  # whose device has to be here
+            _gpu_bytes(config, role)  # raises if the device is not on this machine
         check_model(config, role)
         _check_files(config, role)
         has_model = True
@@ -225,7 +225,7 @@ def _check_files(config: Config, role: Role) -> None:
 
     import_architecture(model_dir)
     is_whole = local_path(model.name).is_dir() or has_all_weights(model_dir)
-    if not is_whole:  # which the start downloads
+    if not is_whole:  # the start would download the missing files
         hub.ask(model.name, model.revision)
     if role == "learner":
         from echo.runtime.learner.setup import check_models
@@ -690,7 +690,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             log_events=arguments.log_events,
         )
     except EchoError as error:
-        return fail(error)  # it has not begun, so nothing can hold it up
+        return fail(error)  # the node has not begun, so no thread delays the end
     has_tracker = arguments.role == "learner" and bool(config.metrics.sinks)
     if interrupts.is_interruption(code) or has_tracker:
         # A thread may still load a model or make a step, and the library of a tracker waits for its
@@ -795,7 +795,7 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: 
     try:
         config = read_run_file(path, overrides, None)
     except ConfigError:
-        return []  # is told with what is wrong for the role
+        return []  # the start reports this error together with those of the role
     if _is_join_known(config, role) or not config.security.curve:
         return []
     own = _own_join(config)
@@ -927,7 +927,7 @@ def run_role(
     if resume and report_finished(config):
         return 0
     check_join(config, role)
-    check_model(config, role)  # packages that take seconds to import come after it
+    check_model(config, role)  # before slow imports
     if _is_first_rank():
         for error in _taken_addresses(config, role):
             raise error

@@ -207,7 +207,7 @@ def run_command(run: Callable[[Namespace, Console], int], arguments: Namespace) 
     """
     from rich.console import Console
 
-    console = Console(markup=False, emoji=False)  # what is shown has names of the user's
+    console = Console(markup=False, emoji=False)  # texts contain names that users chose
     if not console.is_terminal:
         console.width = UNWRAPPED  # in a file or a pipe no line wraps
     try:

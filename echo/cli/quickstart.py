@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config_path = find_config(name)
         config = load_config(config_path, arguments.set, "learner")
         check_addresses(config)
-        threads: list[str] = []  # one each for the small model: more would only wait
+        threads: list[str] = []  # for the small model one thread per node: more would only wait
         with interrupts.unwinding(), ExitStack() as held:
             small: SmallModel | None = None
             if arguments.model is not None:
@@ -203,7 +203,7 @@ def find_pretrained(name: str, console: Console) -> str:
             raise ConfigError(f"--model {name}: no such directory; did you mean {SMOLLM2}?")
         from echo.engine.model import resolve_model
 
-        resolve_model(name, key="--model")  # here once, before every process tries
+        resolve_model(name, key="--model")  # once here, so that not every process tries
         return name
     from echo.engine.pretrained import make_smollm2
 
@@ -420,7 +420,7 @@ def report_failure(
         run_dir: directory of the run.
         console: gets the text.
     """
-    for end in failed.values():  # the learner's view has covered what was told meanwhile
+    for end in failed.values():  # the learner's view has hidden earlier lines
         console.print(f"[yellow]{end}[/]", soft_wrap=True)
     is_killed = code == 128 + signal.SIGKILL
     if not interrupts.is_interruption(code):

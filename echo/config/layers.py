@@ -166,7 +166,7 @@ def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
     place = tuple(parts)
     leaf, own = schema.find(place), layer.settings.get(place)
     if leaf is not None and (leaf.is_table or (own is not None and own.value != {})):
-        layer.replaced = place  # not where it sets some keys of a section
+        layer.replaced = place  # if only some keys of a section are set, nothing is replaced
     return layer
 
 
@@ -205,7 +205,7 @@ def nest(settings: Settings) -> dict[str, Any]:
         for part in path[:-1]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
-                break  # a table's name was given a plain value, which is reported by its type
+                break  # a table's name has a plain value, which the check of types reports
         else:
             value = settings[path].value
             table[path[-1]] = dict(value) if isinstance(value, Mapping) else value

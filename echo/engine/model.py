@@ -453,7 +453,7 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
         DataError: naming these weights.
     """
     layers = {name for name, _ in model.named_modules()} - {""}
-    layers |= {name.partition(".")[2] for name in layers}  # as in files without the prefix
+    layers |= {name.partition(".")[2] for name in layers}  # their names in files without the prefix
     buffers = {name for name, _ in model.named_buffers()}
     ignored = model._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001 -- no public attribute
     foreign = [

@@ -232,7 +232,7 @@ class ZmqChannel:
                 self.socket.setsockopt(option, value)
             self.socket.monitor(endpoint, sum(_NEWS))
             self._monitor: Socket = context.socket(zmq.PAIR)
-        except zmq.ZMQError:  # no descriptor left, or a peer's token that cannot be one
+        except zmq.ZMQError:  # no descriptor is left, or a peer's token is invalid
             self.socket.close(linger=0)  # the context waits for all its sockets
             raise
         self._monitor.setsockopt(zmq.RCVHWM, 0)

@@ -246,7 +246,7 @@ class DialledLink:
             found = await self._host.loop.getaddrinfo(
                 self._name, self._port, type=socket.SOCK_STREAM
             )
-        except (OSError, UnicodeError) as error:  # the latter for an impossible host name
+        except (OSError, UnicodeError) as error:  # UnicodeError: an impossible host name
             why = getattr(error, "strerror", None) or str(error)
             self._redial(f"the host name of {without_key(self.address)} is not known: {why}")
             return
@@ -335,7 +335,7 @@ class DialledLink:
                 False,
             )
         mechanism = greeting[12:32].rstrip(b"\0")
-        if mechanism == b"PLAIN":  # only the port of bulk connections has it
+        if mechanism == b"PLAIN":  # only a port for bulk connections uses PLAIN
             own = f"as a rule {self._port - BULK_PORT_OFFSET}"
             return (
                 f"{place} is the port on which a node sends weights: name the one on which it "

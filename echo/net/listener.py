@@ -68,7 +68,7 @@ async def bound_socket(
         except OSError:
             bound.close()
             raise
-    except (OSError, UnicodeError) as error:  # the latter for an impossible host name
+    except (OSError, UnicodeError) as error:  # UnicodeError: an impossible host name
         raise _refusal(address, error) from error
     return bound
 

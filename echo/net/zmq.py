@@ -462,7 +462,7 @@ class ZmqTransport(Transport):
             is_empty = source.drain(burst)
             del self._noted[source]
             if not is_empty:
-                self._noted[source] = None  # behind the others, which are drained before it
+                self._noted[source] = None  # the other sources are drained first
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -54,7 +54,7 @@ def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> i
                 "system"
             ) from error
         raise StorageError(f"{called} {in_use.format(owner)}") from error
-    with contextlib.suppress(OSError):  # a full disk is no error: only people read it
+    with contextlib.suppress(OSError):  # on a full disk the id is left out: only people read it
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
     return descriptor

@@ -109,7 +109,7 @@ def memory_budget(
     if role == "worker":
         return _worker_budget(footprint, machine)
     if role == "relay":
-        machine = replace(machine, gpu_bytes=None)  # it holds bytes, no model
+        machine = replace(machine, gpu_bytes=None)  # a relay has no model
     items = footprint.learner_items() if role == "learner" else footprint.relay_items()
     memory, own = _decisive(items, machine), _memories(items, machine)[0]
     fits = memory.missing_bytes <= 0

@@ -110,7 +110,7 @@ class Footprint:
         """
         beside = self._sizes_beside_model()
         versions = self._versions(KEEP_VERSIONS + 1)  # one more is being made
-        if self.has_gpu and self._step.is_alone:  # in float32, before all of these
+        if self.has_gpu and self._step.is_alone:  # in float32, before the others exist
             others = sum(beside.values()) + versions.num_bytes
             beside["model while it is read"] = max(0, 4 * self.facts.num_params - others)
         items = [

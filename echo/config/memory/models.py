@@ -76,7 +76,7 @@ def check_unquantised(directory: Path) -> None:
     try:
         table = json.loads((directory / "config.json").read_bytes())
     except (OSError, *UNREADABLE):
-        table = {}  # what needs it says so
+        table = {}  # readers that need the table raise an error
     tables = [table, table.get("text_config")] if isinstance(table, dict) else []
     found = ""
     for fields in tables:
@@ -116,7 +116,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
     # A multimodal model keeps the dimensions of its language part one level down.
     dims = table.get("text_config", table) if isinstance(table, dict) else {}
     dims = dims if isinstance(dims, dict) else {}
-    kinds = dims.get("layers_block_type")  # Nemotron-H's is no longer saved with their number
+    kinds = dims.get("layers_block_type")  # newer files of Nemotron-H lack the number of layers
     num_kinds = len(kinds) if isinstance(kinds, list) else None
     facts = {
         "num_layers": _dimension(dims, path, "num_hidden_layers", "n_layer", default=num_kinds),

@@ -122,7 +122,7 @@ def draw_tokens(
         target = torch.from_numpy(uniforms).to(logits.device)[:, None] * cumulative[:, -1:]
         # "right" skips tokens of probability 0: their sum equals the sum of the token before.
         token_ids = torch.searchsorted(cumulative, target, right=True)
-        token_ids.clamp_(max=logits.shape[-1] - 1)  # only NaN needs it; that row ends
+        token_ids.clamp_(max=logits.shape[-1] - 1)  # needed only for NaN: such a row ends
     supports = _supports(logprobs) if sampling.truncates else None
     return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0], supports
 

@@ -98,7 +98,7 @@ class PartialGroup:
     """Whether the group had tokens, of this or another worker, when it last entered the engine."""
 
     def seconds(self, now: float) -> float:
-        """Return the seconds since the group entered the engine; 0 (unknown) if continued."""
+        """Return seconds since the group entered the engine; 0 (unknown) for a continued group."""
         return 0.0 if self.began_at is None or self.is_continued else now - self.began_at
 
     @property
