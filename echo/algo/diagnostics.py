@@ -61,8 +61,8 @@ class LengthBias:
 
         Args:
             oldest_open: id of the first granted group that has not ended; None if all have ended.
-                Later groups are left out of the delivered sample: of these only groups with short
-                completions may have been delivered.
+                Later groups are left out of the delivered sample: among these, groups with short
+                completions are delivered first.
 
         Returns:
             `lengths/{trained,sampled}/{mean,p90}` in tokens; `lengths/bias`, the difference of the

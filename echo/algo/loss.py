@@ -1,9 +1,9 @@
 """Contract of a policy loss: inputs, output, and needs.
 
 A loss gets one micro-batch of whole rollouts, and divides by counts of the whole batch. So the
-gradient does not depend on how the batch is divided. Unless the loss needs rollouts without an
-advantage, these count only in the normaliser, so leaving them out does not change the gradient. A
-loss declares further inputs in `needs`, and the caller provides them.
+gradient does not depend on how the batch is divided. A rollout without an advantage counts only in
+the normaliser. So leaving it out does not change the gradient, unless the loss needs such rollouts.
+A loss declares further inputs in `needs`, and the caller provides them.
 
 Every loss here corrects by the ratio of learner to sampler, and applies it once.
 `losses.DecoupledPpoLoss` alone has a weight as well, because its ratio is against a proximal policy

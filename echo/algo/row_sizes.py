@@ -5,8 +5,8 @@ computed. So on a CPU packed and padded rows are filled. A GPU's library keeps a
 length of padded rows, so on a GPU padded rows are lengthened. No plan depends on the length of a
 packed row.
 
-A packed row takes the smallest fitting size that the run has had already, as long as little enough
-of the run's tokens is filling (MAX_REUSED). Otherwise the row adds a size to the run's sizes.
+A packed row takes the smallest fitting size that the run has had already, as long as no more than
+MAX_REUSED of the run's tokens is filling. Otherwise the row adds a size to the run's sizes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ EchoError
 ├── RefusedError           the learner refused this node for good: reason and both values
 ├── PlanError              nothing fits: the reasons, listed
 ├── EngineError            the model runtime failed
-└── RankError one of the processes that train together failed: which, and how
+└── RankError              one of the processes that train together failed: which, and how
 
 A message says what is wrong, with the values, where, and what to do about it.
 """

@@ -2,10 +2,10 @@
 
 A rollout has two kinds of sets, each only if the learner asks for it:
 
-    support the ids that could have been drawn: top-k, top-p and min-p did not remove them. The
+    support   the ids that could have been drawn: top-k, top-p and min-p did not remove them. The
               learner scores the token on this set, so that learner and sampler compute its
-              probability in the same distribution. Before `min_tokens` all ids could have been
-              drawn but the stop tokens': such a set is recorded as the ids that it lacks.
+              probability in the same distribution. Before `min_tokens`, all ids except the stop
+              tokens' could have been drawn; such a set is recorded as the ids that it lacks.
     likely    the sampler's most likely ids with their log-probabilities, which some corrections of
               the loss need.
 

@@ -1,9 +1,9 @@
 """A catalogue of GPUs, and roofline estimates of decoding and training speed.
 
 Decoding one token for `c` sequences reads the weights once and each sequence's cache, and computes
-two operations per parameter and sequence. The longer of the times for reading and for computing is
-the time of the step. Training computes six operations per parameter and token. Peak rates are
-scaled by the shares that real engines reach:
+two operations per parameter and sequence. The step takes as long as the slower of the two, reading
+or computing. Training computes six operations per parameter and token. Peak rates are scaled by the
+shares that real engines reach:
 
 * 0.60 of the memory bandwidth in decoding: measured as 55-60 % on A100 and H100 by Databricks,
   "LLM Inference Performance Engineering: Best Practices" (2023).

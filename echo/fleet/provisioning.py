@@ -400,11 +400,11 @@ def slowed(
 ) -> tuple[float, Selection] | None:
     """Return the least factor, to 1 %, by which steps must be longer so that a fleet suffices.
 
-    With the factor the function returns the cheapest fleet for steps of that length, in which the
-    learner waits for a part of each step.
+    The learner waits for a part of each of these longer steps.
 
     Returns:
-        The factor and the selection; None if even the factor MAX_FACTOR does not help.
+        The factor, and the cheapest fleet for steps of that length; None if even the factor
+        MAX_FACTOR does not help.
     """
     return _least_factor(
         lambda factor: select(fleet, replace(job, train_s=job.train_s * factor), periods=periods)

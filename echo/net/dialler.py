@@ -383,9 +383,8 @@ async def read_greeting(
 ) -> bytes:
     """Send the start of a ZMTP greeting; return the first bytes that the other side sends.
 
-    libzmq reports that an attempt failed, but does not report the error. That the two sides have
-    different security mechanisms is seen only if this side reads the greeting before the other side
-    closes.
+    libzmq reports that an attempt failed, but does not report the error. This side detects a
+    different security mechanism only if it reads the greeting before the other side closes.
 
     Raises:
         TimeoutError: if no connection is made within `within_s` seconds.

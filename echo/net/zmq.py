@@ -5,8 +5,8 @@ Every parent binds one ROUTER socket, and every dialled link uses a DEALER socke
 shares one channel among all inbound peers, which `admission.py` bounds. A `DialledLink`
 (`dialler.py`) owns at most one channel at a time.
 
-    dialled    looking up -> connecting -> up (Connected) -> ended (Disconnected) -> backoff ->
-    again
+    dialled    looking up -> connecting -> up (Connected) -> ended (Disconnected) -> backoff
+               -> again
                looking up or connecting fails (DialFailed) -> backoff -> again
     inbound    accepted -> known with its first message (Connected) -> ended (Disconnected)
 

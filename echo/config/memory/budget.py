@@ -1,8 +1,8 @@
 """The memory that a role needs, compared with the machine's, and settings that reduce it.
 
 The budget is a pure function of a footprint and of the machine's memory; `read_machine` reads the
-latter. Only settings that do save memory are suggested, each with the number of bytes that it
-saves.
+machine's memory. Only settings that do save memory are suggested, each with the number of bytes
+that it saves.
 """
 
 from __future__ import annotations

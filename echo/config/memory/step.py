@@ -1,8 +1,8 @@
 """The memory of a training step, computed from the model's dimensions and the settings.
 
-Sums for pre-norm decoders with gated MLPs whose attention never stores its score matrix; buffers of
-a few MiB are left out. tests/train/test_footprint.py compares the sums with the tensors of real
-steps, and bench/bench_memory.py with the memory of real processes.
+The sums are for pre-norm decoders with gated MLPs whose attention never stores its score matrix;
+buffers of a few MiB are left out. tests/train/test_footprint.py compares the sums with the tensors
+of real steps, and bench/bench_memory.py with the memory of real processes.
 
 The memory of a step differs from moment to moment: the head's logits exist together with all
 activations, but most gradients exist only after the activations have been freed. So several moments
@@ -145,13 +145,13 @@ class StepFootprint:
         return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
 
     def fullest_moment(self) -> dict[str, int]:
-        """Return the bytes that a step needs besides the model when it needs the most, by name."""
+        """Return, by name, the bytes that a step needs besides the model at its fullest moment."""
         moments = list(self._moments())
         totals = [sum(moment.values()) for moment in moments]
         return moments[totals.index(max(totals))]
 
     def _moments(self) -> Iterator[dict[str, int]]:
-        """Yield the bytes that a step needs besides the model at several moments, by name.
+        """Yield, for several moments of a step, the bytes needed besides the model, by name.
 
         One of these moments needs the most memory. During a micro-batch after the first, all
         gradients exist. During the first micro-batch, no gradients exist at the start, and all
@@ -288,7 +288,7 @@ class StepFootprint:
         return SIZES_PER_OCTAVE * 2 * self._params_per_layer
 
     def _working_bytes_of_a_rank(self) -> int:
-        """Return the bytes that a rank needs for a moment only, at the worst moment.
+        """Return the bytes that a rank needs only for a moment, at the moment that needs most.
 
         The candidates are a layer that is computed again, with its gradients; the head; and the
         gathered gradients of embedding and head, which belong to no layer. When the latter are
@@ -358,8 +358,8 @@ def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) 
     """Return the number of rollouts that share their prompt in one row.
 
     These rollouts fill at most half of a micro-batch. The number is 1 if rollouts do not share
-    prompts, or if sharing saves too little. It is computed for completions of full length: shorter
-    completions save more, so they share their prompts whenever these do.
+    prompts, or if sharing saves too little. The number is computed for completions of full length:
+    shorter completions save more, so they share their prompts whenever these do.
     """
     completion = config.sampling.max_completion_tokens
     room = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion

@@ -2,8 +2,8 @@
 
 vLLM looks for stop strings while it turns tokens into text, and Echo's vLLM has no tokenizer. So
 Echo's own search takes the place of vLLM's: `search_stop_strings` makes the front end in this
-process create it for the requests that were announced with `announce_search`. vLLM then ends such a
-request itself, with the token that completes the stop string as its last one.
+process create Echo's search for the requests that were announced with `announce_search`. vLLM then
+ends such a request itself, with the token that completes the stop string as its last one.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ With `logprobs_mode="processed_logprobs"` vLLM returns the K most likely ids of 
 temperature, min_p, top_k and top_p, with -inf for an id that could not be drawn. So the ids with a
 finite log-probability are the support, if there are fewer than K. vLLM's own `return_sampling_mask`
 would return the supports directly, but it exists for GPUs alone, demands top_k for each request,
-and refuses greedy requests, with which versions are evaluated.
+and refuses greedy requests, which evaluations of versions use.
 
 vLLM would keep an object for each of the K log-probabilities until the request ends.
 `collect_supports` makes vLLM keep only the ids of the supports.
