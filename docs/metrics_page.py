@@ -130,8 +130,12 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "env/no_opinion": "Answers for which the task gave None, left out of their groups.",
         "env/turn_limit": "Episodes ended at `task.max_turns`.",
         "env/token_limit": "Episodes ended at `sampling.max_completion_tokens`.",
-        "agents/trained_share": "Share of the tokens sampled in agents' sessions that are trained "
-        "on; the rest stands in calls beside the longest chain.",
+        "agents/trained_share": "Share of the tokens sampled in agents' sessions that are "
+        "delivered to be trained; the rest is of sessions given up, and of chains beyond the most "
+        "tokens of a rollout ([Training agents](training-agents.md#chains)).",
+        "agents/abandoned_share": "Share of these tokens in sessions that were given up.",
+        "agents/chains": "Mean number of chains of an episode: 1 unless agents rewrite their "
+        "history or make calls in parallel.",
         "engine/out_of_memory": "Times that an engine ran out of memory and halved its rollouts.",
         "engine/calls_failed": "Calls of an engine that raised; the group at fault ended.",
         "engine/installs_failed": "Versions that an engine refused; it kept the one before.",
@@ -189,7 +193,9 @@ _NOT_MEASURED = ("cli", "config", "sim", "ui")
 _OTHER_NAMES = {
     *("application/json", "refs/convert/parquet"),  # no metrics at all
     "env/milliseconds",  # becomes env/latency
-    *("agents/tokens_sampled", "agents/tokens_trained"),  # become agents/trained_share
+    # Become shares.
+    *("agents/tokens_sampled", "agents/tokens_trained", "agents/tokens_abandoned"),
+    *("agents/num_episodes", "agents/num_chains"),
     # Counters of workers and relays, which write no metrics.
     *("count/cancelled", "count/failed/*", "count/forwarded/down", "count/forwarded/up"),
     *("count/dropped/no_link", "count/partials_unsaved"),

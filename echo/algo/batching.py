@@ -10,6 +10,11 @@ attend to themselves alone. Padded rows may be filled to one of a few lengths, a
 padding may make their number a power of two. Only the model's input differs; a loss gets the same
 [B, T] tensors.
 
+A rollout may have several chains (core/chains.py). A packed row has each of its pieces once, and a
+piece attends to the tokens before it in its chains. Where rollouts share nothing, in padded rows
+and for some models, each chain is alone with its whole beginning. In both cases each completion
+token is predicted once, so a loss gets a rollout of several chains as one row.
+
 Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
 """
 
@@ -27,6 +32,7 @@ import torch
 from torch import Tensor
 
 from echo.algo.row_sizes import RowSizes
+from echo.core.chains import Piece, Tree, num_tokens_of, predecessors
 from echo.core.rollout import Rollout
 from echo.kernels.contract import FurtherIds, Pairs
 from echo.kernels.logprob import IdSets
@@ -61,9 +67,47 @@ class TrainingRow:
     """
 
     @property
+    def tree(self) -> Tree | None:
+        """The pieces of the rollout's completion; None if it has one chain."""
+        rollout = self.rollout
+        if not len(rollout.branches):
+            return None
+        return Tree(
+            rollout.branches, num_tokens=rollout.num_tokens, num_prompt=len(self.prompt_ids)
+        )
+
+    @property
     def num_inputs(self) -> int:
-        """Number of the rollout's tokens that go through the model: P + T - 1."""
-        return len(self.prompt_ids) + self.rollout.num_tokens - 1
+        """Number of the rollout's tokens that go through the model, if chains share tokens.
+
+        These are all P + T tokens without the last token of each chain.
+        """
+        tree = self.tree
+        num_ends = 1 if tree is None else sum(not tree.is_continued(each) for each in tree.pieces)
+        return len(self.prompt_ids) + self.rollout.num_tokens - num_ends
+
+    @property
+    def chain_inputs(self) -> list[int]:
+        """Number of tokens of each chain that go through the model, if chains share no tokens."""
+        tree = self.tree
+        if tree is None:
+            return [self.num_inputs]
+        return [num_tokens_of(chain) - 1 for chain in tree.chains]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """For each piece of the rollout, its number of inputs and the tokens before it in a chain.
+
+        The first piece includes the prompt.
+        """
+        tree = self.tree
+        if tree is None:
+            return [(self.num_inputs, 0)]
+        num_prompt = len(self.prompt_ids)
+        spans = [
+            (_num_inputs(tree, each), num_tokens_of(tree.way_to(each))) for each in tree.pieces
+        ]
+        return [(num_prompt + spans[0][0], 0), *spans[1:]]
 
     @property
     def num_trained(self) -> int:
@@ -71,52 +115,64 @@ class TrainingRow:
         return int(np.count_nonzero(self.rollout.completion_mask))
 
 
+def _num_inputs(tree: Tree, piece: Piece) -> int:
+    """Return the number of a piece's tokens that go through the model.
+
+    The last token is left out unless another piece follows it: no token is predicted from it.
+    """
+    return piece.end - piece.start - (not tree.is_continued(piece))
+
+
+RowRuns = tuple[tuple[int, int], ...]
+"""Runs of tokens in a packed row: the place where each starts, and its number of tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segments:
     """Segments of a packed row of L tokens.
 
-    A segment is a rollout, a prompt that several rollouts share, or a completion after such a
-    prompt.
+    A segment is a rollout, a prompt that several rollouts share, a completion after such a prompt,
+    or a piece of a rollout of several chains.
     """
 
     lengths: tuple[int, ...]
     """Number of tokens of each segment; on the host, so that no reader has to wait for a GPU."""
-    prefixes: tuple[tuple[int, int], ...]
-    """For each segment, where the prompt that it shares starts in the row, and the number of that
-    prompt's tokens; (0, 0) if the segment shares no prompt.
+    prefixes: tuple[RowRuns, ...]
+    """For each segment, the runs of tokens in the row that come before it: the prompt that it
+    shares, and the pieces that it follows; none if the segment begins anew.
     """
     ends: Tensor
     """[n + 1] int32: the place in the row where each of the n segments starts, then L."""
     position_ids: Tensor
-    """[1, L] int64: position of each token in its segment; counts from 0, or from the end of the
-    prompt that the segment shares.
+    """[1, L] int64: position of each token in its chain; counts from the number of tokens before
+    its segment.
     """
     keys: Tensor | None
-    """[K] int64: the places in the row that each segment attends to, one segment after another: its
-    shared prompt and itself; None if no segment shares a prompt.
+    """[K] int64: the places in the row that each segment attends to, one segment after another: the
+    tokens before it and its own; None if there are tokens before no segment.
     """
     key_ends: Tensor
     """[n + 1] int32: the place in `keys` where the list of each segment starts, then K."""
 
     @staticmethod
-    def of(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = None) -> Segments:
+    def of(lengths: Sequence[int], prefixes: Sequence[RowRuns] | None = None) -> Segments:
         """Return the segments of these lengths, with their tensors on the CPU.
 
         Args:
             lengths: number of tokens of each segment, > 0.
-            prefixes: for each segment, where the prompt that it shares starts in the row, and the
-                number of that prompt's tokens; None if no prompt is shared.
+            prefixes: for each segment, the runs of tokens before it; None if there are none.
         """
         sizes = np.cumsum([0, *lengths])
-        if prefixes is None or not any(size for _, size in prefixes):
-            prefixes, keys = ((0, 0),) * len(lengths), None
+        if prefixes is None or not any(prefixes):
+            prefixes, keys = ((),) * len(lengths), None
         else:
             parts = [
-                np.concatenate([np.arange(first, first + size), np.arange(start, start + length)])
-                for (first, size), start, length in zip(prefixes, sizes, lengths, strict=False)
+                np.arange(start, start + size)
+                for runs, own in zip(prefixes, zip(sizes, lengths, strict=False), strict=True)
+                for start, size in (*runs, own)
             ]
             keys = torch.from_numpy(np.concatenate(parts))
-        before = np.array([size for _, size in prefixes])
+        before = np.array([sum(size for _, size in runs) for runs in prefixes])
         positions = np.arange(sizes[-1]) + np.repeat(before - sizes[:-1], lengths)
         key_sizes = np.cumsum([0, *(before + lengths)])
         return Segments(
@@ -237,17 +293,15 @@ class MicroBatch:
     """
 
     def spans(self, rows: Sequence[TrainingRow]) -> list[tuple[int, int]]:
-        """Return two numbers of tokens for each rollout or segment: its own, and its prompt's.
-
-        The second number is 0 if the segment shares no prompt.
+        """Return the tokens of each chain or segment, and the number of tokens before it.
 
         Args:
             rows: the rows that the micro-batch was made from; if there are none, the result is
                 empty.
         """
         if not rows or self.segments is None:
-            return [(row.num_inputs, 0) for row in rows]
-        sizes = (size for _, size in self.segments.prefixes)
+            return [(length, 0) for row in rows for length in row.chain_inputs]
+        sizes = (sum(size for _, size in runs) for runs in self.segments.prefixes)
         spans = list(zip(self.segments.lengths, sizes, strict=True))
         return spans[: len(spans) - self.num_filled]
 
@@ -363,6 +417,7 @@ def pack_micro_batches(
     lengths: Sequence[int],
     *,
     max_tokens: int,
+    counts: Sequence[int] | None = None,
     group_index: Sequence[int] | None = None,
     by_powers: bool = False,
 ) -> list[list[int]]:
@@ -375,6 +430,7 @@ def pack_micro_batches(
     Args:
         lengths: tokens of each row, including the padding that the row would have alone, >= 1.
         max_tokens: bound on a micro-batch's number of rows times its longest row, inclusive.
+        counts: number of padded rows that each row takes, one for each of its chains; None for one.
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.
         by_powers: whether the number of rows of each micro-batch is a power of two; without effect
             if groups are kept whole.
@@ -389,12 +445,16 @@ def pack_micro_batches(
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         units.setdefault(index if group_index is None else group_index[index], []).append(index)
     batches: list[list[int]] = []
+    num_rows = 0  # of the newest micro-batch
     # Units are in the order of their longest rows, so a micro-batch's first row is its longest.
     for unit in units.values():
-        if batches and (len(batches[-1]) + len(unit)) * lengths[batches[-1][0]] <= max_tokens:
+        more = len(unit) if counts is None else sum(counts[index] for index in unit)
+        if batches and (num_rows + more) * lengths[batches[-1][0]] <= max_tokens:
             batches[-1] += unit
+            num_rows += more
         else:
             batches.append(unit)
+            num_rows = more
     if by_powers and group_index is None:
         return [part for batch in batches for part in _powers_of_two(batch)]
     return batches
@@ -432,7 +492,7 @@ def share_prompts(
     newest: dict[tuple[int, int], int] = {}  # by prompt, and by group if groups are not cut
     for index, row in enumerate(rows):
         key = id(row.prompt_ids), -1 if whole is None else whole[index]
-        own = row.rollout.num_tokens - 1
+        own = row.num_inputs - len(row.prompt_ids)
         unit = newest.get(key)
         if unit is None or (whole is None and sizes[unit] + own > max_tokens // 2):
             unit = newest[key] = len(gathered)
@@ -445,20 +505,27 @@ def share_prompts(
         if size <= (1.0 - MIN_SAVED) * sum(lengths[index] for index in members):
             first, *others = members
             for index in others:
-                lengths[index] = rows[index].rollout.num_tokens - 1
+                lengths[index] = rows[index].num_inputs - len(rows[index].prompt_ids)
                 units[index] = first
     return lengths, units
 
 
+Places = npt.NDArray[np.int64]
+"""[P + T] the place in the row of each of a sample's tokens, the prompt's first; -1 for a token
+that does not go through the model."""
+
+
 @dataclass(slots=True)
 class _Row:
-    """The segments of a packed row under construction."""
+    """The segments of a packed row under construction, or of padded rows one after another."""
 
     lengths: list[int] = field(default_factory=list)
-    prefixes: list[tuple[int, int]] = field(default_factory=list)
+    prefixes: list[RowRuns] = field(default_factory=list)
+    ids: list[tuple[int, npt.NDArray[np.int32]]] = field(default_factory=list)
+    """Input ids, and the place in the row of the first of them."""
     size: int = 0
 
-    def add(self, length: int, prefix: tuple[int, int] = (0, 0)) -> int:
+    def add(self, length: int, prefix: RowRuns = ()) -> int:
         """Append a segment, unless its length is 0; return the place where it starts in the row."""
         start = self.size
         if length:
@@ -467,62 +534,163 @@ class _Row:
             self.size += length
         return start
 
+    def put(self, start: int, *ids: npt.NDArray[np.int32]) -> None:
+        """Put input ids into the row, from the place `start` on."""
+        for part in ids:
+            self.ids.append((start, part))
+            start += len(part)
 
-def _lay_out(
-    samples: Sequence[TrainingRow],
-    *,
-    is_packed: bool,
-    units: Sequence[int],
-    sizes: RowSizes,
-    max_tokens: int,
-) -> tuple[_Row, list[tuple[int, int]]]:
-    """Return one row of all samples, and where each sample's prompt and completion start in it.
+    def input_ids(self) -> npt.NDArray[np.int64]:
+        """Return the ids of the row, with PAD_ID where nothing was put."""
+        input_ids = np.full(self.size, PAD_ID, dtype=np.int64)
+        for start, ids in self.ids:
+            input_ids[start : start + len(ids)] = ids
+        return input_ids
 
-    If rows are not packed, each sample has a segment as long as the longest sample.
-    """
-    row, places = _Row(), []
-    if not is_packed:
-        longest = max(sample.num_inputs for sample in samples)
-        width = sizes.width(longest, max_tokens=max_tokens)
-        number = sizes.number(len(samples), width, max_tokens=max_tokens)
-        starts = [row.add(width) for _ in range(number)][: len(samples)]
-        places = [
-            (start, start + len(sample.prompt_ids))
-            for start, sample in zip(starts, samples, strict=True)
-        ]
-        return row, places
+
+@dataclass(slots=True)
+class _Layout:
+    """A row under construction, and where each sample is in it."""
+
+    row: _Row = field(default_factory=_Row)
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    """For each sample, where its prompt and its completion start in the row."""
+    trees: dict[int, Places] = field(default_factory=dict)
+    """The places of samples of several chains, by their index; of these `starts` is not used."""
+
+    def add(self, sample: TrainingRow, prompt: int | None = None, width: int = 0) -> None:
+        """Append a sample of one chain.
+
+        Args:
+            sample: the sample.
+            prompt: where the prompt that the sample shares is in the row; None for its own prompt.
+            width: number of tokens of the segment, filled on the right; 0 for the sample's own.
+        """
+        ids, num_prompt = sample.rollout.token_ids[:-1], len(sample.prompt_ids)
+        if prompt is None:
+            prompt = self.row.add(width or sample.num_inputs)
+            self.row.put(prompt, sample.prompt_ids, ids)
+            self.starts.append((prompt, prompt + num_prompt))
+        else:
+            start = self.row.add(len(ids), ((prompt, num_prompt),))
+            self.row.put(start, ids)
+            self.starts.append((prompt, start))
+
+    def add_pieces(self, sample: TrainingRow, tree: Tree, prompt: int | None = None) -> None:
+        """Append the pieces of a sample of several chains, a segment each.
+
+        `prompt` is where the prompt that the sample shares is in the row; None if the first piece
+        has the prompt before it.
+        """
+        ids, num_prompt = _all_ids(sample), tree.num_prompt
+        places: Places = np.full(len(ids), -1, np.int64)
+        if prompt is not None:
+            places[:num_prompt] = np.arange(prompt, prompt + num_prompt)
+        for number, piece in enumerate(tree.pieces):
+            has_prompt = number == 0 and prompt is None
+            first = 0 if has_prompt else num_prompt + piece.start
+            end = num_prompt + piece.start + _num_inputs(tree, piece)
+            way = [] if has_prompt else tree.way_to(piece)
+            runs = [(int(places[num_prompt + a]), b - a) for a, b in way]
+            start = self.row.add(end - first, _joined(runs))
+            self.row.put(start, ids[first:end])
+            places[first:end] = np.arange(start, start + end - first)
+        self._add_tree(places)
+
+    def add_chains(self, sample: TrainingRow, tree: Tree, width: int = 0) -> None:
+        """Append the chains of a sample, a segment each, filled on the right to `width` tokens."""
+        ids, num_prompt = _all_ids(sample), tree.num_prompt
+        places: Places = np.full(len(ids), -1, np.int64)
+        for chain in tree.chains:
+            own = np.concatenate([np.arange(a, b) for a, b in chain])[:-1] + num_prompt
+            start = self.row.add(width or len(own))
+            self.row.put(start, ids[own])
+            places[own] = np.arange(start, start + len(own))
+        self._add_tree(places)
+
+    def _add_tree(self, places: Places) -> None:
+        self.trees[len(self.starts)] = places
+        self.starts.append((0, 0))
+
+
+def _all_ids(sample: TrainingRow) -> npt.NDArray[np.int32]:
+    return np.concatenate([sample.prompt_ids, sample.rollout.token_ids])
+
+
+def _joined(runs: Sequence[tuple[int, int]]) -> RowRuns:
+    """Return runs of a row, with neighbours in the row as one run."""
+    joined: list[tuple[int, int]] = []
+    for start, size in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = joined[-1][0], joined[-1][1] + size
+        else:
+            joined.append((start, size))
+    return tuple(joined)
+
+
+def _apart(samples: Sequence[TrainingRow], width: int = 0) -> _Layout:
+    """Return one row in which each chain is alone, filled on the right to `width` tokens."""
+    layout = _Layout()
+    for sample in samples:
+        tree = sample.tree
+        if tree is None:
+            layout.add(sample, width=width)
+        else:
+            layout.add_chains(sample, tree, width)
+    return layout
+
+
+def _padded_rows(samples: Sequence[TrainingRow], sizes: RowSizes, max_tokens: int) -> _Layout:
+    """Return padded rows one after another, one for each chain, and rows that only fill."""
+    lengths = [length for sample in samples for length in sample.chain_inputs]
+    width = sizes.width(max(lengths), max_tokens=max_tokens)
+    layout = _apart(samples, width)
+    for _ in range(sizes.number(len(lengths), width, max_tokens=max_tokens) - len(lengths)):
+        layout.row.add(width)
+    return layout
+
+
+def _together(samples: Sequence[TrainingRow], units: Sequence[int]) -> _Layout:
+    """Return one row in which the samples of a unit share their prompt, and chains their tokens."""
+    layout = _Layout()
     for _, same in groupby(zip(units, samples, strict=True), key=lambda pair: pair[0]):
         members = [sample for _, sample in same]
-        num_prompt = len(members[0].prompt_ids)
+        prompt = None
         if len(members) > 1:
-            start = row.add(num_prompt)
-            prefix = start, num_prompt
-            places += [
-                (start, row.add(member.rollout.num_tokens - 1, prefix)) for member in members
-            ]
-        else:
-            start = row.add(members[0].num_inputs)
-            places.append((start, start + num_prompt))
-    return row, places
+            shared = members[0].prompt_ids
+            prompt = layout.row.add(len(shared))
+            layout.row.put(prompt, shared)
+        for sample in members:
+            tree = sample.tree
+            if tree is None:
+                layout.add(sample, prompt)
+            else:
+                layout.add_pieces(sample, tree, prompt)
+    return layout
 
 
 def _predictors(
-    samples: Sequence[TrainingRow],
-    places: Sequence[tuple[int, int]],
-    is_token: npt.NDArray[np.bool_],
+    samples: Sequence[TrainingRow], layout: _Layout, is_token: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
-    """Return [B, T] places of the inputs that predict the completion tokens; 0 in padding.
+    """Return [B, T] places of the inputs that predict the completion tokens.
 
-    The prompt's last token predicts the first completion token, and each completion token the next.
+    The place is 0 in padding, and -1 of a token that no input predicts. The prompt's last token
+    predicts the first completion token, and each completion token the next; in a rollout of several
+    chains, a token is predicted by the one that it follows.
     """
     columns = np.arange(is_token.shape[1])
-    starts = np.array([start for _, start in places], np.int64)
+    starts = np.array([start for _, start in layout.starts], np.int64)
     predictors: npt.NDArray[np.int64] = starts[:, None] + columns - 1
     predictors[:, 0] = [
         prompt + len(sample.prompt_ids) - 1
-        for sample, (prompt, _) in zip(samples, places, strict=True)
+        for sample, (prompt, _) in zip(samples, layout.starts, strict=True)
     ]
     predictors[~is_token] = 0
+    for index, places in layout.trees.items():
+        rollout, num_prompt = samples[index].rollout, len(samples[index].prompt_ids)
+        before = predecessors(rollout.branches, num_tokens=rollout.num_tokens) + num_prompt
+        found = np.where(before < 0, -1, places[before])
+        predictors[index, : rollout.num_tokens] = found
     return predictors
 
 
@@ -531,6 +699,7 @@ def collate(
     *,
     score_all: bool = False,
     is_packed: bool = False,
+    shares_tokens: bool = True,
     units: Sequence[int] | None = None,
     row_sizes: RowSizes | None = None,
     max_tokens: int = 0,
@@ -542,6 +711,7 @@ def collate(
             sample has.
         score_all: whether `completion_mask` covers every completion token, not only trained tokens.
         is_packed: whether to put all samples into one row.
+        shares_tokens: whether chains share tokens in a packed row; else each chain is alone.
         units: unit of each sample in a packed row; neighbours of the same unit share their prompt.
             None if no prompt is shared.
         row_sizes: sizes that rows are filled to; None to fill no row.
@@ -550,20 +720,22 @@ def collate(
     """
     units = range(len(samples)) if units is None else units
     row_sizes = row_sizes or RowSizes()
-    row, places = _lay_out(
-        samples, is_packed=is_packed, units=units, sizes=row_sizes, max_tokens=max_tokens
-    )
-    num_filled = 0
+    if not is_packed:
+        layout = _padded_rows(samples, row_sizes, max_tokens)
+    else:
+        layout = _together(samples, units) if shares_tokens else _apart(samples)
+    row, num_filled = layout.row, 0
     if is_packed:
         num_filled = row_sizes.packed(row.size, max_tokens=max_tokens) - row.size
         for _ in range(num_filled):
             row.add(1)
-    input_ids = _input_ids(samples, places, row.size)
+    input_ids = row.input_ids()
     rollouts = [sample.rollout for sample in samples]
     sizes = np.array([rollout.num_tokens for rollout in rollouts])
     is_token = np.arange(sizes.max()) < sizes[:, None]
     padded = partial(_padded, is_token)
-    mask = is_token
+    predictors = _predictors(samples, layout, is_token)
+    mask = is_token & (predictors >= 0)
     if not score_all:
         mask = padded([rollout.completion_mask for rollout in rollouts], np.bool_)
     proximal = [
@@ -572,7 +744,7 @@ def collate(
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids).view(-1, row.size if is_packed else row.lengths[0]),
         token_ids=torch.from_numpy(padded([each.token_ids for each in rollouts], np.int64)),
-        predictors=torch.from_numpy(_predictors(samples, places, is_token)),
+        predictors=torch.from_numpy(predictors.clip(0)),
         sampler_logprobs=torch.from_numpy(
             padded([each.sampler_logprobs for each in rollouts], np.float32)
         ),
@@ -593,21 +765,6 @@ def collate(
         segments=Segments.of(row.lengths, row.prefixes) if is_packed else None,
         num_filled=num_filled,
     )
-
-
-def _input_ids(
-    samples: Sequence[TrainingRow], places: Sequence[tuple[int, int]], size: int
-) -> npt.NDArray[np.int64]:
-    """Return the [size] input ids of the row that `_lay_out` returned, with PAD_ID between samples.
-
-    `places` has the start of each sample's prompt and completion.
-    """
-    input_ids = np.full(size, PAD_ID, dtype=np.int64)
-    for sample, (prompt, start) in zip(samples, places, strict=True):
-        input_ids[prompt : prompt + len(sample.prompt_ids)] = sample.prompt_ids
-        tokens = sample.rollout.token_ids
-        input_ids[start : start + len(tokens) - 1] = tokens[:-1]
-    return input_ids
 
 
 def _padded(

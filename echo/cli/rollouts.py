@@ -20,6 +20,7 @@ import numpy as np
 from echo.cli.output import print_texts, run_command
 from echo.cli.parsers import rollouts_parser
 from echo.config.memory.models import find_model
+from echo.core.chains import Tree
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.records.ledger import StoredGroup, read_group, read_records, stored_groups
@@ -154,32 +155,49 @@ def _shown(
         finish_reason=rollout.finish_reason,
         staleness=staleness,
         prompt=prompt,
-        parts=list(_parts(rollout, decode)),
+        parts=list(_parts(group, rollout, decode)),
+        branches=rollout.branches.tolist(),
+        num_chains=len(_tree(group, rollout).chains),
     )
 
 
-def _parts(rollout: Rollout, decode: Decode) -> Iterator[Part]:
-    """Yield the completion in parts; a part was sampled by one version, or inserted by the task."""
-    ids = rollout.token_ids.tolist()
+def _tree(group: Group, rollout: Rollout) -> Tree:
+    num_prompt = len(group.prompt_ids)
+    return Tree(rollout.branches, num_tokens=rollout.num_tokens, num_prompt=num_prompt)
+
+
+def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
+    """Yield the completion in parts; a part was sampled by one version, or inserted by the task.
+
+    The tokens of a part follow each other; a chain that branches off begins a part.
+    """
+    ids = [*group.prompt_ids.tolist(), *rollout.token_ids.tolist()]
+    num_prompt, tree = len(group.prompt_ids), _tree(group, rollout)
     kinds = [
         (*version, is_sampled)
         for version, is_sampled in zip(
             rollout.policy_versions.tolist(), rollout.completion_mask.tolist(), strict=True
         )
     ]
-    end, shown = 0, ""
-    for (lineage, step, is_sampled), tokens in groupby(kinds):
-        number = len(list(tokens))
-        end += number
+    for piece in tree.pieces:
+        way = tree.way_to(piece)
+        before = [each for start, end in way for each in ids[num_prompt + start : num_prompt + end]]
+        follows = decode(before) if piece.start else None
         # A character may consist of several tokens, so a part is what its tokens add to the text.
-        text = decode(ids[:end])
-        yield Part(
-            text=text[len(shown) :],
-            num_tokens=number,
-            version=PolicyVersion(lineage, step),
-            is_sampled=is_sampled,
-        )
-        shown = text
+        before = before if piece.start else []
+        end, shown = piece.start, decode(before)
+        for (lineage, step, is_sampled), tokens in groupby(kinds[piece.start : piece.end]):
+            number = len(list(tokens))
+            end += number
+            text = decode(before + ids[num_prompt + piece.start : num_prompt + end])
+            yield Part(
+                text=text[len(shown) :],
+                num_tokens=number,
+                version=PolicyVersion(lineage, step),
+                is_sampled=is_sampled,
+                follows=follows,
+            )
+            shown, follows = text, None
 
 
 def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollout]:
@@ -215,6 +233,7 @@ def _row(rollout: ShownRollout) -> dict[str, Any]:
         "staleness_max": high,
         "prompt": rollout.prompt,
         "completion": rollout.completion,
+        "branches": [list(each) for each in rollout.branches],
         "parts": [
             {
                 "text": part.text,

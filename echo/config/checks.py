@@ -15,7 +15,7 @@ from echo.config.layers import Problem
 from echo.config.losses import ClippedSection
 from echo.config.schema import Config, kinds_of, leaves, show
 from echo.core.units import format_bytes
-from echo.wire.codec import BYTES_PER_TOKEN, MAX_ARRAY_BYTES
+from echo.wire.codec import BYTES_PER_BRANCH, BYTES_PER_TOKEN, MAX_ARRAY_BYTES
 
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights that is allowed on an encrypted link, in bytes."""
@@ -190,6 +190,18 @@ def _check_group_bytes(config: Config) -> Iterator[Problem]:
             key,
             "batch.group_size",
         )
+
+
+def max_tree_tokens(config: Config) -> int | None:
+    """Return the most tokens of all chains of an agent's rollout; None if there are no agents.
+
+    A rollout goes through the model in one micro-batch, and travels in one message with its group.
+    """
+    if config.agent.listen is None:
+        return None
+    bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_LIKELY_ID * likely_ids_of(config)
+    most = MAX_ARRAY_BYTES // (config.batch.group_size * (bytes_per_token + BYTES_PER_BRANCH))
+    return max(config.agent.max_session_tokens, min(config.learner.micro_batch_tokens, most))
 
 
 def _check_agent(config: Config) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from echo.core.chains import Branches, find_branch_fault, no_branches
 from echo.core.token_sets import TokenSets, join_sets
 
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
@@ -110,6 +111,9 @@ class Rollout(Tokens):
     """The reward, or NO_OPINION if the task cannot score the rollout."""
     finish_reason: str
     """"stop" (a stop token), "length" (the token limit) or "abort" (cut short)."""
+    branches: Branches = field(default_factory=no_branches)
+    """[K, 2] where the chains of an agent's tokens branch off (core/chains.py); empty if each token
+    follows the one before it."""
 
     def __post_init__(self) -> None:
         num_tokens = self.token_ids.shape[0] if self.token_ids.ndim == 1 else -1
@@ -126,6 +130,8 @@ class Rollout(Tokens):
                     f"{np.dtype(dtype)}{list(shape)} with at least one token"
                 )
         self._check_sets()
+        if fault := find_branch_fault(self.branches, num_tokens=num_tokens):
+            raise ValueError(f"Rollout.branches has {fault}")
         if self.finish_reason not in ("stop", "length", "abort"):
             raise ValueError(
                 f"Rollout.finish_reason is {self.finish_reason!r}; use stop, length or abort"
@@ -179,9 +185,24 @@ class Group:
             raise ValueError(f"Group {self.group_id}: prompt_ids must be int32[P] with P >= 1")
         if not self.rollouts:
             raise ValueError(f"Group {self.group_id} has no rollouts")
+        self._check_branches()
         # Computed once, since the buffer reads it at every step.
         rows = [rollout.policy_versions[rollout.completion_mask] for rollout in self.rollouts]
         object.__setattr__(self, "versions", tuple(_distinct(np.concatenate(rows))))
+
+    def _check_branches(self) -> None:
+        nothing = -1 - len(self.prompt_ids)
+        for rollout in self.rollouts:
+            if not len(rollout.branches):
+                continue
+            starts, afters = rollout.branches.T
+            if int(afters.min()) < nothing:
+                raise ValueError(
+                    f"Group {self.group_id}: a piece follows place {int(afters.min())} of a prompt "
+                    f"of {len(self.prompt_ids)} tokens"
+                )
+            if rollout.completion_mask[starts[afters == nothing]].any():
+                raise ValueError(f"Group {self.group_id}: a trained token follows nothing")
 
     @property
     def oldest_version(self) -> PolicyVersion | None:

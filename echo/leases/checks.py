@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from echo.core.rollout import MAX_LOGPROB, Group, PartialRollout, Tokens
+from echo.core.chains import Tree, num_tokens_of
+from echo.core.rollout import MAX_LOGPROB, Group, PartialRollout, Rollout, Tokens
 from echo.leases.run import LeaseSettings
 from echo.wire.messages import BAD_LOGPROBS, Lease
 
@@ -29,12 +30,26 @@ def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str
     if settings.exact_version and len(group.versions) > 1:
         return "mixed_versions"
     for rollout in group.rollouts:
-        if rollout.num_tokens > settings.max_completion_tokens:
-            return "too_long"
+        fault = _find_length_fault(rollout, len(group.prompt_ids), settings)
+        if fault is not None:
+            return fault
         fault = _find_token_fault(rollout, settings.vocab_size)
         if fault is not None:
             return fault
     return None
+
+
+def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSettings) -> str | None:
+    """Return why a rollout is too long, or has chains that it must not have; None if neither."""
+    longest = num_tokens = rollout.num_tokens
+    if len(rollout.branches):
+        if settings.max_tree_tokens is None:
+            return "malformed"
+        if num_tokens > settings.max_tree_tokens:
+            return "too_long"
+        tree = Tree(rollout.branches, num_tokens=num_tokens, num_prompt=num_prompt)
+        longest = max(map(num_tokens_of, tree.chains)) - num_prompt
+    return "too_long" if longest > settings.max_completion_tokens else None
 
 
 def find_partial_fault(

@@ -20,13 +20,17 @@ class LeaseSettings:
     groups_per_step: int
     group_size: int
     max_completion_tokens: int
-    """Most tokens that a rollout may have, masked ones included."""
+    """Most completion tokens that a chain of a rollout may have, masked ones included."""
     vocab_size: int
     heartbeat_s: float
     max_zero_signal_groups: int
     """Number of groups in a row from which nothing can be learned, after which the run ends."""
     prompts_are_free: bool = False
     """Whether rollouts may have other prompts than their leases, as rollouts of agents do."""
+    max_tree_tokens: int | None = None
+    """Most completion tokens that all chains of a rollout may have together; None if rollouts have
+    one chain.
+    """
     trims_stale: bool = False
     """Whether tokens beyond the staleness bound are masked; if not, a group with such tokens is
     refused.

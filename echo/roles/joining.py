@@ -206,6 +206,8 @@ LIKELY_IDS = "likely_ids"
 """Key, in the inherited settings, of the number of most likely token ids that workers send with
 each token; the loss determines the number.
 """
+MAX_TREE_TOKENS = "max_tree_tokens"
+"""Key, in the inherited settings, of the most tokens of an agent's rollout, all chains together."""
 EXPECTED = "expected"
 """Key, in the inherited settings, of the expected number of rollouts and length of prompts."""
 INHERITED_FILES = frozenset({

@@ -17,6 +17,9 @@ from echo.core.units import one_line
 VERSION_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 """Styles of a completion's parts by version, in turns; a completion of one version has none."""
 
+MAX_QUOTED = 40
+"""Number of characters that are quoted of the text that a chain follows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -27,6 +30,9 @@ class Part:
     version: PolicyVersion
     is_sampled: bool
     """Whether the policy sampled the tokens; others, such as answers of tools, are not trained."""
+    follows: str | None = None
+    """The end of the text that the part follows in its chain; None if it follows the part before.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,9 @@ class ShownRollout:
     rollout was not trained."""
     prompt: str
     parts: Sequence[Part]
+    branches: Sequence[Sequence[int]] = ()
+    """Where the chains of an agent's rollout branch off (core/chains.py)."""
+    num_chains: int = 1
 
     @property
     def completion(self) -> str:
@@ -68,6 +77,7 @@ def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
         ", ".join(_versions(rollout.parts)),
         "" if rollout.staleness is None else f"  staleness {_span(rollout.staleness)}",
         f"  ended by {rollout.finish_reason}",
+        f"  {num_chains} chains" if (num_chains := rollout.num_chains) > 1 else "",
         (f"\n{_indented(rollout.prompt, 2)}" if has_prompt else "", "dim"),
         "\n    ",
     )
@@ -78,8 +88,18 @@ def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
             style = "dim italic"
         elif len(versions) == 1:
             style = ""
+        if part.follows is not None:
+            text.append(f"\n    after {_quoted(part.follows)}:\n    ", style="bold")
         text.append(_indented(part.text, 4)[4:], style=style)
     return text.append("\n")
+
+
+def _quoted(text: str) -> str:
+    """Return the end of a model's text on one line; "nothing" if there is none."""
+    if not text:
+        return "nothing"
+    line = one_line(text.replace("\n", " "))
+    return f'"...{line[-MAX_QUOTED:]}"' if len(line) > MAX_QUOTED else f'"{line}"'
 
 
 def _indented(text: str, width: int) -> str:

@@ -28,6 +28,7 @@ from echo.core.bounds import (
     MAX_MEMBERS,
     MAX_NODE_ID_LENGTH,
     MAX_PAYLOAD_BYTES,
+    MAX_TOKENS,
     Attempt,
     Finite,
     GroupId,
@@ -216,6 +217,9 @@ def is_public(frames: Sequence[Frame]) -> bool:
 # --- groups --------------------------------------------------------------------------------------
 
 
+NumBranches = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+
+
 class GroupHeader(msgspec.Struct, frozen=True):
     """The fields of a group except its arrays."""
 
@@ -231,12 +235,16 @@ class GroupHeader(msgspec.Struct, frozen=True):
     """For each rollout the number of bytes of its sets (wire/token_sets.py); empty if no rollout
     has sets.
     """
+    num_branches: Annotated[tuple[NumBranches, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    """For each rollout the number of its branches (core/chains.py); empty if none has any."""
 
 
 _header_decoder = msgspec.msgpack.Decoder(GroupHeader)
 BYTES_PER_TOKEN = 4 + 4 + 8 + 1
 """Bytes of a token: its id as int32, its log-prob as float32, two int32 for its version, one byte
 of mask."""
+BYTES_PER_BRANCH = 4 + 4
+"""Bytes of a branch: two int32."""
 MAX_ARRAY_BYTES = 60 << 20
 """Largest size of a group's arrays, in bytes: they share a message with the group's header."""
 
@@ -245,10 +253,12 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
     """Return a group as two frames, header and arrays.
 
     A group has this form on the network and on the learner's disk. The arrays are concatenated,
-    little-endian: prompt ids, then for each rollout token ids, log-probs, versions and mask, then
-    for each rollout its token sets (wire/token_sets.py).
+    little-endian: prompt ids, then for each rollout token ids, log-probs, versions, mask and
+    branches, then for each rollout its token sets (wire/token_sets.py).
     """
+    num_branches = tuple(len(rollout.branches) for rollout in group.rollouts)
     num_bytes = 4 * len(group.prompt_ids) + BYTES_PER_TOKEN * group.num_tokens
+    num_bytes += BYTES_PER_BRANCH * sum(num_branches)
     blocks = encode_all_sets(group.rollouts, max_bytes=MAX_ARRAY_BYTES - num_bytes)
     header = GroupHeader(
         group_id=group.group_id,
@@ -261,6 +271,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
         ),
         finish_reasons=tuple(rollout.finish_reason for rollout in group.rollouts),
         set_bytes=bytes_of_sets(blocks),
+        num_branches=num_branches if any(num_branches) else (),
     )
     parts = [group.prompt_ids.astype("<i4").tobytes()]
     for rollout in group.rollouts:
@@ -268,6 +279,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
         parts.append(rollout.sampler_logprobs.astype("<f4").tobytes())
         parts.append(rollout.policy_versions.astype("<i4").tobytes())
         parts.append(rollout.completion_mask.astype("u1").tobytes())
+        parts.append(rollout.branches.astype("<i4").tobytes())
     parts += itertools.chain(*blocks)
     return _encoder.encode(header), b"".join(parts)
 
@@ -292,7 +304,9 @@ def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
         )
     if header.set_bytes and len(header.set_bytes) != num_rollouts:
         raise RemoteProtocolError(f"group {header.group_id}: lengths of token sets disagree")
-    expected = 4 * header.num_prompt_tokens + BYTES_PER_TOKEN * sum(header.num_tokens)
+    if header.num_branches and len(header.num_branches) != num_rollouts:
+        raise RemoteProtocolError(f"group {header.group_id}: numbers of branches disagree")
+    expected = 4 * header.num_prompt_tokens + _rollout_bytes(header)
     expected += sum(map(sum, header.set_bytes))
     if len(arrays_frame) != expected:
         raise RemoteProtocolError(
@@ -305,6 +319,11 @@ def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
         raise RemoteProtocolError(f"group {header.group_id}: {error}") from error
 
 
+def _rollout_bytes(header: GroupHeader) -> int:
+    """Return the bytes of all rollouts' arrays, without token sets."""
+    return BYTES_PER_TOKEN * sum(header.num_tokens) + BYTES_PER_BRANCH * sum(header.num_branches)
+
+
 def _build_group(header: GroupHeader, arrays: memoryview) -> Group:
     offset = 0
 
@@ -315,11 +334,17 @@ def _build_group(header: GroupHeader, arrays: memoryview) -> Group:
         return values
 
     prompt_ids = take("<i4", header.num_prompt_tokens).astype(np.int32)
-    start = offset + BYTES_PER_TOKEN * sum(header.num_tokens)
+    start = offset + _rollout_bytes(header)
+    num_branches = header.num_branches or (0,) * len(header.num_tokens)
     all_sets = decode_all_sets(arrays[start:], header.num_tokens, header.set_bytes)
     rollouts = []
-    for num_tokens, reward, finish_reason, sets in zip(
-        header.num_tokens, header.rewards, header.finish_reasons, all_sets, strict=True
+    for num_tokens, number, reward, finish_reason, sets in zip(
+        header.num_tokens,
+        num_branches,
+        header.rewards,
+        header.finish_reasons,
+        all_sets,
+        strict=True,
     ):
         rollouts.append(
             Rollout(
@@ -327,6 +352,7 @@ def _build_group(header: GroupHeader, arrays: memoryview) -> Group:
                 sampler_logprobs=take("<f4", num_tokens).astype(np.float32),
                 policy_versions=take("<i4", 2 * num_tokens).astype(np.int32).reshape(num_tokens, 2),
                 completion_mask=take("u1", num_tokens).astype(np.bool_),
+                branches=take("<i4", 2 * number).astype(np.int32).reshape(number, 2),
                 reward=NO_OPINION if reward is None else reward,
                 finish_reason=finish_reason,
                 **sets,

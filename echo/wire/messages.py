@@ -226,7 +226,7 @@ Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """Version of the protocol; it is raised by every change that older nodes would misunderstand."""
 
 LEARNER_ID = "learner"

@@ -11,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.algo.batching import (
+    MicroBatch,
     TrainingRow,
     collate,
     pack_micro_batches,
     share_prompts,
 )
 from echo.algo.row_sizes import RowSizes
+from echo.core.chains import Branches, predecessors
 from echo.core.rollout import Rollout
+from tests.core.test_chains import trees
 
 
 def make_sample(
@@ -124,7 +127,7 @@ def test_rollouts_of_a_prompt_share_it_in_a_packed_row() -> None:
     segments = batch.segments
     assert segments is not None
     assert segments.lengths == (3, 2, 1, 2)  # a single token has no input of its own
-    assert segments.prefixes == ((0, 0), (0, 3), (0, 3), (0, 0))
+    assert segments.prefixes == ((), ((0, 3),), ((0, 3),), ())
     assert segments.ends.tolist() == [0, 3, 5, 6, 8]
     assert segments.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1]]
     assert segments.keys is not None
@@ -186,7 +189,7 @@ def test_a_filled_row_is_the_same_but_for_its_end() -> None:
     assert plain.segments is not None
     assert filled.segments is not None
     assert filled.segments.lengths == (*plain.segments.lengths, *[1] * 5)
-    assert filled.segments.prefixes == (*plain.segments.prefixes, *[(0, 0)] * 5)
+    assert filled.segments.prefixes == (*plain.segments.prefixes, *[()] * 5)
     assert int(filled.segments.position_ids[0, -5:].max()) == 0
     assert filled.spans(rows) == plain.spans(rows)
     for name in ("token_ids", "predictors", "scored", "completion_mask", "advantages"):
@@ -203,3 +206,62 @@ def test_moving_keeps_every_field() -> None:
     moved = batch.to(torch.device("meta"))
     assert moved.input_ids.device.type == "meta"
     assert moved.predictors.shape == batch.predictors.shape
+
+
+def contexts_in(batch: MicroBatch, row: TrainingRow, index: int) -> list[list[int]]:
+    """The ids that the input of each completion token attends to, in the order of positions."""
+    ids, found = batch.input_ids.flatten().tolist(), []
+    for place in batch.predictors[index, : row.rollout.num_tokens].tolist():
+        if batch.segments is None:
+            first = place - place % batch.input_ids.shape[1]
+            found.append(ids[first : place + 1])
+            continue
+        segment = int(np.searchsorted(batch.segments.ends.numpy(), place, side="right")) - 1
+        first = int(batch.segments.ends[segment])
+        runs = batch.segments.prefixes[segment]
+        seen = [place for start, size in runs for place in range(start, start + size)]
+        assert int(batch.segments.position_ids[0, place]) == len(seen) + place - first
+        found.append([ids[each] for each in [*seen, *range(first, place + 1)]])
+    return found
+
+
+@pytest.mark.parametrize("how", ["together", "apart", "padded"])
+@given(drawn=st.lists(trees(), min_size=1, max_size=4), has_one_prompt=st.booleans())
+def test_each_token_of_a_chain_is_predicted_from_the_tokens_before_it(
+    drawn: list[tuple[Branches, int, int]], has_one_prompt: bool, how: str
+) -> None:
+    rows = []
+    prompts = [np.arange(100, 100 + size, dtype=np.int32) for *_, size in drawn]
+    for number, (branches, num_tokens, _) in enumerate(drawn):
+        prompt = prompts[0 if has_one_prompt else number]
+        branches = np.maximum(branches, -1 - len(prompt))
+        row = make_sample([], list(range(num_tokens)))
+        rollout = dataclasses.replace(row.rollout, branches=branches)
+        rows.append(dataclasses.replace(row, prompt_ids=prompt, rollout=rollout))
+    units = [0] * len(rows) if has_one_prompt else range(len(rows))
+    batch = collate(
+        rows,
+        is_packed=how != "padded",
+        shares_tokens=how == "together",
+        units=units,
+        score_all=True,
+    )
+    for index, row in enumerate(rows):
+        before = predecessors(row.rollout.branches, num_tokens=row.rollout.num_tokens)
+        for token, context in enumerate(contexts_in(batch, row, index)):
+            expected, place = [], int(before[token])
+            while place >= -len(row.prompt_ids):
+                expected.append(place if place >= 0 else int(row.prompt_ids[place]))
+                place = int(before[place]) if place >= 0 else place - 1
+            assert bool(batch.completion_mask[index, token]) is bool(expected)
+            assert not expected or context == expected[::-1]
+    if how == "together" and not has_one_prompt:
+        assert batch.input_ids.numel() == sum(row.num_inputs for row in rows)
+        spans = [span for row in rows for span in row.spans]
+        assert batch.spans(rows) == [span for span in spans if span[0]]
+    if how == "apart":
+        assert batch.input_ids.numel() == sum(sum(row.chain_inputs) for row in rows)
+
+
+def test_chains_of_padded_rows_count_for_the_limit() -> None:
+    assert pack_micro_batches([4, 4, 4], max_tokens=12, counts=[2, 1, 1]) == [[0, 1], [2]]

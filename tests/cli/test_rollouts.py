@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -119,6 +120,27 @@ def test_a_row_has_the_parts_of_each_version(run: Path, capsys: pytest.CaptureFi
         {"text": "46", "num_tokens": 2, "lineage": 1, "step": 4, "is_sampled": True},
     ]
     assert (first["staleness_min"], first["staleness_max"], first["step"]) == (1, 2, 6)
+
+
+def test_chains_of_a_rollout_say_what_they_follow(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = make_group(2, "12+34=", {"0046915": 1.0, "0047": 0.0})
+    branches = np.array([[4, 1], [6, -3]], np.int32)  # 00|46, 00|91 and 12+3|5
+    rollout = dataclasses.replace(group.rollouts[0], branches=branches)
+    group = dataclasses.replace(group, rollouts=(rollout, group.rollouts[1]))
+    ledger = Ledger(run, spool_bytes=1 << 20)
+    ledger.store(group, *encode_group(group))
+    ledger.commit()
+    ledger.close()
+    assert main([str(run), "--group", "2"]) == 0
+    header, *told = capsys.readouterr().out.splitlines()
+    assert header.endswith("ended by stop  3 chains")
+    assert told[:6] == [
+        "  12+34=", "    0046", '    after "12+34=00":', "    91", '    after "12+3":', "    5"
+    ]  # fmt: skip
+    row, other = rows(capsys, run, "--group", "2")
+    assert (row["branches"], other["branches"]) == ([[4, 1], [6, -3]], [])
 
 
 def test_a_parquet_file_has_the_same_rows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

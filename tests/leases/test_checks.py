@@ -49,3 +49,21 @@ def test_two_versions_in_a_group_are_a_fault_only_where_one_must_have_sampled_it
     assert fault_of(mixed) is None
     assert fault_of(mixed, exact_version=True) == "mixed_versions"
     assert fault_of([(1, 3)] * 3, exact_version=True) is None
+
+
+def test_chains_are_for_agents_and_bounded_alone_and_together() -> None:
+    group = make_group(12, PolicyVersion(1, 3))
+    num_prompt = len(group.prompt_ids)
+    rollouts = tuple(  # of three tokens, of which the last two follow the prompt
+        replace(rollout, branches=np.array([[1, -1]], np.int32)) for rollout in group.rollouts
+    )
+    group = replace(group, rollouts=rollouts)
+
+    def fault(**settings: Any) -> str | None:
+        return find_group_fault(group, LEASE, make_settings(**settings))
+
+    assert num_prompt
+    assert fault() == "malformed"
+    assert fault(max_tree_tokens=3, max_completion_tokens=2) is None
+    assert fault(max_tree_tokens=2, max_completion_tokens=2) == "too_long"
+    assert fault(max_tree_tokens=3, max_completion_tokens=1) == "too_long"

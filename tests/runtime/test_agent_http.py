@@ -35,7 +35,7 @@ from echo.roles.worker.worker import GroupFinished
 from echo.runtime.agents import endpoint
 from echo.runtime.agents.agents import StoppingError
 from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint
-from echo.runtime.agents.sessions import Turn
+from echo.runtime.agents.turns import Turn
 from echo.runtime.worker.node import serve_agents
 from echo.runtime.worker.setup import inherit
 from tests.runtime.harness import Play, Run, running

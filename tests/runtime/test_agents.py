@@ -14,7 +14,10 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
+from echo.core.chains import Tree, predecessors
 from echo.core.errors import EngineError
 from echo.core.metrics import Counters
 from echo.core.rollout import Group, PolicyVersion
@@ -39,9 +42,9 @@ from echo.runtime.agents.sessions import (
     Session,
     SessionError,
     SessionOutcome,
-    Turn,
     group_of,
 )
+from echo.runtime.agents.turns import Turn, num_sampled_of, tree_of
 from echo.runtime.threads import ThreadPools
 from echo.tasks.tokenization import TextCodec
 from echo.wire.messages import Lease
@@ -67,7 +70,7 @@ def make_agents(run: Callable[..., Awaitable[object]]) -> Agents:
     counters = Counters()
     count = counters.add
     role = Mock(outbox=[], installed_version=V1, counters=counters, count=count)
-    parts = Mock(group_size=1, session_timeout_s=60.0)
+    parts = Mock(group_size=1, session_timeout_s=60.0, max_rollout_tokens=100)
     return Agents(parts, role, Mock(), node=Mock(now=0.0), pool=Mock(run=run))
 
 
@@ -134,7 +137,7 @@ def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile(
         asyncio.run(agents.call(session.session_id, "1+1=", CallOptions()))
 
 
-def test_a_task_judges_the_last_answer_also_where_another_chain_is_trained_on() -> None:
+def test_a_task_judges_the_last_answer() -> None:
     async def run(_: object, __: object, text: str) -> float:
         return {"[5]": 1.0}.get(text, 0.0)
 
@@ -236,7 +239,7 @@ def test_members_are_given_out_once_oldest_lease_first_and_the_last_reward_makes
     outcomes = episodes.finish(episodes.find(first.session_id, now=1.0), 0.5)
     assert outcomes is not None
     assert [outcome.reward for outcome in outcomes] == [0.5, 1.0]
-    assert [outcome.num_sampled for outcome in outcomes] == [MAX_SESSION_CALLS, 1], "of all calls"
+    assert [num_sampled_of(outcome.turns) for outcome in outcomes] == [MAX_SESSION_CALLS, 1]
     assert [lease.group_id for lease in episodes.leases] == [4]
     with pytest.raises(SessionError, match=r"no open session.*begin another"):
         episodes.find(first.session_id, now=0)
@@ -259,6 +262,23 @@ def test_silence_frees_episodes_and_then_gives_the_lease_up(episodes: Episodes) 
     assert lease.group_id == 3
     assert why == "no agent came within 20 s"
     assert not episodes.leases
+
+
+def test_tokens_of_sessions_that_are_given_up_are_counted(episodes: Episodes) -> None:
+    episodes.add(lease_of(3), now=0)
+    rewarded, given_up = begin(episodes), begin(episodes)
+    rewarded.turns.append(turn_of([1], [8, 8]))
+    episodes.finish(rewarded, 1.0)
+    for attempt in range(MAX_EPISODE_ATTEMPTS):
+        given_up.turns.append(turn_of([1], [8]))
+        was_freed = episodes.abandon(given_up)
+        is_last = attempt == MAX_EPISODE_ATTEMPTS - 1
+        assert was_freed is not is_last
+        # With the lease all is lost, also the rewarded episode.
+        assert episodes.take_abandoned() == (3 if is_last else 1)
+        if was_freed:
+            given_up = begin(episodes)
+    assert episodes.take_abandoned() == 0
 
 
 def test_episodes_that_fall_silent_together_give_their_lease_up_once(episodes: Episodes) -> None:
@@ -296,46 +316,115 @@ def test_a_session_makes_so_many_calls_and_is_not_kept_alive_by_more(episodes: E
         episodes.find(session.session_id, now=16.0)
 
 
-def test_the_chain_with_the_most_sampled_tokens_becomes_the_rollout() -> None:
-    first = turn_of([1, 5], [8, 9])
-    second = turn_of([1, 5, 8, 9, 6], [7], parent=first, step=2)
-    session = Session("s", lease_of(3), 0, 0.0, turns=[first, turn_of([1, 4], [3, 3]), second])
-    assert session.best is second
-    session.turns.append(turn_of([1, 5], [2, 2, 2]))
-    assert session.best is session.turns[-1], "of equals the last"
+def group_with(*sessions: list[Turn], max_tokens: int = 1000) -> Group:
+    outcomes = [SessionOutcome(turns, 1.0) for turns in sessions]
+    return group_of(lease_of(3), "w1", outcomes, max_tokens=max_tokens)[0]
 
-    other = turn_of([1, 5, 4], [2])
-    group = group_of(
-        lease_of(3), "w1", [SessionOutcome(second, 1.0, 9), SessionOutcome(other, 0.0, 9)]
-    )
+
+def test_all_chains_of_a_session_become_one_rollout() -> None:
+    first = turn_of([1, 5], [8, 9])
+    rewritten = turn_of([1, 5, 8, 6], [7, 7], step=1)
+    second = turn_of([1, 5, 8, 9, 6], [7], parent=first, step=2)
+    again = turn_of([1, 5], [8, 9], step=2)  # another answer, which happens to be the same
+    other = turn_of([1, 4], [3])
+    session = SessionOutcome([first, rewritten, second, again, other], 1.0)
+    short = SessionOutcome([turn_of([1, 5, 4], [2], step=1)], 0.0)
+    group, num_chains = group_of(lease_of(3), "w1", [session, short], max_tokens=100)
+    assert num_chains == 4 + 1
     assert group.prompt_ids.tolist() == [1, 5]
-    long, short = group.rollouts
-    assert long.token_ids.tolist() == [8, 9, 6, 7]
-    assert long.completion_mask.tolist() == [True, True, False, True]
-    assert long.sampler_logprobs.tolist() == [-1, -2, 0, -1]
-    assert long.policy_versions[long.completion_mask].tolist() == [[1, 0], [1, 0], [1, 2]]
-    assert is_same_sets(long.support, make_sets([8], [9], NOT_RECORDED, [7]))
-    assert is_same_sets(short.support, make_sets(NOT_RECORDED, [2]))
-    assert short.token_ids.tolist() == [4, 2]
-    assert short.completion_mask.tolist() == [False, True]
+    rollout, alone = group.rollouts
+    assert rollout.token_ids.tolist() == [8, 9, 6, 7, 7, 6, 7, 8, 9, 4, 3]
+    assert rollout.branches.tolist() == [[2, 0], [5, 1], [7, -1], [9, -2]]
+    masked = (~rollout.completion_mask).nonzero()[0].tolist()
+    assert masked == [2, 5, 9]
+    assert rollout.sampler_logprobs.tolist() == [-1, -2, 0, -1, -2, 0, -1, -1, -2, 0, -1]
+    assert rollout.policy_versions[:, 1].tolist() == [0, 0, 0, 1, 1, 0, 2, 2, 2, 0, 0]
+    no = NOT_RECORDED
+    sets = make_sets([8], [9], no, [7], [7], no, [7], [8], [9], no, [3])
+    assert is_same_sets(rollout.support, sets)
+    assert (alone.token_ids.tolist(), alone.branches.tolist()) == ([4, 2], [])
+    assert alone.policy_versions.tolist() == [[1, 1], [1, 1]]
+    assert is_same_sets(alone.support, make_sets(no, [2]))
     assert group.rewards == [1.0, 0.0]
 
-    # One context may be the beginning of another; those that share nothing make no group.
-    def group_with(*contexts: list[int]) -> Group:
-        outcomes = [SessionOutcome(turn_of(context, [8]), 1.0, 1) for context in contexts]
-        return group_of(lease_of(3), "w1", outcomes)
 
-    group = group_with([1, 2], [1, 2, 3])
+def test_the_prompt_of_a_group_is_what_its_first_contexts_share() -> None:
+    group = group_with([turn_of([1, 2], [8])], [turn_of([1, 2, 3], [8]), turn_of([9], [8])])
     assert group.prompt_ids.tolist() == [1, 2]
-    assert [r.completion_mask.tolist() for r in group.rollouts] == [[True], [False, True]]
+    masks = [rollout.completion_mask.tolist() for rollout in group.rollouts]
+    assert masks == [[True], [False, True, False, True]]
+    assert group.rollouts[1].branches.tolist() == [[2, -3]], "it begins with nothing"
     with pytest.raises(SessionError, match="do not begin with the same token"):
-        group_with([1], [2])
+        group_with([turn_of([1], [8])], [turn_of([2], [8])])
     # A chain may be longer than a stack of calls.
     last = None
-    for _ in range(2 * sys.getrecursionlimit()):
-        last = turn_of([1], [8], parent=last)
-    assert last is not None
-    assert last.num_sampled == 2 * sys.getrecursionlimit()
+    turns: list[Turn] = []
+    for number in range(2 * sys.getrecursionlimit()):
+        last = turn_of([1, *[8] * number], [8], parent=last)
+        turns.append(last)
+    assert turns[-1].num_sampled == 2 * sys.getrecursionlimit()
+    assert not len(group_with(turns, turns).rollouts[0].branches)
+
+
+def test_chains_beyond_the_most_tokens_are_left_out_those_with_the_fewest_sampled_first() -> None:
+    long = turn_of([1, 2], [5, 5, 5])
+    turns = [turn_of([1, 2], [3]), long, turn_of([1, 2], [4, 4])]
+    turns.append(turn_of([1, 2, 5, 5, 5, 6], [7], parent=long, step=1))
+    for most, expected in (
+        (10, [3, 5, 5, 5, 4, 4, 6, 7]),
+        (9, [5, 5, 5, 4, 4, 6, 7]),
+        (8, [5, 5, 5, 6, 7]),
+        (1, [5, 5, 5, 6, 7]),
+    ):
+        group = group_with(turns, turns, max_tokens=most)
+        assert group.rollouts[0].token_ids.tolist() == expected
+
+
+@st.composite
+def sessions(draw: st.DrawFn) -> list[Turn]:
+    """Calls whose contexts go on from an earlier call, or from part of one, or begin anew."""
+    few = st.lists(st.integers(1, 3), max_size=3)
+    turns: list[Turn] = []
+    for step in range(draw(st.integers(1, 6))):
+        parent = draw(st.sampled_from([None, *turns]))
+        begun = [] if parent is None else parent.ids.tolist()
+        if draw(st.booleans()):
+            parent, begun = None, begun[: draw(st.integers(0, 4))]
+        context = begun + draw(few)
+        turns.append(turn_of(context or [1], draw(few), parent=parent, step=step))
+    return turns
+
+
+@given(sessions(), st.integers(1, 30))
+def test_each_sampled_token_is_there_once_after_the_context_it_was_sampled_in(
+    turns: list[Turn], most: int
+) -> None:
+    assume(num_sampled_of(turns))
+    tree = tree_of(turns, max_tokens=100)
+    num_prompt = len(tree.first_context) - (not len(turns[0].completion.token_ids))
+    assume(num_prompt)
+    rollout = tree.rollout(num_prompt, reward=1.0, finish_reason="stop")
+    prompt = tree.first_context[:num_prompt].tolist()
+    ids = [*prompt, *rollout.token_ids.tolist()]
+    before = predecessors(rollout.branches, num_tokens=rollout.num_tokens)
+    found = []
+    for place in rollout.completion_mask.nonzero()[0].tolist():
+        own, at = [], int(before[place])
+        while at >= -num_prompt:
+            own.append(ids[at + num_prompt])
+            at = int(before[at]) if at >= 0 else at - 1
+        version, logprob = rollout.policy_versions[place, 1], rollout.sampler_logprobs[place]
+        found.append((int(version), ids[place + num_prompt], float(logprob), own[::-1]))
+    expected = [
+        (step, token, -1.0 - number, [*turn.context_ids, *turn.completion.token_ids[:number]])
+        for step, turn in enumerate(turns)
+        for number, token in enumerate(turn.completion.token_ids.tolist())
+    ]
+    assert sorted(found) == sorted(expected)
+    shape = Tree(rollout.branches, num_tokens=rollout.num_tokens, num_prompt=num_prompt)
+    assert tree.num_chains == len(shape.chains)
+    smaller = tree_of(turns, max_tokens=most)
+    assert smaller.num_tokens <= most or smaller.num_chains == 1
 
 
 # --- what goes over HTTP --------------------------------------------------------------------------

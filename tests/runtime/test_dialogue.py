@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from echo.core.errors import DataError
 from echo.engine.engine import Completion
 from echo.runtime.agents.dialogue import Dialogue
-from echo.runtime.agents.sessions import Turn
+from echo.runtime.agents.turns import Turn
 from echo.tasks.tokenization import TextCodec, unmarked
 from tests.tasks.test_chat_tokens import make_tokenizer
 

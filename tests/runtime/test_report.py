@@ -286,11 +286,16 @@ def test_what_is_rare_is_shown_from_its_first_time_on_and_of_no_call_nothing() -
 
 def test_the_trained_share_of_what_agents_sample_is_of_the_last_step() -> None:
     metrics = TaskMetrics()
-    first = {"w1": {"agents/tokens_sampled": 90, "agents/tokens_trained": 30}, "w2": {}}
-    assert metrics.row(first) == pytest.approx({"agents/trained_share": 1 / 3})
+    counts: dict[str, int] = {"agents/tokens_sampled": 90, "agents/tokens_trained": 30}
+    counts |= {"agents/num_episodes": 4, "agents/num_chains": 6}
+    first = {"w1": dict(counts), "w2": {}}
+    expected = {"agents/trained_share": 1 / 3, "agents/abandoned_share": 0, "agents/chains": 1.5}
+    assert metrics.row(first) == pytest.approx(expected)
     assert metrics.row(first) == {}
-    more = {"agents/tokens_sampled": 100, "agents/tokens_trained": 40}
-    assert metrics.row({"w1": more}) == {"agents/trained_share": 1.0}
+    counts |= {"agents/tokens_sampled": 110, "agents/tokens_trained": 45}
+    counts |= {"agents/tokens_abandoned": 5}
+    expected = {"agents/trained_share": 0.75, "agents/abandoned_share": 0.25}
+    assert metrics.row({"w1": counts}) == expected
 
 
 # --- evaluation -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.nn.attention import current_flash_attention_impl, restore_flash_atten
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from echo.algo.batching import Segments
+from echo.algo.batching import RowRuns, Segments
 from echo.algo.losses import make_loss
 from echo.train.models import attention, packing, policy
 from echo.train.models.attention import DENSE, FA3, FA4, PRODUCTS, VARLEN, Kernel, LayerShape
@@ -88,20 +88,18 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- values and gradients -------------------------------------------------------------------------
 
-ROWS: Mapping[str, tuple[list[int], list[tuple[int, int]] | None]] = {
+ROWS: Mapping[str, tuple[list[int], list[RowRuns] | None]] = {
     "one short": ([9], None),
     "one long": ([70], None),
     "long ones alone": ([128, 97, 64], None),
     "long ones and others": ([97, 65, 40, 40, 7, 1, 1], None),
     "a long one behind": ([40, 97], None),
-    "shared prompts": ([20, 5, 9, 9, 7, 1], [(0, 0), (0, 20), (0, 20), (0, 20), (0, 0), (0, 0)]),
-    "shared prompts behind long ones": (
-        [97, 64, 20, 5, 9, 9],
-        [(0, 0), (0, 0), (0, 0), (161, 20), (161, 20), (161, 20)],
-    ),
-    "a long prompt is shared": ([80, 70, 9], [(0, 0), (0, 80), (0, 80)]),
+    "shared prompts": ([20, 5, 9, 9, 7, 1], [(), *[((0, 20),)] * 3, (), ()]),
+    "shared prompts behind long ones": ([97, 64, 20, 5, 9, 9], [(), (), (), *[((161, 20),)] * 3]),
+    "a long prompt is shared": ([80, 70, 9], [(), ((0, 80),), ((0, 80),)]),
+    "chains": ([70, 9, 5, 7, 8], [(), ((0, 20),), ((0, 20), (70, 4)), ((0, 12),), ()]),
 }
-"""Tokens of the segments of each row, and the prompts that they share."""
+"""Tokens of the segments of each row, and the runs of tokens before them."""
 
 
 def attended(*states: Tensor, **given: Any) -> Tensor:
@@ -113,12 +111,14 @@ def attended(*states: Tensor, **given: Any) -> Tensor:
 def expected_of(
     states: tuple[Tensor, ...], segments: Segments, window: int | None, scaling: float
 ) -> Tensor:
-    """Attention of each segment with its prompt alone, written with a softmax."""
+    """Attention of each segment with the tokens before it, written with a softmax."""
     query, key, value = states
     times = query.shape[1] // key.shape[1]
     parts, start = [], 0
-    for length, (first, size) in zip(segments.lengths, segments.prefixes, strict=True):
-        places = [*range(first, first + size), *range(start, start + length)]
+    for length, runs in zip(segments.lengths, segments.prefixes, strict=True):
+        places = [place for first, size in runs for place in range(first, first + size)]
+        size = len(places)
+        places += range(start, start + length)
         q = query[0, :, start : start + length]
         k, v = (x[0, :, places].repeat_interleave(times, 0) for x in (key, value))
         age = torch.arange(size, size + length)[:, None] - torch.arange(size + length)
@@ -411,9 +411,7 @@ def test_the_stand_in_computes_what_the_operator_does(
     if segments.keys is not None:
         states[1:] = (x.index_select(0, segments.keys) for x in states[1:])
     longest = max(segments.lengths)
-    most = max(
-        size + length for length, (_, size) in zip(segments.lengths, segments.prefixes, strict=True)
-    )
+    most = int(segments.key_ends.diff().max())
     given = segments.ends, segments.key_ends, longest, most
     how: dict[str, Any] = {
         "scale": None,

@@ -169,7 +169,7 @@ def test_all_that_steps_do_stays_below_the_limit(name: str) -> None:
     for lengths in ROWS[:9]:
         compute(model, lengths).backward()
     for prompt, *completions in SHARED:
-        prefixes = [(0, 0), *[(0, prompt)] * len(completions)]
+        prefixes = [(), *[((0, prompt),)] * len(completions)]
         compute(model, [prompt, *completions], prefixes).backward()
     with torch.no_grad():
         for each in (model, reference):

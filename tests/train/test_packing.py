@@ -220,7 +220,7 @@ def test_each_group_shares_its_prompt_by_its_own_lengths(tiny_model_dir: Path) -
     assert indices == [2, 4, 3, 0, 5, 1, 6]
     assert micro.segments is not None
     assert micro.segments.lengths == (20, 8, 8, 4, 93, 93, 63, 63)
-    assert micro.segments.prefixes == ((0, 0), *[(0, 20)] * 3, *[(0, 0)] * 4)
+    assert micro.segments.prefixes == ((), *[((0, 20),)] * 3, *[()] * 4)
 
 
 @pytest.mark.parametrize("rows", ["packed", "padded"])

@@ -164,6 +164,9 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         sampler_logprobs=draw(hnp.arrays(np.float32, length, elements=st.floats(width=32))),
         policy_versions=draw(hnp.arrays(np.int32, (length, 2), elements=int32)),
         completion_mask=draw(hnp.arrays(np.bool_, length)),
+        branches=np.array(
+            [(start, -1) for start in range(1, draw(st.integers(1, length)))], np.int32
+        ).reshape(-1, 2),
         support=draw(st.none() | token_sets(length, with_logprobs=False)),
         likely=draw(st.none() | token_sets(length, with_logprobs=True)),
         reward=draw(st.just(NO_OPINION) | st.floats(allow_nan=False, allow_infinity=False)),
@@ -199,6 +202,7 @@ def same(a: Group, b: Group) -> bool:
                 "sampler_logprobs",
                 "policy_versions",
                 "completion_mask",
+                "branches",
             )
         )
         and np.array_equal(a.rewards, b.rewards, equal_nan=True)
@@ -249,6 +253,8 @@ def test_a_group_of_arbitrary_bytes_is_a_remote_error(header: bytes, arrays: byt
         ({"num_tokens": [2**62]}, r"Expected `int` <= 16777216 - at `\$.num_tokens"),
         ({"num_tokens": [2**24]}, "bytes of arrays where its header needs"),
         ({"finish_reasons": ["eos"]}, "'eos'; use stop, length or abort"),
+        ({"num_branches": [0, 0]}, "numbers of branches disagree"),
+        ({"num_branches": [1]}, "25 bytes of arrays|21 bytes of arrays where its header needs 29"),
     ],
 )
 def test_a_group_header_that_lies_is_refused(changes: dict[str, Any], match: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -67,12 +68,14 @@ def test_a_group_without_sets_is_written_as_before() -> None:
     assert len(arrays) == 4 + 3 * 17
 
 
-def test_a_group_that_was_stored_before_sets_were_known_is_read() -> None:
+def test_a_group_that_was_stored_before_sets_and_branches_were_known_is_read() -> None:
     group = make_group(make_rollout([(1, 1)] * 3))
     header, arrays = encode_group(group)
-    old = header[:1].replace(b"\x88", b"\x87") + header[1:].replace(b"\xa9set_bytes\x90", b"")
-    assert len(old) == len(header) - 11
-    assert decode_group(old, arrays).rollouts[0].support is None
+    fields = msgspec.msgpack.decode(header)
+    assert (fields.pop("set_bytes"), fields.pop("num_branches")) == ([], [])
+    [rollout] = decode_group(msgspec.msgpack.encode(fields), arrays).rollouts
+    assert rollout.support is None
+    assert not len(rollout.branches)
 
 
 def test_the_largest_supports_are_left_out_where_a_message_would_not_hold_them() -> None:

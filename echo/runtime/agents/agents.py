@@ -33,7 +33,14 @@ from echo.roles.worker.worker import (
 )
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.agents.dialogue import Dialogue
-from echo.runtime.agents.sessions import Episodes, Session, SessionError, Turn, group_of
+from echo.runtime.agents.sessions import (
+    Episodes,
+    Session,
+    SessionError,
+    SessionOutcome,
+    group_of,
+)
+from echo.runtime.agents.turns import Turn, num_sampled_of
 from echo.runtime.node import DialingNode
 from echo.runtime.threads import Pool
 from echo.tasks.task import Example
@@ -55,6 +62,8 @@ class AgentParts:
     window: int
     """Largest number of tokens in a sequence that the model takes."""
     max_session_tokens: int
+    max_rollout_tokens: int
+    """Most tokens of all chains of a session together that a rollout has."""
     session_timeout_s: float
     model_name: str
     listen: str
@@ -129,6 +138,7 @@ class Agents:
             num_ticks += 1
             for lease, why in self._episodes.expire(now=self._node.now):
                 self._give_up(lease, "agent_timeout", why)
+            self._count_abandoned()
             self._node.report(LeasesAlive(self._episodes.leases, num_ticks))
             self._demand()
 
@@ -188,10 +198,8 @@ class Agents:
             RewardError: if the task's reward function fails.
         """
         session = self._episodes.find(session_id, now=self._node.now)
-        self._episodes.leaf_of(session)  # raises if there is nothing to reward
+        self._episodes.check_rewardable(session)
         if reward is None:
-            # Judge the last answer. If the agent has rewritten its history, the chain that is
-            # trained on may end in another answer.
             text = self.parts.dialogue.answer_of(session.turns[-1].completion.token_ids)
             example = Example(**session.lease.example)
             reward = await self._pool.run(self.parts.reward, example, text)
@@ -204,18 +212,36 @@ class Agents:
         session = self._episodes.find(session_id, now=self._node.now)  # it may have ended by now
         outcomes = self._episodes.finish(session, judged)
         if outcomes is not None:
-            lease = session.lease
-            for outcome in outcomes:
-                self.role.counters.add("agents/tokens_sampled", outcome.num_sampled)
-                self.role.counters.add("agents/tokens_trained", outcome.leaf.num_sampled)
-            try:
-                group = group_of(lease, self.role.settings.node_id, outcomes)
-            except SessionError as error:
-                self._give_up(lease, "agent_error", str(error))
-            else:
-                self._node.report(GroupFinished(group))
+            self._finish(session.lease, outcomes)
         self._demand()
         return reward
+
+    def _finish(self, lease: Lease, outcomes: Sequence[SessionOutcome]) -> None:
+        """Report the group of a lease whose episodes have all ended."""
+        count = self.role.counters.add
+        num_sampled = sum(num_sampled_of(outcome.turns) for outcome in outcomes)
+        count("agents/tokens_sampled", num_sampled)
+        try:
+            group, num_chains = group_of(
+                lease,
+                self.role.settings.node_id,
+                outcomes,
+                max_tokens=self.parts.max_rollout_tokens,
+            )
+        except SessionError as error:
+            count("agents/tokens_abandoned", num_sampled)
+            self._give_up(lease, "agent_error", str(error))
+            return
+        count("agents/tokens_trained", group.num_trained)
+        count("agents/num_episodes", len(outcomes))
+        count("agents/num_chains", num_chains)
+        self._node.report(GroupFinished(group))
+
+    def _count_abandoned(self) -> None:
+        number = self._episodes.take_abandoned()
+        if number:
+            self.role.counters.add("agents/tokens_sampled", number)
+            self.role.counters.add("agents/tokens_abandoned", number)
 
     def abandon(self, session_id: str) -> None:
         """End a session without a reward, and free its episode for another attempt.
@@ -226,6 +252,7 @@ class Agents:
         session = self._episodes.find(session_id, now=self._node.now)
         if not self._episodes.abandon(session):
             self._give_up(session.lease, "agent_failed", "its agents gave an episode up each time")
+        self._count_abandoned()
         self._has_news.set()
 
     # --- calls -----------------------------------------------------------------------------------

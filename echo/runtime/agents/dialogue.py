@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from echo.core.errors import DataError
-from echo.runtime.agents.sessions import Ids, Turn
+from echo.runtime.agents.turns import Ids, Turn
 from echo.tasks.tokenization import MARK, TextCodec, unmarked
 
 

@@ -16,7 +16,7 @@ from echo.core.rollout import PolicyVersion
 from echo.engine.engine import MIN_TEMPERATURE
 from echo.runtime.agents.agents import CallOptions, Prompt
 from echo.runtime.agents.dialogue import Dialogue
-from echo.runtime.agents.sessions import Turn
+from echo.runtime.agents.turns import Turn
 from echo.tasks.environment import find_calls, without_calls
 from echo.wire.codec import DECODE_ERRORS
 

@@ -1,14 +1,12 @@
 """Sessions of outside agents, and the groups of rollouts made of their calls.
 
 A lease with group size G becomes G episodes. An agent that asks for an episode gets a session,
-which records the tokens of each call. If the context of a call begins with the context and
-completion of an earlier call, the call continues this earlier call's chain, token by token. Any
-other call starts a new chain, for example after the agent has rewritten its history. At the reward,
-the chain with the most sampled tokens becomes the rollout: its sampled tokens are trained on, the
-tokens between them are masked.
+which records the tokens of each call. At the reward, all calls of the session become one rollout,
+whose tokens form a tree of chains (turns.py): the sampled tokens are trained on, the others are
+masked.
 
-The prompts of a group's sessions may differ (names, times, tools). Their common beginning becomes
-the group's prompt. The rest of each prompt becomes the masked beginning of its rollout.
+The first contexts of a group's sessions may differ (names, times, tools). Their common beginning
+becomes the group's prompt. The rest of each context is masked in its rollout.
 """
 
 from __future__ import annotations
@@ -19,13 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from echo.core.errors import EchoError
-from echo.core.rollout import Group, Rollout
-from echo.core.token_sets import TokenSets, join_sets
-from echo.engine.engine import Completion
+from echo.core.rollout import Group
 from echo.leases.worker.held import LeaseKey, key_of
+from echo.runtime.agents.turns import Ids, Turn, num_sampled_of, tree_of
 from echo.wire.messages import Lease
 
 MAX_EPISODE_ATTEMPTS = 3
@@ -34,8 +30,6 @@ MAX_SESSION_CALLS = 1024
 """Largest number of calls of a session. Each call takes memory, so an agent that loops is stopped.
 """
 
-Ids = npt.NDArray[np.int32]
-
 
 class SessionError(EchoError):
     """The agent's session does not allow the request."""
@@ -43,47 +37,6 @@ class SessionError(EchoError):
 
 class UnknownSessionError(SessionError):
     """The session does not exist, or has ended."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """A call of a session and its completion."""
-
-    context_ids: Ids
-    """[C] the tokens of the context."""
-    completion: Completion
-    text: str
-    """Context and completion as text, special tokens included."""
-    parent: Turn | None
-    """The call that this call continues; None if it begins a chain."""
-    num_hidden: int = 0
-    """Number of characters at the end of `text` that the agent is not shown: the stop string that
-    ended the completion, and what else its last token holds.
-    """
-
-    @property
-    def shown_text(self) -> str:
-        """Context and completion as text, up to the stop string that ended the completion."""
-        return self.text[: len(self.text) - self.num_hidden]
-
-    @property
-    def ids(self) -> Ids:
-        """[C + T] the tokens of context and completion."""
-        return np.concatenate([self.context_ids, self.completion.token_ids])
-
-    @property
-    def chain(self) -> list[Turn]:
-        """The calls of this call's chain, oldest first, up to this call."""
-        turns, turn = [self], self.parent
-        while turn is not None:
-            turns.append(turn)
-            turn = turn.parent
-        return turns[::-1]
-
-    @property
-    def num_sampled(self) -> int:
-        """Number of tokens sampled along the call's chain."""
-        return sum(len(turn.completion.token_ids) for turn in self.chain)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,20 +61,13 @@ class Session:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return {"session": self.session_id, "messages": messages, **example}
 
-    @property
-    def best(self) -> Turn | None:
-        """The newest call whose chain has the most sampled tokens; None before the first call."""
-        return max(reversed(self.turns), key=lambda turn: turn.num_sampled, default=None)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionOutcome:
-    """The result of a finished episode: the last call of its chain, its reward, its tokens."""
+    """The result of a finished episode: its calls, oldest first, and its reward."""
 
-    leaf: Turn
+    turns: Sequence[Turn]
     reward: float
-    num_sampled: int
-    """Number of tokens sampled in all calls of the session, not only in the chain of `leaf`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +98,7 @@ class Episodes:
         self._timeout_s = timeout_s
         self._open_leases: dict[LeaseKey, _OpenLease] = {}
         self._sessions: dict[str, Session] = {}
+        self._num_abandoned_tokens = 0
 
     @property
     def leases(self) -> list[Lease]:
@@ -216,21 +163,15 @@ class Episodes:
         session.num_running += 1
         session.num_calls += 1
 
-    def leaf_of(self, session: Session) -> Turn:
-        """Return the last call of the chain that becomes a session's rollout.
-
-        Raises:
-            SessionError: if the session has no completed call, or a call is running.
-        """
+    def check_rewardable(self, session: Session) -> None:
+        """Raise a SessionError if a session has no completed call, or a call is running."""
         if session.num_running:
             raise SessionError(f"session {session.session_id}: a call is still being answered")
-        leaf = session.best
-        if leaf is None:
+        if not session.turns:
             raise SessionError(
                 f"session {session.session_id} has no call to be rewarded: send its id with each "
                 "call, as the header X-Echo-Session or in the address /sessions/ID/v1"
             )
-        return leaf
 
     def finish(self, session: Session, reward: float) -> list[SessionOutcome] | None:
         """End a session with its reward; return the outcomes of its group if all episodes ended.
@@ -240,10 +181,9 @@ class Episodes:
         Raises:
             SessionError: if the session has no completed call, or a call is running.
         """
-        leaf = self.leaf_of(session)
+        self.check_rewardable(session)
         entry = self._close(session)
-        num_sampled = sum(len(turn.completion.token_ids) for turn in session.turns)
-        entry.outcomes[session.member] = SessionOutcome(leaf, reward, num_sampled)
+        entry.outcomes[session.member] = SessionOutcome(session.turns, reward)
         if len(entry.outcomes) < self._group_size:
             return None
         del self._open_leases[key_of(session.lease)]
@@ -255,11 +195,20 @@ class Episodes:
         After MAX_EPISODE_ATTEMPTS attempts the whole lease is given up instead.
         """
         entry = self._close(session)
+        self._num_abandoned_tokens += num_sampled_of(session.turns)
         if entry.num_attempts[session.member] >= MAX_EPISODE_ATTEMPTS:
             self._drop(entry)
             return False
         entry.waiting.append(session.member)
         return True
+
+    def take_abandoned(self) -> int:
+        """Return the number of tokens sampled in sessions given up since the last call.
+
+        Rewarded sessions count as well if the lease of their group was given up.
+        """
+        number, self._num_abandoned_tokens = self._num_abandoned_tokens, 0
+        return number
 
     def expire(self, *, now: float) -> list[tuple[Lease, str]]:
         """Free the episodes of silent agents; return the given-up leases, each with the reason."""
@@ -301,62 +250,49 @@ class Episodes:
     def _drop(self, entry: _OpenLease) -> None:
         del self._open_leases[key_of(entry.lease)]
         for name in entry.sessions:
-            del self._sessions[name]
+            self._num_abandoned_tokens += num_sampled_of(self._sessions.pop(name).turns)
+        for outcome in entry.outcomes.values():
+            self._num_abandoned_tokens += num_sampled_of(outcome.turns)
 
 
-def group_of(lease: Lease, worker_id: str, outcomes: Sequence[SessionOutcome]) -> Group:
-    """Return the group made of the finished episodes of a lease.
+def group_of(
+    lease: Lease, worker_id: str, outcomes: Sequence[SessionOutcome], *, max_tokens: int
+) -> tuple[Group, int]:
+    """Return the group made of the finished episodes of a lease, and its number of chains.
+
+    Args:
+        lease: the lease.
+        worker_id: the worker's id.
+        outcomes: the results of all episodes.
+        max_tokens: most tokens of all chains of a rollout together, prompt included; chains beyond
+            are left out, but for one.
 
     Raises:
         SessionError: if the first contexts of the episodes do not begin with the same token.
     """
-    num_shared = _num_shared([outcome.leaf.chain[0].context_ids for outcome in outcomes])
+    trees = [tree_of(outcome.turns, max_tokens=max_tokens) for outcome in outcomes]
+    num_shared = _num_shared([tree.first_context for tree in trees])
     if not num_shared:
         raise SessionError(
             "the first calls of the group's sessions do not begin with the same token; give all of "
             "them the same beginning, such as a system message"
         )
-    return Group(
+    rollouts = [
+        tree.rollout(
+            num_shared,
+            reward=outcome.reward,
+            finish_reason=outcome.turns[-1].completion.finish_reason,
+        )
+        for tree, outcome in zip(trees, outcomes, strict=True)
+    ]
+    group = Group(
         group_id=lease.group_id,
         attempt=lease.attempt,
         worker_id=worker_id,
-        prompt_ids=outcomes[0].leaf.context_ids[:num_shared].astype(np.int32),
-        rollouts=tuple(_make_rollout(outcome, num_shared) for outcome in outcomes),
+        prompt_ids=trees[0].first_context[:num_shared].astype(np.int32),
+        rollouts=tuple(rollouts),
     )
-
-
-def _make_rollout(outcome: SessionOutcome, start: int) -> Rollout:
-    ids = outcome.leaf.ids.astype(np.int32)
-    chain = outcome.leaf.chain
-    logprobs = np.zeros(len(ids), np.float32)
-    mask = np.zeros(len(ids), np.bool_)
-    # Masked tokens need a version too, not newer than that of the first sampled token.
-    versions = np.tile(chain[0].completion.policy_versions[:1], (len(ids), 1))
-    supports: list[tuple[TokenSets | None, int]] = []
-    likely: list[tuple[TokenSets | None, int]] = []
-    for turn in chain:
-        first = len(turn.context_ids)
-        said, own = first - sum(count for _, count in supports), len(turn.completion.token_ids)
-        supports += [(None, said), (turn.completion.support, own)]
-        likely += [(None, said), (turn.completion.likely, own)]
-        sampled = slice(first, first + len(turn.completion.token_ids))
-        logprobs[sampled] = turn.completion.logprobs
-        versions[sampled] = turn.completion.policy_versions
-        mask[sampled] = True
-    return Rollout(
-        token_ids=ids[start:],
-        sampler_logprobs=logprobs[start:],
-        policy_versions=versions[start:].astype(np.int32),
-        completion_mask=mask[start:],
-        support=_after(join_sets(supports), start),
-        likely=_after(join_sets(likely), start),
-        reward=outcome.reward,
-        finish_reason=outcome.leaf.completion.finish_reason,
-    )
-
-
-def _after(sets: TokenSets | None, start: int) -> TokenSets | None:
-    return None if sets is None else sets[start:]
+    return group, sum(tree.num_chains for tree in trees)
 
 
 def _num_shared(contexts: Sequence[Ids]) -> int:

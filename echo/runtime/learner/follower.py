@@ -15,7 +15,7 @@ from echo.roles.learner import Learner
 from echo.runtime.learner.batches.bound import AdaptiveBound
 from echo.runtime.learner.batches.rewards import LearnerRewards
 from echo.runtime.learner.costs.control import CostControl
-from echo.runtime.learner.report import TRAINED_SHARE, Progress, TaskMetrics
+from echo.runtime.learner.report import ABANDONED_SHARE, TRAINED_SHARE, Progress, TaskMetrics
 from echo.weights.schedule import PublishPace
 
 Row = Mapping[str, float | Mapping[str, float]]
@@ -126,11 +126,12 @@ class Reporter:
         if share < MIN_TRAINED_SHARE and not self._has_warned_of_share:
             self._has_warned_of_share = True
             self._log.warning(
-                "%.0f %% of the tokens that agents have sampled are trained on: their calls do not "
-                "go on from earlier ones, so each begins a new chain, and of a session one chain "
-                "is trained; send earlier answers as they were sampled (docs/training-agents.md)",
-                100 * share,
-            )
+                "%.0f %% of the tokens that agents have sampled are trained on; %.0f %% are of "
+                "sessions that were given up, the others of chains beyond the most tokens of a "
+                "rollout: raise learner.micro_batch_tokens, or rewrite less of the history "
+                "(docs/training-agents.md)",
+                100 * share, 100 * row[ABANDONED_SHARE],
+            )  # fmt: skip
         return row
 
     def _partial_metrics(self) -> dict[str, float]:

@@ -639,11 +639,17 @@ RARE = (
 """Names of counts that a row includes only once they have been above 0."""
 
 MILLISECONDS = "env/milliseconds"
-AGENT_TOKENS = ("agents/tokens_sampled", "agents/tokens_trained")
-"""Names of two counts over rewarded sessions: tokens of all calls, and tokens of the calls that are
-trained on.
-"""
+AGENT_COUNTS = (
+    "agents/tokens_sampled",
+    "agents/tokens_trained",
+    "agents/tokens_abandoned",
+    "agents/num_episodes",
+    "agents/num_chains",
+)
+"""Names of counts over sessions that have ended: tokens of all calls, of those that workers deliver
+to be trained, and of sessions that were given up; and episodes delivered, and their chains."""
 TRAINED_SHARE = "agents/trained_share"
+ABANDONED_SHARE = "agents/abandoned_share"
 
 
 class TaskMetrics:
@@ -658,7 +664,7 @@ class TaskMetrics:
 
         `totals` maps each node to its running totals by name.
         """
-        names = (*COUNTED, MILLISECONDS, *RARE, *AGENT_TOKENS)
+        names = (*COUNTED, MILLISECONDS, *RARE, *AGENT_COUNTS)
         sums = {
             name: sum(
                 _increase((self._before.get(node) or {}).get(name, 0), counts.get(name, 0))
@@ -670,9 +676,12 @@ class TaskMetrics:
             self._before[node] = counts
         self._seen.update(name for name in names if sums[name])
         row: dict[str, float] = {name: sums[name] for name in RARE if name in self._seen}
-        sampled, trained = (sums[name] for name in AGENT_TOKENS)
+        sampled, trained, abandoned, episodes, chains = (sums[name] for name in AGENT_COUNTS)
         if sampled:
             row[TRAINED_SHARE] = trained / sampled
+            row[ABANDONED_SHARE] = abandoned / sampled
+        if episodes:
+            row["agents/chains"] = chains / episodes
         if not self._seen.intersection((*COUNTED, MILLISECONDS)):
             return row
         row |= {name: sums[name] for name in COUNTED}

@@ -15,6 +15,7 @@ from typing import Any
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss, needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
+from echo.config.checks import max_tree_tokens
 from echo.config.layers import flatten
 from echo.config.load import inherited_settings, resolved, save_resolved
 from echo.config.memory.budget import (
@@ -65,7 +66,7 @@ from echo.leases.run import LeaseSettings, RunState
 from echo.net.curve import CurveKeys
 from echo.net.transport import Transport, is_loopback
 from echo.records.ledger import Ledger
-from echo.roles.joining import EXPECTED, LIKELY_IDS, AdmissionSettings
+from echo.roles.joining import EXPECTED, LIKELY_IDS, MAX_TREE_TOKENS, AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime import node as wiring
 from echo.runtime.episodes import code_settings, make_local_host, make_runner, turns_of
@@ -758,7 +759,7 @@ class RunParts:
     ) -> Learner:
         """Return the learner's role, with the leases and the step of the starting point."""
         config, data, network = self.config, self.data, self.config.network
-        leases = LeaseBook(timeout_s=network.lease_timeout_s)
+        leases, tree = LeaseBook(timeout_s=network.lease_timeout_s), max_tree_tokens(config)
         start.enter_leases(leases, now=now)
         return Learner(
             LearnerSettings(
@@ -770,6 +771,7 @@ class RunParts:
                     | self._base_settings(is_resumed=len(start.lineages) > 1)
                     | code_settings(config.task, config.reward)
                     | {LIKELY_IDS: needs_of(build_loss(config)).likely_ids}
+                    | ({} if tree is None else {MAX_TREE_TOKENS: tree})
                     | {EXPECTED: expected_rollouts(config, data.prompts)},
                     assets=data.read_assets(),
                     digests=data.digests,
@@ -808,11 +810,12 @@ def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
         max_staleness=config.sync.max_staleness,
         groups_per_step=batch.groups_per_step,
         group_size=batch.group_size,
-        max_completion_tokens=_max_rollout_tokens(config),
+        max_completion_tokens=_max_chain_tokens(config),
         vocab_size=vocab_size,
         heartbeat_s=config.network.heartbeat_s,
         max_zero_signal_groups=batch.groups_per_step * batch.max_zero_signal_batches,
         prompts_are_free=config.agent.listen is not None,
+        max_tree_tokens=max_tree_tokens(config),
         trims_stale=config.trims_stale,
         hedge_factor=config.leases.hedge_factor or None,
         # A batch that stops early needs more groups under way than it waits for.
@@ -821,8 +824,8 @@ def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
     )
 
 
-def _max_rollout_tokens(config: Config) -> int:
-    """Return the most completion tokens of a rollout; for agents, of a whole conversation."""
+def _max_chain_tokens(config: Config) -> int:
+    """Return the most completion tokens of a chain; for agents, of a whole conversation."""
     longest, agent = config.sampling.max_completion_tokens, config.agent
     return longest if agent.listen is None else max(longest, agent.max_session_tokens)
 

@@ -38,7 +38,7 @@ from echo.engine.weights import publish_image
 from echo.leases.partials import PartialRules
 from echo.leases.worker.outbox import Outbox
 from echo.net.transport import Transport
-from echo.roles.joining import EXPECTED, LIKELY_IDS
+from echo.roles.joining import EXPECTED, LIKELY_IDS, MAX_TREE_TOKENS
 from echo.roles.worker.worker import Worker
 from echo.runtime import node as wiring
 from echo.runtime.agents.agents import AgentParts
@@ -198,7 +198,14 @@ def build_parts(
     agents = None
     if config.agent.listen is not None:
         agents = _agent_parts(
-            config, config.agent.listen, text, task, node_dir, window=window, likely_ids=likely_ids
+            config,
+            config.agent.listen,
+            text,
+            task,
+            node_dir,
+            window=window,
+            likely_ids=likely_ids,
+            max_rollout_tokens=settings[MAX_TREE_TOKENS],
         )
     return WorkerParts(
         engine=engine,
@@ -303,6 +310,7 @@ def _agent_parts(
     *,
     window: int,
     likely_ids: int,
+    max_rollout_tokens: int,
 ) -> AgentParts:
     """Return the settings and functions of the endpoint for outside agents."""
     return AgentParts(
@@ -311,6 +319,7 @@ def _agent_parts(
         group_size=config.batch.group_size,
         window=window,
         max_session_tokens=config.agent.max_session_tokens,
+        max_rollout_tokens=max_rollout_tokens,
         session_timeout_s=config.agent.session_timeout_s,
         model_name=config.run.name,
         listen=listen,

@@ -6,9 +6,11 @@ registered with transformers as `packed` keeps rollouts apart, by one of the ker
 attention.py. No mask function is registered with it, so transformers makes no mask of size L x L.
 transformers passes the result of `arguments` on to every layer.
 
-Completions of one prompt may share that prompt: the prompt is a segment of its own, and each
-completion attends to the prompt's keys and then to its own. The kernel gets the prompt's keys once
-for each completion; all else in a layer is computed once for the prompt.
+Completions of one prompt may share it: the prompt is a segment of its own, and each completion
+attends to the prompt's keys and then to its own. The kernel gets the prompt's keys once for each
+completion; all else in a layer is computed once for the prompt. In the same way a piece of a
+rollout of several chains attends to the keys of all tokens before it, which may stand in several
+runs of the row.
 
 This attention does what a mask would do: it is causal, within the segment, and within the layer's
 window. Other settings of a model's attention (caps, sinks, biases, windows in the mask only) are
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from echo.algo.batching import Segments
+from echo.algo.batching import RowRuns, Segments
 from echo.train.models.attention import (
     Kernel,
     LayerShape,
@@ -97,7 +99,7 @@ def arguments(
         "cu_seq_lens_q": segments.ends,
         "cu_seq_lens_k": segments.key_ends,
         "max_length_q": max(segments.lengths),
-        "max_length_k": max(size + length for length, (_, size) in spans),
+        "max_length_k": max(_num_keys(each) for each in spans),
         "segment_keys": segments.keys,
         "long_segments": _long_segments(segments, kernel),
     }
@@ -107,8 +109,8 @@ def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
     """Return the long segments at the start of a row; None if the first segment is not long."""
     spans = list(zip(segments.lengths, segments.prefixes, strict=True))
     is_other = (
-        kernel.long_from is None or length < kernel.long_from or size > 0
-        for length, (_, size) in spans
+        kernel.long_from is None or length < kernel.long_from or bool(runs)
+        for length, runs in spans
     )
     number = next((place for place, other in enumerate(is_other) if other), len(spans))
     if not number:
@@ -121,7 +123,7 @@ def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
             segments.ends[number:] - start,
             segments.key_ends[number:] - start,
             max(length for length, _ in others),
-            max(size + length for length, (_, size) in others),
+            max(_num_keys(each) for each in others),
         )
         if others
         else None,
@@ -129,9 +131,15 @@ def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
     )
 
 
-Run = tuple[int, int, tuple[int, int]]
-"""A run of neighbouring segments that have the same length and the same shared prompt: their
-number, their length, and the start and tokens of the prompt.
+def _num_keys(span: tuple[int, RowRuns]) -> int:
+    """Return the number of keys of a segment: its own tokens, and those before it."""
+    length, runs = span
+    return length + sum(size for _, size in runs)
+
+
+Run = tuple[int, int, RowRuns]
+"""A run of neighbouring segments of equal length after the same tokens: their number, their length,
+and the runs of the tokens before them.
 """
 
 
@@ -252,16 +260,21 @@ def _attend_runs(
     sizes = [number * length for number, length, _ in runs]
     queries, keys, values = (torch.split(x[0], sizes, 1) for x in (query, key, value))
     parts = []
-    for (number, length, (start, before)), *states in zip(runs, queries, keys, values, strict=True):
+    for (number, length, before), *states in zip(runs, queries, keys, values, strict=True):
         # [H, number * length, D] -> [number, H, length, D], a view.
         q, k, v = (x.view(len(x), number, length, x.shape[-1]).transpose(0, 1) for x in states)
         if before:
             k, v = (
-                torch.cat([x[:, :, start : start + before].expand(number, -1, -1, -1), own], 2)
+                torch.cat([*_before(x, before, number), own], 2)
                 for x, own in ((key, k), (value, v))
             )
         parts.append(attend_alone(q, k, v, scaling, window).flatten(0, 1))
     return torch.cat(parts)[None]
+
+
+def _before(states: Tensor, runs: RowRuns, number: int) -> list[Tensor]:
+    """Return the states of runs of a row, [number, H, size, D] each, the same for all segments."""
+    return [states[:, :, a : a + size].expand(number, -1, -1, -1) for a, size in runs]
 
 
 def find_obstacle(
@@ -314,7 +327,7 @@ def can_share_prompts(model: Any, dtype: torch.dtype) -> bool:
     ids = torch.arange(3, 3 + sum(PROMPT_PROBE))
     ids = (ids % model.config.get_text_config().vocab_size)[None].to(device)
     alone = torch.cat([ids[:, :prompt], ids[:, -other:]], 1)
-    prefixes = [(0, 0), (0, prompt), (0, prompt)]
+    prefixes: list[RowRuns] = [(), ((0, prompt),), ((0, prompt),)]
     rows = (
         (ids, Segments.of(PROMPT_PROBE, prefixes)),
         (alone, Segments.of([prompt + other])),

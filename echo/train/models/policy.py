@@ -377,6 +377,7 @@ class Policy:
                 [rows[index] for index in indices] or [NO_ROW],
                 score_all=score_all,
                 is_packed=plan.is_packed,
+                shares_tokens=plan.shares_tokens,
                 units=[plan.units[index] for index in indices] or None,
                 row_sizes=self._sizes,
                 max_tokens=max_tokens,

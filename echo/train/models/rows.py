@@ -29,6 +29,10 @@ time.
 """
 
 
+Spans = list[tuple[int, int]]
+"""For each of a row's segments, its number of tokens and the number of tokens before it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowPlan:
     """The micro-batches that a batch of rows is divided into."""
@@ -40,6 +44,8 @@ class RowPlan:
     prompt.
     """
     is_packed: bool
+    shares_tokens: bool
+    """Whether rollouts of a prompt, and chains of a rollout, share tokens in a packed row."""
     cost: float
     """Cost of the plan in operations of all ranks; a call of attention costs the operations that
     its time would allow.
@@ -81,10 +87,14 @@ class RowRules:
     def _packed(
         self, rows: Sequence[TrainingRow], max_tokens: int, group_index: Sequence[int] | None
     ) -> RowPlan:
-        lengths = [row.num_inputs for row in rows]
-        work = [self.flops.row(row.num_inputs, row.rollout.num_tokens) for row in rows]
+        of_row = [row.spans if self.can_share_prompts else _alone(row) for row in rows]
+        lengths = [sum(length for length, _ in spans) for spans in of_row]
+        work = [
+            self._flops(spans) + self.flops.row(0, row.rollout.num_tokens)
+            for spans, row in zip(of_row, rows, strict=True)
+        ]
         units: Sequence[int] = range(len(rows))
-        cost = sum(map(self._segment, lengths))
+        cost = sum(map(self._attended, of_row)) + sum(map(self._flops, of_row))
         if self.can_share_prompts:
             shared, units = share_prompts(rows, max_tokens=max_tokens, whole=group_index)
             # A shared prompt is computed for the first row of its unit only.
@@ -105,36 +115,56 @@ class RowRules:
         in_lines = [[_in_a_line(each, rows, units, long_from) for each in bins] for bins in rounds]
         if not self.kernel.is_varlen:
             calls = sum(_num_runs(each, rows, units) for bins in in_lines for each in bins)
+            calls += sum(len(spans) - 1 for spans in of_row)
             cost += self._calls(calls)
         bins = [each[self.ranks.rank] for each in in_lines]
-        return RowPlan(bins=bins, units=units, is_packed=True, cost=cost)
+        return RowPlan(
+            bins=bins,
+            units=units,
+            is_packed=True,
+            shares_tokens=self.can_share_prompts,
+            cost=cost,
+        )
 
     def _padded(
         self, rows: Sequence[TrainingRow], max_tokens: int, group_index: Sequence[int] | None
     ) -> RowPlan:
         sizes = self.sizes
-        widths = [sizes.width(row.num_inputs, max_tokens=max_tokens) for row in rows]
+        chains = [row.chain_inputs for row in rows]
+        counts = list(map(len, chains))
+        widths = [sizes.width(max(each), max_tokens=max_tokens) for each in chains]
         bins = pack_micro_batches(
             widths,
             max_tokens=max_tokens,
+            counts=counts,
             group_index=group_index,
             by_powers=sizes.fills == "rows",
         )
         cost = 0.0
         for each in bins:
             width = max(widths[index] for index in each)
-            cost += sizes.number(len(each), width, max_tokens=max_tokens) * self.flops.row(width, 0)
+            number = sum(counts[index] for index in each)
+            cost += sizes.number(number, width, max_tokens=max_tokens) * self.flops.row(width, 0)
         cost += self._calls(0 if self.kernel.is_varlen else len(bins))
         bins += [[] for _ in range(-len(bins) % self.ranks.size)]
         own = bins[self.ranks.rank :: self.ranks.size]
-        return RowPlan(bins=own, units=range(len(rows)), is_packed=False, cost=cost)
+        units = range(len(rows))
+        return RowPlan(bins=own, units=units, is_packed=False, shares_tokens=False, cost=cost)
 
-    def _segment(self, length: int) -> float:
-        """Return the number of operations of a packed row's segment, without the head's."""
-        cost: float = self.flops.row(length, 0)
-        if self.kernel.long_from is None or length < self.kernel.long_from:
-            cost += (self.kernel.slowdown - 1.0) * self.flops.attention_of(length)
-        return cost
+    def _flops(self, spans: Spans) -> int:
+        """Return the number of operations of segments, without the head's."""
+        row = self.flops.row
+        return sum(row(before + length, 0) - row(before, 0) for length, before in spans)
+
+    def _attended(self, spans: Spans) -> float:
+        """Return the operations that segments of a packed row cost beyond those that they need."""
+        attention, long_from = self.flops.attention_of, self.kernel.long_from
+        slow = sum(
+            attention(before + length) - attention(before)
+            for length, before in spans
+            if before or long_from is None or length < long_from
+        )
+        return (self.kernel.slowdown - 1.0) * slow
 
     def _calls(self, number: int) -> float:
         return number * CALL_FLOPS[self.device_type] * len(self.flops.attention)
@@ -161,6 +191,11 @@ def _in_a_line(
         return not is_long, (len(rows) if is_alone else unit), -length
 
     return sorted(indices, key=place)
+
+
+def _alone(row: TrainingRow) -> Spans:
+    """Return the spans of a row's chains that share no token: lengths, and nothing before them."""
+    return [(length, 0) for length in row.chain_inputs]
 
 
 def _num_runs(indices: Sequence[int], rows: Sequence[TrainingRow], units: Sequence[int]) -> int:

@@ -1,0 +1,120 @@
+"""Chains of a rollout: the sequences of tokens that its sampled tokens stand in.
+
+Most rollouts are one chain: each token follows the one before it. An agent that rewrites its
+history, or makes calls in parallel, samples in several chains. Their tokens form a tree, which a
+rollout has as pieces, one after the other: a piece continues its own tokens, and its first token
+follows any earlier token. So chains share the tokens of their common beginning, and each sampled
+token is there once.
+
+A place is a token's number in the completion. The prompt's tokens have negative places: -1 is its
+last token, -P its first; -P - 1 says that nothing comes before a token.
+
+Shapes: T completion tokens, P prompt tokens, K branches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Branches: TypeAlias = npt.NDArray[np.int32]
+"""[K, 2] (start, after): the place where a piece starts, and the place of the token it follows; in
+the order of the starts. The first piece starts at 0, follows the prompt, and is not listed."""
+
+Run = tuple[int, int]
+"""The place of the first of some consecutive tokens, and the place after the last."""
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a completion, each of which but the first follows the one before it."""
+
+    start: int
+    end: int
+    """The place after the last token."""
+    after: int
+    """The place of the token that the first token follows."""
+
+
+def no_branches() -> Branches:
+    """Return the branches of a rollout of one chain."""
+    return np.empty((0, 2), np.int32)
+
+
+def find_branch_fault(branches: Branches, *, num_tokens: int) -> str | None:
+    """Return what is wrong with the branches of a completion of T tokens; None if they are valid.
+
+    Whether the prompt has the tokens that they follow is not checked.
+    """
+    if branches.dtype != np.int32 or branches.ndim != 2 or branches.shape[1] != 2:
+        return f"{branches.dtype}{list(branches.shape)}, expected int32[K, 2]"
+    if not len(branches):
+        return None
+    starts, afters = branches.astype(np.int64).T
+    if starts[0] < 1 or starts[-1] >= num_tokens or (np.diff(starts) < 1).any():
+        return (
+            f"pieces that start at {starts.tolist()}, expected ascending places in "
+            f"1..{num_tokens - 1}"
+        )
+    if (afters >= starts).any():
+        return "a piece that follows a later token"
+    return None
+
+
+def predecessors(branches: Branches, *, num_tokens: int) -> npt.NDArray[np.int64]:
+    """Return for each completion token the place of the token that it follows, [T]."""
+    before = np.arange(-1, num_tokens - 1)
+    before[branches[:, 0]] = branches[:, 1]
+    return before
+
+
+class Tree:
+    """The pieces of a completion, with the way to each of them."""
+
+    def __init__(self, branches: Branches, *, num_tokens: int, num_prompt: int) -> None:
+        """Divide a completion of `num_tokens` after a prompt of `num_prompt` tokens into pieces."""
+        starts = [0, *branches[:, 0].tolist()]
+        ends = [*starts[1:], num_tokens]
+        afters = [-1, *branches[:, 1].tolist()]
+        self.pieces = [Piece(*each) for each in zip(starts, ends, afters, strict=True)]
+        self.num_prompt = num_prompt
+        self._starts = starts
+        self._followed = {piece.after for piece in self.pieces}
+
+    def is_continued(self, piece: Piece) -> bool:
+        """Return whether another piece follows the last token of this piece."""
+        return piece.end - 1 in self._followed
+
+    def way_to(self, piece: Piece) -> list[Run]:
+        """Return the runs of tokens before a piece in its chains, the prompt's first.
+
+        A run lies within the prompt or within one piece.
+        """
+        runs, after = [], piece.after
+        while after >= 0:
+            other = self.pieces[bisect_right(self._starts, after) - 1]
+            runs.append((other.start, after + 1))
+            after = other.after
+        if after >= -self.num_prompt:
+            runs.append((-self.num_prompt, after + 1))
+        return runs[::-1]
+
+    @property
+    def chains(self) -> list[list[Run]]:
+        """The chains, each as runs of tokens, the prompt's tokens included.
+
+        A chain ends with a piece that no other piece continues.
+        """
+        return [
+            [*self.way_to(piece), (piece.start, piece.end)]
+            for piece in self.pieces
+            if not self.is_continued(piece)
+        ]
+
+
+def num_tokens_of(runs: Sequence[Run]) -> int:
+    """Return the number of tokens of these runs."""
+    return sum(end - start for start, end in runs)

@@ -1,0 +1,208 @@
+"""Calls of a session, and the tree of their tokens that becomes a rollout.
+
+If the context of a call begins with the context and completion of an earlier call, the call
+continues this earlier call's chain, token by token. Any other call begins a chain, for example
+after the agent has rewritten its history. All chains of a session are one rollout, whose tokens
+form a tree (core/chains.py): a context shares the tokens of its longest beginning that is in the
+tree already, whoever sampled or sent them. What a call samples is always added, also if another
+call has sampled the same tokens there. So each sampled token is trained once, and once only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from echo.core.rollout import Rollout
+from echo.core.token_sets import TokenSets, join_sets
+from echo.engine.engine import Completion
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A call of a session and its completion."""
+
+    context_ids: Ids
+    """[C] the tokens of the context."""
+    completion: Completion
+    text: str
+    """Context and completion as text, special tokens included."""
+    parent: Turn | None
+    """The call that this call continues; None if it begins a chain."""
+    num_hidden: int = 0
+    """Number of characters at the end of `text` that the agent is not shown: the stop string that
+    ended the completion, and what else its last token holds.
+    """
+
+    @property
+    def shown_text(self) -> str:
+        """Context and completion as text, up to the stop string that ended the completion."""
+        return self.text[: len(self.text) - self.num_hidden]
+
+    @property
+    def ids(self) -> Ids:
+        """[C + T] the tokens of context and completion."""
+        return np.concatenate([self.context_ids, self.completion.token_ids])
+
+    @property
+    def chain(self) -> list[Turn]:
+        """The calls of this call's chain, oldest first, up to this call."""
+        turns, turn = [self], self.parent
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens sampled along the call's chain."""
+        return num_sampled_of(self.chain)
+
+
+def num_sampled_of(turns: Iterable[Turn]) -> int:
+    """Return the number of tokens sampled in these calls."""
+    return sum(len(turn.completion.token_ids) for turn in turns)
+
+
+class TokenTree:
+    """The tokens of calls, those of common beginnings once; a place counts from the first token."""
+
+    def __init__(self, turns: Iterable[Turn]) -> None:
+        """Make the tree of calls, of which at least one has a token; a call comes after its parent.
+
+        Args:
+            turns: the calls, oldest first.
+        """
+        turns = list(turns)
+        self.first_context = turns[0].context_ids
+        """[C] the tokens of the first call's context, with which the tree begins."""
+        self.num_tokens = 0
+        self._ids: Ids = np.empty(0, np.int32)  # longer than `num_tokens`, so that it can grow
+        self._branches: list[tuple[int, int]] = []
+        self._starts: list[int] = []  # of all pieces
+        self._begun: dict[tuple[int, int], int] = {}
+        """The start of the first piece that follows a place (-1 for nothing) with a token."""
+        self._parts: list[tuple[Completion | None, int]] = []
+        """Completions, and None for tokens that were sent, each with its number of tokens."""
+        self._ends: dict[Turn, int] = {}
+        for turn in turns:
+            self._add(turn)
+
+    @property
+    def num_chains(self) -> int:
+        """Number of chains: of pieces whose last token no other piece follows."""
+        followed = {after for _, after in self._branches}
+        ends = (start - 1 for start in [*self._starts[1:], self.num_tokens])
+        return sum(end not in followed for end in ends)
+
+    def rollout(self, num_prompt: int, *, reward: float, finish_reason: str) -> Rollout:
+        """Return the tree as a rollout, whose first `num_prompt` tokens are the group's prompt."""
+        completions = [(each, number) for each, number in self._parts if each is not None]
+        sampled = np.concatenate([each.policy_versions for each, _ in completions])
+        # Masked tokens need a version too, not newer than that of any sampled token.
+        versions = np.tile(min(map(tuple, sampled)), (self.num_tokens, 1)).astype(np.int32)
+        mask = np.repeat(
+            [each is not None for each, _ in self._parts], [number for _, number in self._parts]
+        )
+        logprobs = np.zeros(self.num_tokens, np.float32)
+        versions[mask] = sampled
+        logprobs[mask] = np.concatenate([each.logprobs for each, _ in completions])
+        branches = np.array(self._branches, np.int32).reshape(-1, 2) - np.int32(num_prompt)
+        return Rollout(
+            token_ids=self._ids[num_prompt : self.num_tokens].astype(np.int32),
+            sampler_logprobs=logprobs[num_prompt:],
+            policy_versions=versions[num_prompt:],
+            completion_mask=mask[num_prompt:],
+            support=self._sets("support", num_prompt),
+            likely=self._sets("likely", num_prompt),
+            branches=branches,
+            reward=reward,
+            finish_reason=finish_reason,
+        )
+
+    def _sets(self, name: str, num_prompt: int) -> TokenSets | None:
+        """Return the sets of the completion's tokens; None if no call has recorded any."""
+        parts = [(getattr(each, name, None), number) for each, number in self._parts]
+        joined = join_sets(parts)
+        return None if joined is None else joined[num_prompt:]
+
+    def _add(self, turn: Turn) -> None:
+        place, rest = self._find(turn)
+        sampled = turn.completion.token_ids
+        start, number = self.num_tokens, len(rest) + len(sampled)
+        self._ends[turn] = start + number - 1 if number else place
+        if not number:
+            return
+        if start + number > len(self._ids):
+            self._ids = np.concatenate([self._ids[:start], np.empty(start + number, np.int32)])
+        self._ids[start : start + number] = np.concatenate([rest, sampled])
+        if start and place != start - 1:
+            self._branches.append((start, place))
+        if not start or place != start - 1:
+            self._starts.append(start)
+            self._begun.setdefault((place, int(self._ids[start])), start)
+        self._parts += [(None, len(rest)), (turn.completion, len(sampled))]
+        self.num_tokens += number
+
+    def _find(self, turn: Turn) -> tuple[int, Ids]:
+        """Return the place of the last token of a context that is in the tree, and its other ids.
+
+        The place is -1 if no token is in the tree.
+        """
+        place, rest = -1, turn.context_ids
+        if turn.parent is not None:
+            place = self._ends[turn.parent]
+            rest = rest[len(turn.parent.context_ids) + len(turn.parent.completion.token_ids) :]
+        while len(rest):
+            start = self._next(place, int(rest[0]))
+            if start is None:
+                break
+            number = bisect_right(self._starts, start)
+            end = self._starts[number] if number < len(self._starts) else self.num_tokens
+            length = min(end - start, len(rest))
+            differs = np.flatnonzero(self._ids[start : start + length] != rest[:length])
+            num_same = int(differs[0]) if len(differs) else length
+            place, rest = start + num_same - 1, rest[num_same:]
+        return place, rest
+
+    def _next(self, place: int, token: int) -> int | None:
+        """Return the place of this token behind a place; None if it is not in the tree."""
+        after = place + 1
+        is_inside = after < self.num_tokens and after > 0
+        number = bisect_right(self._starts, after) - 1
+        if is_inside and self._starts[number] != after and self._ids[after] == token:
+            return after
+        return self._begun.get((place, token))
+
+
+def tree_of(turns: Sequence[Turn], *, max_tokens: int) -> TokenTree:
+    """Return the tree of a session's calls, of which at least one is given.
+
+    If all chains together have more than `max_tokens` tokens, the chains with the fewest sampled
+    tokens are left out. One chain is always there.
+    """
+    tree = TokenTree(turns)
+    if tree.num_tokens <= max_tokens:
+        return tree
+    continued = {turn.parent for turn in turns}
+    leaves = [turn for turn in turns if turn not in continued]
+    leaves.sort(key=lambda turn: -turn.num_sampled)
+
+    def tree_with(number: int) -> TokenTree:
+        kept = {turn for leaf in leaves[:number] for turn in leaf.chain}
+        return TokenTree(turn for turn in turns if turn in kept)
+
+    fits, too_many = 1, len(leaves)  # more chains have more tokens
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if tree_with(middle).num_tokens <= max_tokens:
+            fits = middle
+        else:
+            too_many = middle
+    return tree_with(fits)

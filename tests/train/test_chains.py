@@ -1,0 +1,170 @@
+"""Rollouts of several chains train as their chains do, computed one by one.
+
+The expected numbers come from transformers' model on one chain at a time, and from the loss on one
+row for each rollout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from echo.algo.loss import LossInputs, needs_of
+from echo.algo.losses import ReferenceKlLoss, make_loss
+from echo.core.chains import Tree
+from echo.core.rollout import Group, Rollout
+from echo.train.models.policy import ModelSource
+from echo.train.trainer import Trainer
+from tests.train.test_trainer import make_rollout
+from tests.train.trainers import TWO_UPDATES, fast_trainer
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"max_completion_tokens": 20},
+    "gspo": {"clip_low": 0.9, "clip_high": 9.0},
+    "gepo": {"clip_low": 0.9, "clip_high": 9.0},
+    "oapl": {},
+    "sapo": {},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "together": {"packs": True},
+    "apart": {"packs": True, "share_prompts": False},
+    "padded": {"packs": False},
+}
+
+
+def rollout_of(
+    size: int, branches: list[tuple[int, int]], masked: list[int], reward: float
+) -> Rollout:
+    generator = np.random.default_rng(size)
+    return make_rollout(
+        generator.integers(3, 28, size=size).tolist(),
+        reward,
+        sampler_logprobs=generator.uniform(-4, -2, size).astype(np.float32),
+        branches=np.array(branches, np.int32).reshape(-1, 2),
+        completion_mask=~np.isin(np.arange(size), masked),
+    )
+
+
+def branching_group() -> Group:
+    """Four rollouts: chains that branch off sampled tokens, others' branches, prompt, nothing."""
+    rollouts = (
+        rollout_of(14, [(5, 2), (8, 6), (11, -3), (13, 9)], [0, 5, 11], 1.0),
+        rollout_of(6, [], [3], 0.0),
+        rollout_of(11, [(4, -1), (7, -7)], [4, 7, 8], 0.0),
+        rollout_of(9, [(3, 0), (6, 0)], [], 0.5),
+    )
+    prompt = np.array([1, 9, 14, 3, 22, 5], np.int32)
+    return Group(group_id=3, attempt=0, worker_id="w", prompt_ids=prompt, rollouts=rollouts)
+
+
+def logprobs_alone(model: Any, group: Group, rollout: Rollout) -> Tensor:
+    """[T] log-probability of each token in the first of its chains, each chain alone."""
+    num_prompt, num_tokens = len(group.prompt_ids), rollout.num_tokens
+    ids = torch.from_numpy(np.concatenate([group.prompt_ids, rollout.token_ids])).long()
+    tree = Tree(rollout.branches, num_tokens=num_tokens, num_prompt=num_prompt)
+    found: dict[int, Tensor] = {}
+    for chain in tree.chains:
+        places = [place for run in chain for place in range(*run)]
+        own = ids[[place + num_prompt for place in places]]
+        logits = model(input_ids=own[None], use_cache=False).logits[0].log_softmax(-1)
+        for number, place in enumerate(places):
+            if place >= 0 and number:
+                found.setdefault(place, logits[number - 1, own[number]])
+    nothing = torch.zeros(())  # a token that follows nothing
+    return torch.stack([found.get(place, nothing) for place in range(num_tokens)])
+
+
+def pass_alone(trainer: Trainer, group: Group) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradient of a group, whose chains go through the model one by one."""
+    batch = trainer.prepare([group])
+    rows = [logprobs_alone(trainer.policy.model, group, each) for each in group.rollouts]
+
+    def padded(values: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
+
+    inputs = LossInputs(
+        learner_logprobs=padded(rows),
+        sampler_logprobs=padded([torch.from_numpy(r.sampler_logprobs) for r in group.rollouts]),
+        advantages=torch.tensor([row.advantage for row in batch.samples]),
+        completion_mask=padded([torch.from_numpy(r.completion_mask) for r in group.rollouts]),
+        num_tokens=batch.num_tokens,
+        num_rollouts=batch.num_rollouts,
+        group_index=torch.zeros(len(rows), dtype=torch.int64),
+        log_expectation=torch.tensor([row.log_expectation for row in batch.samples])
+        if needs_of(trainer.loss).group_expectation
+        else None,
+    )
+    output = trainer.loss(inputs)
+    output.loss.backward()
+    return output.loss.item(), gradient_of(trainer)
+
+
+def gradient_of(trainer: Trainer) -> dict[str, Tensor]:
+    named = trainer.policy.parameters().items()
+    found = {name: each.grad.clone() for name, each in named if each.grad is not None}
+    trainer.weights.drop_gradients()
+    return found
+
+
+def test_chains_have_the_scores_that_each_has_alone(tiny_model_dir: Path) -> None:
+    group = branching_group()
+    for how in LAYOUTS.values():
+        trainer = fast_trainer(tiny_model_dir, **how)
+        [scores] = trainer.forward([group])
+        for rollout, found in zip(group.rollouts, scores, strict=True):
+            expected = logprobs_alone(trainer.policy.model, group, rollout).detach().numpy()
+            assert abs(found - expected).max() < 3e-6
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.slow
+def test_chains_that_share_tokens_train_as_each_does_alone(tiny_model_dir: Path, kind: str) -> None:
+    """Every sampled token counts once, in its rollout, for losses of tokens, rollouts, groups."""
+    group, sizes = branching_group(), {}
+    expected: tuple[float, dict[str, Tensor]] | None = None
+    for name, how in LAYOUTS.items():
+        loss = make_loss(kind, **LOSSES[kind])
+        trainer = fast_trainer(tiny_model_dir, loss=loss, **how)
+        expected = expected or pass_alone(trainer, group)
+        micro_batches = trainer.policy.micro_batches(trainer.prepare([group]).samples)
+        sizes[name] = sum(micro.input_ids.numel() for _, micro in micro_batches)
+        trainer.forward_backward(trainer.prepare([group]), trainer.loss)
+        gradient = gradient_of(trainer)
+        for each, tensor in expected[1].items():
+            scale = max(float(tensor.abs().max()), 1e-3)
+            assert float((gradient[each] - tensor).abs().max()) < 3e-6 * scale, (name, each)
+        metrics = trainer.step([group]).metrics
+        assert metrics["loss/policy"] == pytest.approx(expected[0], rel=1e-5, abs=1e-7)
+    num_ends = 5 + 1 + 3 + 3
+    assert sizes["together"] == 6 + sum(r.num_tokens for r in group.rollouts) - num_ends
+    assert sizes["together"] < sizes["apart"] < sizes["padded"]
+
+
+@pytest.mark.slow
+def test_scores_of_other_passes_know_chains_too(tiny_model_dir: Path) -> None:
+    """A reference, a proximal policy, and a batch's scores are computed in passes of their own."""
+    group = branching_group()
+    kinds = [
+        make_loss("m2po"),
+        make_loss("decoupled_ppo"),
+        ReferenceKlLoss(loss=make_loss("gspo"), coef=0.1),
+    ]
+    for loss in kinds:
+        found = []
+        for how in ("together", "padded"):
+            options: dict[str, Any] = {}
+            if isinstance(loss, ReferenceKlLoss):
+                options["reference"] = ModelSource(model_dir=tiny_model_dir)
+            trainer = fast_trainer(
+                tiny_model_dir, loss=loss, optimizer=TWO_UPDATES, **options, **LAYOUTS[how]
+            )
+            found.append(trainer.step([group, group]).metrics)
+        for name, value in found[1].items():
+            if not name.startswith(("perf/", "time/")):
+                assert found[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
