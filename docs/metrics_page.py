@@ -156,6 +156,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "activation/predicted_idle": "Share of the time that it is predicted to wait.",
     },
     "Counts since the learner started": {
+        "count/tokens/sampled": "Tokens that workers have sampled.",
+        "count/tokens/trained": "Tokens that steps have trained on.",
+        "count/tokens/too_old": "Sampled tokens thrown away for age: of groups refused or "
+        "discarded as stale, and tokens masked or dropped in groups that were kept.",
         "count/accepted": "Groups accepted.",
         "count/duplicates": "Results of groups that had ended; harmless.",
         "count/refused/*": "Results and nodes refused, by "
@@ -176,7 +180,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "count/hedges/tokens_lost": "Tokens of the slower copies.",
         "count/partials/*": "What became of unfinished rollouts: `resumed`, `handed_over`, "
         "`shipped`, `late`, and tokens `resumed_tokens`, `masked_tokens`, `trimmed_tokens`, "
-        "`wasted_tokens`.",
+        "`wasted_tokens`, `too_old_tokens`.",
         "count/dropped/*": "Messages and copies dropped at a bound (`no_route`, `partials_full`), "
         "or late, of a node that has joined again since (`other_channel`).",
         "count/protocol_errors": "Malformed messages.",

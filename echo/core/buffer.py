@@ -40,6 +40,8 @@ class StalenessBuffer:
         self.trims_stale = trims_stale
         self.num_trimmed_tokens = 0
         """Tokens that this buffer has masked because they became stale."""
+        self.num_too_old_tokens = 0
+        """Those tokens, and the tokens of groups that this buffer has removed as stale."""
         self.max_staleness = max_staleness
         self.admission_staleness = max_staleness
         """The bound for granting new leases; lowering it does not affect groups in the buffer.
@@ -85,6 +87,8 @@ class StalenessBuffer:
             )
             if reason == "stale" and self._trim(group, step):
                 continue
+            if reason == "stale":
+                self.num_too_old_tokens += group.num_trained
             if reason is not None:
                 evicted.append(Evicted(self._groups.pop(group.group_id), reason))
         return evicted
@@ -94,7 +98,9 @@ class StalenessBuffer:
         trimmed = trim_stale(group, step=step, max_staleness=self.max_staleness)
         if not self.trims_stale or trimmed is None:
             return False
-        self.num_trimmed_tokens += group.num_trained - trimmed.num_trained
+        num_trimmed = group.num_trained - trimmed.num_trained
+        self.num_trimmed_tokens += num_trimmed
+        self.num_too_old_tokens += num_trimmed
         self._groups[group.group_id] = trimmed
         return True
 

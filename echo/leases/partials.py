@@ -163,8 +163,8 @@ MAX_HELD_BYTES = 1 << 30
 _LIST_BYTES = 16
 """Most bytes that the encoding of a list with a single frame adds to the frame."""
 PARTIAL_COUNTS = (
-    "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "age_sum",
-    "shipped",
+    "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "too_old_tokens",
+    "age_sum", "shipped",
 )  # fmt: skip
 """Names of the counts of unfinished rollouts that workers report."""
 
@@ -250,6 +250,8 @@ class ShippedPartials:
             growth = counts.get(name, 0) - counted.get(name, 0)
             if growth > 0:
                 self._counters.add(f"partials/{name}", growth)
+                if name == "too_old_tokens":
+                    self._counters.add("tokens/too_old", growth)
         self._counted[worker.node_id] = counts
         worker.num_waiting = sum(
             state.is_waiting and state.num_tokens > 0 for state in message.leases

@@ -159,7 +159,7 @@ class Results:
             header, arrays = encode_group(group)
         reason = self._find_fault(group, message, node_id)
         if reason is not None:
-            return self._refuse(node_id, message, reason, now)
+            return self._refuse(node_id, message, reason, now, num_trained=group.num_trained)
         leases = self._groups.leases
         leases.deliver(group.group_id, group.attempt, node_id)
         self._finish_times.made(
@@ -180,7 +180,9 @@ class Results:
         )
         if trimmed is None:
             return None
-        self._counters.add("partials/trimmed_tokens", group.num_trained - trimmed.num_trained)
+        num_trimmed = group.num_trained - trimmed.num_trained
+        self._counters.add("partials/trimmed_tokens", num_trimmed)
+        self._counters.add("tokens/too_old", num_trimmed)
         return replace(trimmed, is_trimmed=False)
 
     def _without_prompt(
@@ -228,9 +230,16 @@ class Results:
         notes = self._peer_faults.note(node_id, "not_leased", text, now=now)
         return [*notes, *self._ack(node_id, message, "refused", "not_leased")]
 
-    def _refuse(self, node_id: str, message: Deliver, reason: str, now: float) -> list[Action]:
-        """Refuse a result: send the reason to its worker, and let the group be granted again."""
+    def _refuse(
+        self, node_id: str, message: Deliver, reason: str, now: float, *, num_trained: int = 0
+    ) -> list[Action]:
+        """Refuse a result: send the reason to its worker, and let the group be granted again.
+
+        `num_trained` is the number of tokens that would have been trained.
+        """
         self._counters.add(f"refused/{reason}")
+        if reason == "stale":
+            self._counters.add("tokens/too_old", num_trained)
         group_id, attempt = message.group_id, message.attempt
         records: list[Action] = []
         # Only the first refusal of a lease is recorded: a worker could fill the disk with refusals.

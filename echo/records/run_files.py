@@ -10,8 +10,9 @@ from grant to acceptance. Time without a lease does not lower the rate.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -52,6 +53,8 @@ class MetricsHistory:
     """Sum of `broadcast/bytes` of all rows, those of abandoned steps included."""
     times: tuple[float, ...] = ()
     """Unix seconds of all rows, in the order in which they were written."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """The counts of the last row of each lineage (`count/*`), summed over the lineages."""
 
     @property
     def evals_are_rates(self) -> bool:
@@ -116,6 +119,7 @@ def read_metrics(run_dir: Path) -> MetricsHistory:
     times = []
     broadcast_bytes = 0.0
     lineage = 0.0
+    counts: dict[float, MetricsRow] = {}
     for number, row in json_lines(path):
         where = f"{path}:{number}"
         step = int(_finite(row, "step", where))
@@ -131,6 +135,7 @@ def read_metrics(run_dir: Path) -> MetricsHistory:
             evaluations = {at: e for at, e in evaluations.items() if at <= fork_step}
         if is_step:
             train.append(row)
+            counts[lineage] = {k: v for k, v in row.items() if k.startswith("count/") and v}
         evaluation = _evaluation(row, step)
         if evaluation is not None:
             evaluations[evaluation.step] = evaluation
@@ -139,6 +144,7 @@ def read_metrics(run_dir: Path) -> MetricsHistory:
         tuple(evaluations[step] for step in sorted(evaluations)),
         broadcast_bytes,
         tuple(times),
+        sum(map(Counter, counts.values()), Counter()),
     )
 
 

@@ -366,7 +366,8 @@ class Learner(Role):
         has_new_suspects = message.stats.suspects != member.stats.suspects
         probe = self.plans.before_heartbeat(member, message, now=now)
         refused = _note_refusal(member, message)
-        has_progress = member.beat(message, now=now)
+        num_sampled = member.beat(message, now=now)
+        self.counters.add("tokens/sampled", num_sampled or 0)
         actions = self.routes.to(
             member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
         )
@@ -375,7 +376,7 @@ class Learner(Role):
             actions += self.plans.replan(now)
         self._grants.want(now=now)
         answers = self.scheduler.on_heartbeat(
-            member.worker, message, has_progress=has_progress, now=now
+            member.worker, message, has_progress=num_sampled != 0, now=now
         )
         return [*actions, *answers]
 

@@ -103,10 +103,13 @@ class Member:
             price=message.price,
         )
 
-    def beat(self, message: Heartbeat, *, now: float) -> bool:
-        """Record a heartbeat; return whether the node sampled tokens since its last heartbeat."""
-        stats = message.stats
-        has_progress = stats.tokens_sampled != self.tokens_sampled
+    def beat(self, message: Heartbeat, *, now: float) -> int | None:
+        """Record a heartbeat; return the number of tokens sampled since the last heartbeat.
+
+        The result is None for the first heartbeat: the process may have sampled its tokens for a
+        learner that was resumed since.
+        """
+        stats, before = message.stats, self.tokens_sampled
         self.last_seen_at, self.tokens_sampled = now, stats.tokens_sampled
         self.node.stats, self.node.installed = stats, message.installed
         self.worker.installed, self.worker.capacity = message.installed, message.capacity
@@ -114,7 +117,7 @@ class Member:
         self.history.append((now, stats.tokens_sampled, stats.bytes_received, stats.bytes_sent))
         while len(self.history) > 2 and now - self.history[0][0] > NODE_RATE_WINDOW_S:
             self.history.popleft()
-        return has_progress
+        return None if before is None else max(0, stats.tokens_sampled - before)
 
     @property
     def is_admitted(self) -> bool:

@@ -194,6 +194,10 @@ class RunSummary:
     """Number of discarded groups, by reason."""
     num_tokens: int
     """Number of completion tokens in accepted groups."""
+    num_sampled: int
+    """Number of tokens that workers have sampled; 0 if it was not counted."""
+    num_too_old: int
+    """Number of sampled tokens that were thrown away for age."""
     broadcast_bytes: float
     """Number of weight bytes that the learner sent."""
     learning: tuple[tuple[str, str], ...]
@@ -256,6 +260,8 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
         num_trained=ledger.num_trained,
         discarded=ledger.discarded,
         num_tokens=ledger.num_tokens,
+        num_sampled=int(history.counts.get("count/tokens/sampled", 0)),
+        num_too_old=int(history.counts.get("count/tokens/too_old", 0)),
         broadcast_bytes=history.broadcast_bytes,
         learning=learning_facts(history.train, num_last=num_reward_steps),
         paths=_paths(run_dir),
@@ -343,18 +349,34 @@ def _facts(summary: RunSummary) -> Table:
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
+    table.add_row("tokens", _tokens(summary))
     lost = ", ".join(f"{count} {reason}" for reason, count in summary.discarded.items())
     groups = f"{summary.num_trained} trained, {sum(summary.discarded.values())} discarded"
     table.add_row("groups", groups + (f" ({lost})" if lost else ""))
     for label, text in summary.learning:
         table.add_row(label, text)
-    tokens = f"{summary.num_tokens} accepted, {short_count(summary.tokens_per_s)} per second"
-    table.add_row("tokens", tokens)
     table.add_row("weights sent", format_bytes(summary.broadcast_bytes))
     table.add_row("wall time", clock(summary.wall_time_s))
     for label, path in summary.paths.items():
         table.add_row(label, Text(str(path)))
     return table
+
+
+def _tokens(summary: RunSummary) -> Text:
+    """Return text on the tokens that were sampled, trained, and thrown away for age."""
+    rate = f"{short_count(summary.tokens_per_s)} accepted per second"
+    num_trained, num_sampled = sum(summary.staleness_tokens.values()), summary.num_sampled
+    if not num_sampled:
+        return Text(f"{num_trained} trained, {rate}")
+    share = summary.num_too_old / num_sampled
+    return Text.assemble(
+        f"{num_sampled} sampled, {num_trained} trained, ",
+        (
+            f"{summary.num_too_old} thrown away for age ({share:.1%})",
+            "yellow" if share > 0.01 else "",
+        ),
+        f"; {rate}",
+    )
 
 
 def _wall_time_s(history: MetricsHistory, ledger: LedgerTotals) -> float:

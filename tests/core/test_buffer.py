@@ -53,7 +53,7 @@ def test_a_continued_group_of_which_a_part_is_too_old_stays_without_it() -> None
     fill(buffer, sampled(0, (1, 3), (1, 2), (1, 1)), sampled(1, (1, 1)))
     [evicted] = buffer.evict(step=3)
     assert (evicted.group.group_id, evicted.reason) == (1, "stale")
-    assert buffer.num_trimmed_tokens == 1
+    assert (buffer.num_trimmed_tokens, buffer.num_too_old_tokens) == (1, 2)
     assert buffer.evict(step=3) == []
     [evicted] = buffer.evict(step=5)
     assert evicted.reason == "stale"

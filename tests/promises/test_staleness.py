@@ -74,6 +74,10 @@ def test_02_honest_workers_lose_nothing_to_age(make_world: MakeWorld, bound: int
     world.run(20.0)
     assert len(world.trained()) >= 30
     assert [record["reason"] for record in world.records("discarded")] == []
+    counts = [
+        world.count("learner", f"tokens/{name}") for name in ("sampled", "trained", "too_old")
+    ]
+    assert counts[0] >= counts[1] > counts[2] == 0
     world.audit()
 
 
@@ -94,6 +98,7 @@ def test_03_a_group_that_ages_before_its_step_ends_with_its_reason(make_world: M
     assert world.step >= 3
     outcome, reason = world.deliver(held, version=(1, 1))  # before somebody else samples it
     assert (outcome, reason) == ("refused", "stale")
+    assert world.count("learner", "tokens/too_old") > 0
     world.run(20.0)
     assert max(world.ages()) <= 1
     world.audit()

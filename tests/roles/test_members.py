@@ -64,10 +64,10 @@ def test_rates_are_of_the_last_ten_seconds(roster: Roster) -> None:
     hello(roster, "i1", now=0.0)
     member = roster.nodes["w1"]
     assert member.rates() == (0.0, 0.0, 0.0)
-    assert member.beat(beat(tokens=100), now=0.0)
+    assert member.beat(beat(tokens=100), now=0.0) is None, "perhaps of an earlier learner"
     assert member.rates() == (0.0, 0.0, 0.0)
-    assert not member.beat(beat(tokens=100), now=5.0)
-    assert member.beat(beat(tokens=300, num_bytes=1000), now=10.0)
+    assert member.beat(beat(tokens=100), now=5.0) == 0
+    assert member.beat(beat(tokens=300, num_bytes=1000), now=10.0) == 200
     assert member.rates() == (20.0, 100.0, 0.0)
     for now in range(12, 30, 2):
         member.beat(beat(tokens=300, num_bytes=1000), now=float(now))

@@ -32,7 +32,7 @@ def test_a_run_is_summed_up_in_text_that_says_what_a_user_asks(make_run: MakeRun
         "mean 0.25, at most 1, bound 2 (from the ledger)",
         "75.0% 300 tokens",
         "10 trained, 1 discarded (1 stale)",
-        "400 accepted, 40 per second",
+        "400 trained, 40 accepted per second",
         "10 KiB",
         str(run_dir / "metrics.jsonl"),
         "--resume --set run.max_steps=20",
@@ -79,6 +79,20 @@ def test_time_between_a_crash_and_its_resume_does_not_count(make_run: MakeRun) -
     summary = summarise_run(run_dir)
     assert (summary.wall_time_s, summary.num_lineages) == (7.0, 2)
     assert "resumed once" in as_text(summary)
+
+
+def test_tokens_thrown_away_for_age_are_counted_over_a_resume(make_run: MakeRun) -> None:
+    run_dir = make_run(num_steps=4)
+    write_ledger(run_dir, [{"kind": "lineage", "lineage": 2, "fork_step": 4, "at": 5000.0}])
+    with MetricsWriter(run_dir) as writer:
+        for step, lineage, sampled, too_old in ((4, 1, 300, 9), (5, 2, 100, 0), (6, 2, 200, 1)):
+            row = {"reward/mean": 0.5, "lineage": lineage}
+            row |= {"count/tokens/sampled": sampled, "count/tokens/too_old": too_old}
+            writer.write(step, row, at=5003.0 + step)
+    summary = summarise_run(run_dir)
+    assert (summary.num_sampled, summary.num_too_old) == (500, 10)
+    text = "500 sampled, 160 trained, 10 thrown away for age (2.0%); "
+    assert text in as_text(summary, width=400)
 
 
 @pytest.mark.parametrize(

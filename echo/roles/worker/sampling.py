@@ -381,6 +381,7 @@ class EngineCalls:
         self._counts["resumed_tokens"] += num_tokens
         self._counts["masked_tokens"] += result.num_masked
         self._counts["wasted_tokens"] += result.num_dropped
+        self._counts["too_old_tokens"] += result.num_masked + result.num_dropped
         self._counts["age_sum"] += 0 if oldest is None else max(0, step - oldest)
 
     # --- out of the engine -----------------------------------------------------------------------

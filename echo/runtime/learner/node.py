@@ -425,6 +425,7 @@ class LearnerNode(Node):
             if self._is_put_off and (self.pace.is_overdue(role.step) or self._versions.prepare()):
                 await self._publish()
             waited_s = started_at - waited_from
+            role.counters.add("tokens/trained", sum(staleness.values()))
             self.progress.stepped(
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )

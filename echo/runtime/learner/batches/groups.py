@@ -179,8 +179,10 @@ class DeliveredGroups:
 
     def evict(self) -> bool:
         """End buffered groups that are too old for the next step; return whether any was ended."""
-        step = self._role.step
+        step, num_before = self._role.step, self._buffer.num_too_old_tokens
         evicted = self._buffer.evict(step=step)
+        num_too_old = self._buffer.num_too_old_tokens - num_before
+        self._role.counters.add("tokens/too_old", num_too_old)
         for each in evicted:
             group_id = each.group.group_id
             self._ledger.append(Discarded(group=group_id, reason=each.reason, step=step))
