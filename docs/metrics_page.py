@@ -29,7 +29,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "completions/clipped_ratio": "Share of completions that ran into "
         "`sampling.max_completion_tokens`.",
         "eval/*/reward": "Mean held-out reward at the run's temperature; the middle is the task.",
-        "eval/*/pass@1": "The same, where every reward of the evaluation is 0 or 1.",
+        "eval/*/avg@*": "The same, where `eval.num_samples` answers were sampled for each prompt.",
+        "eval/*/pass@*": "Probability that one of k answers is right, if every reward is 0 or 1.",
         "eval/*/greedy": "Mean held-out reward of the likeliest answers.",
         "eval/version": "Step of the weights that were evaluated.",
         "eval/seconds": "How long the evaluation took. On a CPU it shares the cores with training.",

@@ -13,7 +13,7 @@ from typing import Any
 from echo.config.fields import Role, has_secret
 from echo.config.layers import Problem
 from echo.config.losses import ClippedSection
-from echo.config.schema import Config, kinds_of, leaves, show
+from echo.config.schema import Config, EvalSection, kinds_of, leaves, show
 from echo.core.units import format_bytes
 from echo.wire.codec import BYTES_PER_BRANCH, BYTES_PER_TOKEN, MAX_ARRAY_BYTES
 
@@ -50,9 +50,10 @@ def _check_most(config: Config) -> Iterator[Problem]:
         ("batch.minibatches_per_step", "batch.groups_per_step", ": groups stay whole"),
         ("loss.overlong_buffer_tokens", "sampling.max_completion_tokens", ""),
         ("sampling.min_tokens", "sampling.max_completion_tokens", ""),
+        ("sampling.min_tokens", "eval.max_completion_tokens", ""),
     ):
         most = _value(config, bound)
-        if _value(config, key) > most:
+        if most is not None and _value(config, key) > most:
             yield _problem(f"must be at most {bound} = {most}{why}", key, bound)
 
 
@@ -263,11 +264,15 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
             "worker.price_per_h is not set",
             "worker.price_per_h",
         ),
-        (
-            "eval.num_prompts",
-            config.eval.interval_steps == 0,
-            "eval.interval_steps = 0 switches the evaluation off",
-            "eval.interval_steps",
+        *(
+            (
+                f"eval.{name}",
+                config.eval.interval_steps == 0,
+                "eval.interval_steps = 0 switches the evaluation off",
+                "eval.interval_steps",
+            )
+            for name in EvalSection.model_fields
+            if name != "interval_steps"
         ),
         (
             "metrics.wandb_project",

@@ -476,6 +476,14 @@ class EvalSection(Section):
     """Optimizer steps between evaluations; 0 is never."""
     num_prompts: int = Field(default=256, ge=1)
     """Held-out prompts per evaluation."""
+    num_samples: int = Field(default=1, ge=1, le=1024)
+    """Answers sampled for each prompt; with several, avg@k and pass@k are measured, too."""
+    temperature: float | None = Field(default=None, ge=0.01)
+    """In place of sampling.temperature; unset: that. A greedy score is always added."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """In place of sampling.top_p; unset: that."""
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**24)
+    """In place of sampling.max_completion_tokens; unset: that."""
 
 
 class NetworkSection(Section):
@@ -602,6 +610,16 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The path of the run's directory, `run.dir`/`run.name`."""
         return Path(self.run.dir) / self.run.name
+
+    @property
+    def evaluation_sampling(self) -> SamplingSection:
+        """How held-out answers are sampled: as in training, but for what `eval` sets."""
+        own = {
+            name: value
+            for name in ("temperature", "top_p", "max_completion_tokens")
+            if (value := getattr(self.eval, name)) is not None
+        }
+        return self.sampling.model_copy(update=own)
 
     @property
     def needs_support(self) -> bool:

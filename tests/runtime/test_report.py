@@ -329,7 +329,9 @@ SAMPLING = Sampling(1.0, 1.0, 0, 4, ())
 
 
 def make_evaluator(
-    prompts: Sequence[int] = range(4), engine: type[StubEngine] = EchoEngine
+    prompts: Sequence[int] = range(4),
+    engine: type[StubEngine] = EchoEngine,
+    num_samples: int = 1,
 ) -> Evaluator:
     task = Same()
     text: Any = SimpleNamespace(decode=lambda ids: str(ids[0]))
@@ -339,6 +341,7 @@ def make_evaluator(
         prompts=[(task.example(i, split="heldout"), [0, i]) for i in prompts],
         text=text,
         sampling=SAMPLING,
+        num_samples=num_samples,
     )
 
 
@@ -368,6 +371,19 @@ def test_both_rates_are_means_and_a_failed_reward_counts_as_zero() -> None:
         "evaluation of v7: held-out pass rate 0.250 sampled, 0.750 greedy; 2 of 8 rewards failed "
         "and count as 0: Same.reward on heldout example 3 raised RuntimeError: no idea"
     )
+
+
+def test_several_answers_to_a_prompt_tell_what_the_best_of_some_would_be() -> None:
+    """Seeds alternate between odd and even, so that every other answer is right."""
+    result = make_evaluator(prompts=[0, 1, 2], num_samples=6).evaluate(PolicyVersion(1, 7), {})
+    assert result is not None
+    assert result.num_rewards == 3 * 6 + 3
+    row = result.metrics("same")
+    assert (row["eval/same/reward"], row["eval/same/avg@6"]) == (0.5, 0.5)
+    assert row["eval/same/pass@2"] == pytest.approx(1 - 3 * 2 / (6 * 5))
+    found = [row[f"eval/same/pass@{k}"] for k in (1, 4, 6)]
+    assert found == pytest.approx([0.5, 1.0, 1.0])
+    assert "0.500 sampled, 1.000 greedy, pass@6 1.000 [" in str(result)
 
 
 def test_answers_without_an_opinion_are_in_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +421,7 @@ def test_an_evaluation_of_a_model_that_gives_no_probabilities_says_so() -> None:
     assert result is not None
     assert not result.has_figure
     what = "8 of 8 rewards failed: the model gave a log-probability of nan at token 0 of request "
-    assert f"{what}eval.3: the weights hold NaN" in str(result)
+    assert f"{what}eval.3.0: the weights hold NaN" in str(result)
 
 
 @pytest.mark.parametrize("after", [0, 3, 6, 99])

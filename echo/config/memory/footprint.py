@@ -281,7 +281,8 @@ class Footprint:
             return 0
         per_layer = 2 * facts.num_kv_heads * facts.head_dim * self._evaluation_width
         per_token = (facts.num_layers + 1) * per_layer
-        return per_token * self.rollout_tokens + DRAWING_BYTES * facts.vocab_size
+        completion = self.config.evaluation_sampling.max_completion_tokens
+        return per_token * (self.prompt_tokens + completion) + DRAWING_BYTES * facts.vocab_size
 
     @property
     def _evaluation_bytes(self) -> int:

@@ -951,7 +951,8 @@ def build_evaluator(
     if not section.interval_steps:
         return None
     found = data.prompts.heldout(section.num_prompts)
-    max_tokens = context_window(data.model_dir) - config.sampling.max_completion_tokens
+    sampling = config.evaluation_sampling
+    max_tokens = context_window(data.model_dir) - sampling.max_completion_tokens
     prompts = [(example, ids) for example, ids in found if len(ids) <= max_tokens]
     if len(prompts) < len(found):
         log.warning(
@@ -969,7 +970,8 @@ def build_evaluator(
         data.host,
         prompts=prompts,
         text=data.text,
-        sampling=make_sampling(config.sampling, data.text),
+        sampling=make_sampling(sampling, data.text),
+        num_samples=section.num_samples,
         runner=make_runner(turns_of(config.task, data.task), data.host, engine, data.text),
     )
 

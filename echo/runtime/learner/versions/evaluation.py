@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,10 +19,12 @@ import numpy as np
 from echo.core.errors import EngineError
 from echo.core.metrics import held_out
 from echo.core.rollout import PolicyVersion
+from echo.core.scores import PromptScores
 from echo.core.units import format_duration
 from echo.engine import allocator
 from echo.engine.engine import (
     UNWATCHED,
+    Completion,
     Engine,
     Request,
     Sampling,
@@ -47,18 +50,20 @@ FIRST_SEED = 1_000_003
 """Seed of the first prompt: independent of run.seed, so that runs can be compared."""
 
 
+SAMPLE_STRIDE = 0xD1B54A32D192ED03
+"""Difference between the seeds of consecutive answers to a prompt; not that of an episode's turns.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """Mean rewards of one version over the held-out prompts."""
+    """The scores of one version on the held-out prompts."""
 
     version: PolicyVersion
-    sampled: float
-    """Mean reward of answers sampled with the run's temperature; NaN if no answer was scored.
-    `greedy` is the same for greedy answers.
-    """
-    greedy: float
-    is_rate: bool
-    """Whether every reward was 0 or 1, so that the means are pass rates."""
+    scores: PromptScores
+    """Rewards of sampled answers; a failed reward counts as 0."""
+    greedy_scores: PromptScores
+    """Rewards of one greedy answer to each prompt; a failed reward counts as 0."""
     num_rewards: int
     """Number of answers, each with a reward, a failed reward or None."""
     num_reward_errors: int
@@ -67,6 +72,21 @@ class EvalResult:
     """Number of answers for which the reward was None; the means leave them out."""
     error: str = ""
     """The text of the last error of a reward; empty if no reward failed."""
+
+    @property
+    def sampled(self) -> float:
+        """Mean reward of sampled answers; NaN if no answer was scored."""
+        return self.scores.mean.mean
+
+    @property
+    def greedy(self) -> float:
+        """Mean reward of greedy answers; NaN if no answer was scored."""
+        return self.greedy_scores.mean.mean
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether every reward was 0 or 1, so that the means are pass rates."""
+        return self.scores.is_rate and self.greedy_scores.is_rate
 
     @property
     def has_figure(self) -> bool:
@@ -86,12 +106,26 @@ class EvalResult:
         if self.has_figure:
             row[f"eval/{task_name}/reward"] = self.sampled
             row[f"eval/{task_name}/greedy"] = self.greedy
-            if self.is_rate:
-                row[f"eval/{task_name}/pass@1"] = self.sampled
+            row |= self._sample_metrics(task_name)
+        return row
+
+    def _sample_metrics(self, task_name: str) -> dict[str, float]:
+        """Return pass@k, and what several answers to each prompt tell beside it."""
+        scores, row = self.scores, {}
+        if scores.num_samples > 1:
+            row[f"eval/{task_name}/avg@{scores.num_samples}"] = self.sampled
+        if self.is_rate:
+            for k in scores.ks:
+                value = scores.pass_at(k).mean
+                if not math.isnan(value):
+                    row[f"eval/{task_name}/pass@{k}"] = value
         return row
 
     def __str__(self) -> str:
         figure = f"{held_out(self.is_rate)} {self.sampled:.3f} sampled, {self.greedy:.3f} greedy"
+        if self.is_rate and self.scores.num_samples > 1:
+            k = self.scores.num_samples
+            figure += f", pass@{k} {self.scores.pass_at(k)}"
         if not self.has_figure:
             figure = "no figure"
         if self.num_unscored:
@@ -115,11 +149,13 @@ class Evaluator:
         prompts: Sequence[tuple[Example, list[int]]],
         text: TextCodec,
         sampling: Sampling,
+        num_samples: int = 1,
         runner: EpisodeRunner | None = None,
     ) -> None:
         """Use these held-out prompts, each an example with the token ids of its prompt.
 
-        Episodes of several turns need a `runner`; None if an answer is a single turn.
+        `num_samples` answers are sampled for each prompt. Episodes of several turns need a
+        `runner`; None if an answer is a single turn.
         """
         self._engine = engine
         self._host = host
@@ -128,7 +164,10 @@ class Evaluator:
                 name=f"eval.{index}",
                 prompt_ids=np.array(token_ids, dtype=np.int32),
                 example=example,
-                seeds=(FIRST_SEED + index,),
+                seeds=[
+                    (FIRST_SEED + index + sample * SAMPLE_STRIDE) & (2**63 - 1)
+                    for sample in range(num_samples)
+                ],
             )
             for index, (example, token_ids) in enumerate(prompts)
         ]
@@ -152,72 +191,82 @@ class Evaluator:
         self, version: PolicyVersion, tensors: Weights, watcher: Watcher
     ) -> EvalResult | None:
         self._engine.load(tensors)
-        rates: list[float] = []
+        found: list[PromptScores] = []
         errors: list[RewardError] = []
-        is_rate, num_unscored = True, 0
+        num_rewards = num_unscored = 0
         for is_greedy in (False, True):
             sampling = replace(self._sampling, greedy=is_greedy)
-            rewards = self._rewards(sampling, watcher)
+            # A greedy answer does not depend on the seed.
+            openings = [
+                replace(each, seeds=each.seeds[:1]) if is_greedy else each
+                for each in self._openings
+            ]
+            rewards = self._rewards(openings, sampling, watcher)
             if rewards is None:
                 return None
-            num_unscored += sum(reward is None for reward in rewards)
-            errors += [reward for reward in rewards if isinstance(reward, RewardError)]
-            figures = [
-                0.0 if isinstance(reward, RewardError) else reward
-                for reward in rewards
-                if reward is not None
-            ]
-            is_rate &= all(figure in (0.0, 1.0) for figure in figures)
-            rates.append(math.fsum(figures) / len(figures) if figures else math.nan)
+            every = [reward for prompt in rewards for reward in prompt]
+            num_rewards += len(every)
+            num_unscored += sum(reward is None for reward in every)
+            errors += [reward for reward in every if isinstance(reward, RewardError)]
+            by_prompt = tuple(
+                tuple(
+                    0.0 if isinstance(reward, RewardError) else reward
+                    for reward in prompt
+                    if reward is not None
+                )
+                for prompt in rewards
+            )
+            found.append(PromptScores(by_prompt, len(openings[0].seeds)))
         return EvalResult(
             version=version,
-            sampled=rates[0],
-            greedy=rates[1],
-            is_rate=is_rate,
-            num_rewards=2 * len(self._openings),
+            scores=found[0],
+            greedy_scores=found[1],
+            num_rewards=num_rewards,
             num_reward_errors=len(errors),
             num_unscored=num_unscored,
             error=str(errors[-1]) if errors else "",
         )
 
     def _rewards(
-        self, sampling: Sampling, watcher: Watcher
-    ) -> list[float | RewardError | None] | None:
-        """Return one reward or error per prompt; None if the watcher stopped the call.
+        self, openings: Sequence[Opening], sampling: Sampling, watcher: Watcher
+    ) -> list[list[float | RewardError | None]] | None:
+        """Return the reward or error of each answer to each prompt; None if the watcher stopped.
 
         An element is None if the reward function returned None for that answer.
         """
         if self._runner is not None:
-            results = self._runner.play(self._openings, sampling, watcher)
+            results = self._runner.play(openings, sampling, watcher)
             if watcher.should_stop():
                 return None
             return [
-                result
+                [result] * len(opening.seeds)
                 if isinstance(result, RewardError)
-                else None
-                if math.isnan(result[0].reward)
-                else result[0].reward
-                for result in results
+                else [None if math.isnan(each.reward) else each.reward for each in result]
+                for opening, result in zip(openings, results, strict=True)
             ]
         requests = [
-            Request(request_id=each.name, prompt_ids=each.prompt_ids, seed=each.seeds[0])
-            for each in self._openings
+            Request(request_id=f"{each.name}.{sample}", prompt_ids=each.prompt_ids, seed=seed)
+            for each in openings
+            for sample, seed in enumerate(each.seeds)
         ]
-        completions = self._engine.generate(requests, sampling, watcher)
-        rewards: list[float | RewardError | None] = []
-        for opening, completion in zip(self._openings, completions, strict=True):
-            if watcher.should_stop():
-                return None
-            if completion.finish_reason == "nonfinite":
-                why = describe_nonfinite(completion)
-                rewards.append(RewardError(why, reason=BAD_LOGPROBS))
-                continue
-            text = self._text.decode(completion.token_ids.tolist())
-            try:
-                rewards.append(self._host.score(opening.example, text))
-            except RewardError as error:
-                rewards.append(error)
-        return rewards
+        completions = iter(self._engine.generate(requests, sampling, watcher))
+        found: list[list[float | RewardError | None]] = []
+        for opening in openings:
+            rewards: list[float | RewardError | None] = []
+            for completion in islice(completions, len(opening.seeds)):
+                if watcher.should_stop():
+                    return None
+                rewards.append(self._reward(opening.example, completion))
+            found.append(rewards)
+        return found
+
+    def _reward(self, example: Example, completion: Completion) -> float | RewardError | None:
+        if completion.finish_reason == "nonfinite":
+            return RewardError(describe_nonfinite(completion), reason=BAD_LOGPROBS)
+        try:
+            return self._host.score(example, self._text.decode(completion.token_ids.tolist()))
+        except RewardError as error:
+            return error
 
 
 class EvaluationSchedule:

@@ -1,0 +1,99 @@
+"""Scores of a policy on held-out prompts: means and pass@k, each with a confidence interval.
+
+K answers are sampled for each of P prompts. Answers to one prompt resemble each other, so all
+spreads are taken over the prompts, of which each counts once.
+
+    mean (avg@K)   mean over prompts of the mean reward of a prompt's answers
+    pass@k         mean over prompts of the probability that at least one of k answers is right, if
+                   k of the prompt's n answers, c of them right, are drawn:
+                   1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv:2107.03374)
+
+Intervals hold 95 %. Where all values lie in [0, 1], as pass rates do, the interval is Wilson's,
+with the number of independent answers in place of the number of answers: it also means something
+where all answers are right, or none is. Otherwise it is the mean and 1.96 standard errors to both
+sides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Z = 1.959964
+"""Standard errors on both sides of the mean in which 95 % of a normal distribution lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over prompts, with its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    """Lower end of the interval; NaN if one prompt alone does not determine it, as `high`."""
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Return the estimate from one value for each prompt; NaN if there are no values."""
+        number = len(values)
+        if not number:
+            return cls(math.nan, math.nan, math.nan)
+        mean = math.fsum(values) / number
+        square = math.fsum((value - mean) ** 2 for value in values)
+        error = math.sqrt(square / (number - 1) / number) if number > 1 else math.nan
+        if not all(0 <= value <= 1 for value in values):
+            return cls(mean, mean - Z * error, mean + Z * error)
+        num_independent = mean * (1 - mean) / error**2 if error > 0 else float(number)
+        shrink = Z * Z / num_independent
+        center = (mean + shrink / 2) / (1 + shrink)
+        width = math.sqrt(shrink * (mean * (1 - mean) + shrink / 4)) / (1 + shrink)
+        # Rounding would move an end over a mean of 0 or 1.
+        low, high = max(0.0, min(mean, center - width)), min(1.0, max(mean, center + width))
+        return cls(mean, low, high)
+
+    def __str__(self) -> str:
+        if math.isnan(self.low):
+            return f"{self.mean:.3f}"
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The rewards of K answers to each of P prompts."""
+
+    by_prompt: tuple[tuple[float, ...], ...]
+    """The rewards of each prompt's answers; answers that the task could not score are left out."""
+    num_samples: int
+    """K, the number of answers that were sampled for each prompt."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """All rewards, prompt by prompt."""
+        return [reward for prompt in self.by_prompt for reward in prompt]
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether every reward is 0 or 1, so that a reward of 1 is a right answer."""
+        return all(reward in (0.0, 1.0) for reward in self.rewards)
+
+    @property
+    def mean(self) -> Estimate:
+        """The mean reward, which is called avg@K if K is above 1."""
+        return Estimate.of([math.fsum(each) / len(each) for each in self.by_prompt if each])
+
+    def pass_at(self, k: int) -> Estimate:
+        """Return pass@k over the prompts with at least k scored answers; rewards are 0 or 1."""
+        return Estimate.of(
+            [
+                1.0 - math.comb(len(each) - round(sum(each)), k) / math.comb(len(each), k)
+                for each in self.by_prompt
+                if len(each) >= k
+            ]
+        )
+
+    @property
+    def ks(self) -> list[int]:
+        """The k of which pass@k is shown: 1, 2, 4 and so on, and K."""
+        powers = {1 << n for n in range(self.num_samples.bit_length())}
+        return sorted({*powers, self.num_samples})
