@@ -404,6 +404,7 @@ class Learner(Role):
         Raises:
             AssertionError: if they do not.
         """
+        self.broadcast.validate()
         self.scheduler.groups.validate()
         known = {*self.roster.nodes, LOST_WORKER}
         assert self.leases.worker_ids <= known, "a node that is gone holds a lease"

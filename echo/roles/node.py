@@ -111,6 +111,14 @@ class DialingRole:
         self._weights.retry_preferred_s = settings.dead_after_s
         self.control = ControlLink(settings, self.joining, self._weights, now=now)
 
+    def validate(self) -> None:
+        """Check that the store, the parent and the children agree; for tests.
+
+        Raises:
+            AssertionError: if they do not.
+        """
+        self.broadcast.validate()
+
     # --- what subclasses override ----------------------------------------------------------------
 
     def version_in_use(self) -> PolicyVersion | None:
@@ -459,6 +467,13 @@ class Role(Protocol):
         """Drop the node or link that sent a message whose handling raised an unexpected exception.
 
         This method does not decode the message, which may have caused the exception.
+        """
+
+    def validate(self) -> None:
+        """Check that the parts of the role agree, as they must after every event; for tests.
+
+        Raises:
+            AssertionError: if they do not.
         """
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:

@@ -145,6 +145,17 @@ class Broadcast:
         self.uplink = self._sender.rate
         """Rate of this node's uplink to all its children together."""
 
+    def validate(self) -> None:
+        """Check that store, parent and children agree; for tests.
+
+        Raises:
+            AssertionError: if they do not.
+        """
+        self.receiver.link.validate()
+        fetched = [self.receiver.item, *(child.fetching for child in self.children.values())]
+        for item in filter(None, fetched):
+            assert self._store.get(item) is not None, f"{item} is fetched and not in the store"
+
     # --- state that others read ------------------------------------------------------------------
 
     @property

@@ -70,7 +70,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from echo.core.bounds import num_connections
-from echo.core.errors import LocalProtocolError
 from echo.wire.actions import Action, Send
 from echo.wire.codec import encode
 from echo.wire.messages import Probe, ProbeAck
@@ -574,19 +573,16 @@ class ParentLink:
         return self.progress_at + self.patience_s(chunk_bytes)
 
     def validate(self) -> None:
-        """Check the invariants of this state, which must hold after every event.
+        """Check that state, peer, window and unwritten bytes agree; for tests.
 
         Raises:
-            LocalProtocolError: if an invariant does not hold.
+            AssertionError: if they do not.
         """
-        is_sound = (
-            (self.peer is None) == (self.state is LinkState.ALONE)
-            and min(self.window, self.unspent_bytes, self.writing_bytes) >= 0
-            and (self.window > 0 or not self.awaits_chunks)
-            and (self.peer is not None or not self.writing_bytes)
-        )
-        if not is_sound:
-            raise LocalProtocolError(f"the link to the parent is in disorder: {self}")
+        has_parent = self.state is not LinkState.ALONE
+        assert has_parent == (self.peer is not None), f"{self.state} with the parent {self.peer}"
+        assert min(self.window, self.unspent_bytes, self.writing_bytes) >= 0, "negative bytes"
+        assert self.window > 0 or not self.awaits_chunks, "chunks are awaited without credit"
+        assert has_parent or not self.writing_bytes, "bytes of no parent are being written"
 
 
 # --- uplink probe: one message, and the time in which it arrives ----------------------------------

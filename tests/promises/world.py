@@ -43,7 +43,6 @@ from echo.config.schema import Config
 from echo.core.errors import (
     EchoError,
     EngineError,
-    LocalProtocolError,
     RefusedError,
     TransportError,
 )
@@ -649,7 +648,7 @@ class World:
         self._noise, self._loss, self._luck = noise, loss, random.Random(f"{seed}/loss")
         self._watchers: list[Callable[[str, str, Any], bool | None]] = []
         self._acknowledged: list[int] = []
-        self._failure: AssertionError | LocalProtocolError | None = None
+        self._failure: AssertionError | None = None
         """Of who watches."""
         self.sample_s, self.train_s = sample_s, train_s
         self._slow_disks: dict[str, float] = {}
@@ -789,10 +788,8 @@ class World:
             def perform_and_validate(actions: Sequence[Any]) -> None:
                 perform(actions)
                 try:
-                    node.role.broadcast.receiver.link.validate()
-                    if hasattr(node.role, "validate"):
-                        node.role.validate()
-                except (AssertionError, LocalProtocolError) as error:
+                    node.role.validate()
+                except AssertionError as error:
                     self._failure = self._failure or error
 
             node.perform = perform_and_validate

@@ -16,6 +16,7 @@ from echo.config.fleet_schema import FaultRow, PriceRow
 from echo.config.schema import ActivationSection
 from echo.fleet.market import Region
 from echo.fleet.overlap import predict
+from echo.runtime.relay import RelayNode
 from echo.sim.faults import SimulatedSite
 from echo.sim.learner import SimLearner
 from echo.sim.scenario import Scenario
@@ -96,7 +97,7 @@ def troubled(seed: int = 1) -> Scenario:
 def trouble() -> tuple[Summary, History]:
     """What becomes of that fleet, whose roles are validated after every event."""
     with pytest.MonkeyPatch.context() as patch:
-        for shell in (SimLearner, SimWorker):
+        for shell in (SimLearner, SimWorker, RelayNode):
             patch.setattr(shell, "perform", validated(shell.perform))
         return simulate(troubled())
 

@@ -343,14 +343,10 @@ class Net:
                     assert content(image) == image_of(version.step)
             live = set(self.rooms[name].live)
             assert live <= {*node.store, *(version for version, _ in halves)}
-            item = node.receiver.item
-            assert item is None or node.receiver.store.get(item) is not None
-            node.receiver.link.validate()
+            node.validate()
             writing = node.receiver.link.writing_bytes
             late = [work.data for owner, work in self.works if owner == name and is_write(work)]
             assert 0 <= writing <= sum(map(len, late))
-            for child in node.children.values():
-                assert child.fetching is None or node.receiver.store.get(child.fetching) is not None
 
 
 def content(image: Transfer) -> bytes:

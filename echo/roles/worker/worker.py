@@ -208,11 +208,12 @@ class Worker(DialingRole):
         self._version_wait_s = version_wait_s
 
     def validate(self) -> None:
-        """Check that leases, outbox and calls of the engine agree; for tests.
+        """Check that leases, outbox and calls of the engine agree, too; for tests.
 
         Raises:
             AssertionError: if they do not.
         """
+        super().validate()
         self.held.validate()
         if self._calls is not None:
             self._calls.validate()
