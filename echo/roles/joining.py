@@ -344,6 +344,7 @@ class NodeState(StrEnum):
     """The node has ended, and its process ends."""
 
 
+@dataclass(frozen=True, slots=True)
 class Linked:
     """Event: the other end of the control link has sent its name."""
 
@@ -362,10 +363,12 @@ class Built:
     digests: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
 class AnswerToAnother:
     """Event: a Welcome for another Hello, or an Admitted for another process of this name."""
 
 
+@dataclass(frozen=True, slots=True)
 class AnotherChannel:
     """Event: a second Welcome for the same Hello has other keys: the learner was restarted."""
 
@@ -779,10 +782,12 @@ class Restarted:
     old: Member
 
 
+@dataclass(frozen=True, slots=True)
 class NameHeld:
     """Event: a Hello under the name of another process that has sent a message recently."""
 
 
+@dataclass(frozen=True, slots=True)
 class RosterFull:
     """Event: a Hello under a new name while MAX_NODES nodes are known."""
 
@@ -805,14 +810,17 @@ class ReadyRefused:
     hello_hash: bytes
 
 
+@dataclass(frozen=True, slots=True)
 class ReadyOfAnother:
     """Event: a Ready of another process than the one that got the Welcome."""
 
 
+@dataclass(frozen=True, slots=True)
 class Silent:
     """Event: a node has sent no message for `dead_after_s`."""
 
 
+@dataclass(frozen=True, slots=True)
 class Expelled:
     """Event: an internal error occurred while a node's message was handled."""
 

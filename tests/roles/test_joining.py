@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, get_args
@@ -267,6 +268,34 @@ def test_every_state_is_reached_and_leads_to_admission_or_to_an_end() -> None:
     assert set(Joining.TABLE[NodeState.STOPPED].values()) == {IGNORED}
     for presence in Presence:
         assert {Presence.ADMITTED, Presence.UNKNOWN} <= reachable(Admission.TABLE, presence)
+
+
+def moves(table: Mapping[Any, Mapping[type, Any]]) -> set[tuple[str, str, str]]:
+    """Return (state, event, next state) of each entry that changes the state."""
+    return {
+        (str(state), event.__name__, str(step.then))
+        for state, row in table.items()
+        for event, step in row.items()
+        if step.then not in (None, state)
+    }
+
+
+def test_the_drawings_in_the_docstring_are_the_tables() -> None:
+    """The words below the drawings name the moves that are not drawn."""
+    node, learner = (joining.__doc__ or "").split("The learner's end")
+    arrow = re.compile(r"(\w+) --(\w+)--> (?=(\w+))")
+    later = ("joining", "configuring", "readying", "admitted")
+    words = {(state, "Lost", "dialling") for state in later}
+    ends = ("Refuse", "Finish", "GaveUp")
+    words |= {(state, end, "stopped") for state in ("dialling", *later) for end in ends}
+    words |= {(state, "UnfitWelcome", "stopped") for state in later[:3]}
+    words |= {(state, "AnotherChannel", "joining") for state in later[1:3]}
+    words |= {(state, "Rehello", "joining") for state in later[2:]}
+    assert {*arrow.findall(node), *words} == moves(Joining.TABLE)
+    gone = ("Goodbye", "Silent", "ReadyRefused", "Expelled")
+    words = {(state, event, "unknown") for state in ("known", "admitted") for event in gone}
+    words |= {("admitted", "Restarted", "known")}
+    assert {*arrow.findall(learner), *words} == moves(Admission.TABLE)
 
 
 # --- each end obeys its table --------------------------------------------------------------------
