@@ -209,7 +209,7 @@ _FORM = re.compile(r"[a-z][a-z_]*(/[a-z0-9_@*]+)+")
 _HEAD = """# Metrics
 
 A run writes a row of `metrics.jsonl` for every optimizer step and one for every evaluation.
-The same names go to TensorBoard and wandb. A name appears once there is something to tell.
+The same names go to TensorBoard, trackio and wandb. A name appears once there is something to tell.
 
 This page is generated: `python docs/metrics_page.py > docs/metrics.md`.
 """

@@ -258,6 +258,9 @@ class Lab:
     def export(self, *_: Any) -> None:
         """Leave the weights, which say nothing, unwritten."""
 
+    def write_samples(self, *_: Any) -> None:
+        """Drop the samples."""
+
     def show(self, _: Any) -> None:
         """Draw nothing."""
 

@@ -60,6 +60,7 @@ from echo.runtime.identity import (
     is_own_machine,
     join_address,
 )
+from echo.runtime.learner.samples import FILE_ONLY
 from echo.runtime.learner.saving.resume import check_unused, finished_step
 from echo.runtime.node import INTERRUPTED, Node
 from echo.tasks.dataset import RowsTask
@@ -443,6 +444,8 @@ class NoticeBoard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record's text without its traceback; only the log file gets the traceback."""
+        if getattr(record, FILE_ONLY, False):
+            return
         self.last = LogFormatter("%(message)s").format(record).partition("\n    Traceback (")[0]
         line = re.split(r"\n\s*Traceback \(", self.format(record), maxsplit=1)[0]
         self.lines = [*self.lines, line][-MAX_NOTICES:]
@@ -522,11 +525,11 @@ def run_learner(
     log.addHandler(board)
     event_log = open_event_log(log_events, log)
     console = Console(stderr=True)
-    sinks, project = config.metrics.sinks, config.metrics.wandb_project
+    sinks, project = config.metrics.sinks, config.metrics.project
     shown = resolved(config)
     with (
         interrupts.unwinding(),
-        MetricsWriter(run_dir, sinks=sinks, wandb_project=project, config=shown) as metrics,
+        MetricsWriter(run_dir, sinks=sinks, project=project, config=shown) as metrics,
         LiveView(console, mode=config.ui.live) as view,
     ):
         operator = Operator(metrics, view, board)
@@ -574,6 +577,7 @@ class Operator:
     def __init__(self, metrics: MetricsWriter, view: LiveView, board: NoticeBoard) -> None:
         """Use these metric sinks and this live view, which also shows the log lines of `board`."""
         self.write_metrics = metrics.write
+        self.write_samples = metrics.write_samples
         self._view = view
         self._board = board
 

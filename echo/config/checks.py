@@ -275,9 +275,9 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
             if name != "interval_steps"
         ),
         (
-            "metrics.wandb_project",
-            "wandb" not in config.metrics.sinks,
-            'metrics.sinks has no "wandb"',
+            "metrics.project",
+            not {"trackio", "wandb"} & set(config.metrics.sinks),
+            'metrics.sinks has neither "wandb" nor "trackio"',
             "metrics.sinks",
         ),
     )

@@ -224,7 +224,9 @@ DialAddress = Annotated[
 DialAddresses = Annotated[tuple[DialAddress, ...], BeforeValidator(_one_is_a_list)]
 """Addresses to try in order; a single address needs no brackets."""
 
-Sinks = Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_one_is_a_list)]
+Sinks = Annotated[
+    tuple[Literal["tensorboard", "trackio", "wandb"], ...], BeforeValidator(_one_is_a_list)
+]
 """Destinations of metrics; a single destination needs no brackets."""
 
 Betas = Annotated[

@@ -179,7 +179,7 @@ OTHER_NAMES: tuple[tuple[str, str, str, str, str], ...] = (
     ("save_total_limit", "max_actor_ckpt_to_keep", "ckpt.keep_last", "", "`checkpoint.keep_last`"),
     ("eval_steps", "test_freq", "eval.interval", "eval_interval", "`eval.interval_steps`"),
     ("report_to", "trainer.logger", "wandb", "use_wandb", "`metrics.sinks`"),
-    ("", "project_name", "wandb.project", "wandb_project", "`metrics.wandb_project`"),
+    ("", "project_name", "wandb.project", "wandb_project", "`metrics.project`"),
 )
 """One row per setting: the names of each of FRAMEWORKS, with notes in parentheses, then ours in
 Markdown."""

@@ -45,6 +45,7 @@ from echo.config.fields import (
     kind_of,
 )
 from echo.config.losses import LOSSES, RATIO_UNDER_TOP_K, AnyLoss
+from echo.core.samples import MAX_SAMPLES
 from echo.core.units import without_secrets
 
 # --- profiles -------------------------------------------------------------------------------------
@@ -536,9 +537,12 @@ class MetricsSection(Section):
     """The sinks that get metrics besides metrics.jsonl."""
 
     sinks: Sinks = ()
-    """"tensorboard": files in the run directory; "wandb": WANDB_MODE=offline keeps it here."""
-    wandb_project: str = Field(default="echo", min_length=1)
-    """Project on Weights & Biases."""
+    """"tensorboard": files in the run directory; "wandb": WANDB_MODE=offline keeps it here;
+    "trackio": files on this machine, or the server that its variables name."""
+    project: str = Field(default="echo", min_length=1)
+    """Project of wandb and trackio."""
+    samples: int = Field(default=2, ge=0, le=MAX_SAMPLES)
+    """Rollouts of every tenth step and of every evaluation, as text in the log and the sinks."""
     attribution_steps: int = Field(default=0, ge=0)
     """Optimizer steps between analyses of the mismatch with the sampler; 0: never."""
 

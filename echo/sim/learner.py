@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from echo.config.schema import (
 )
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Lineage
+from echo.core.samples import TextSample
 from echo.core.status import RunStatus
 from echo.fleet.job import Job
 from echo.leases.book import LeaseBook
@@ -155,6 +156,9 @@ class SimLearner(LearnerNode):
             )
         if step >= self._scenario.settings.num_steps:
             self._end_run("")
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Drop the samples, of which a simulation has none."""
 
     def show(self, status: RunStatus) -> None:
         """Do nothing with the status: a simulation has no terminal."""

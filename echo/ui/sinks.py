@@ -1,9 +1,10 @@
-"""Sinks for metrics: metrics.jsonl, and TensorBoard and wandb if configured.
+"""Sinks for metrics and samples: metrics.jsonl, and TensorBoard, trackio and wandb if configured.
 
-metrics.jsonl has every number, and a run ends if it cannot write this file. TensorBoard and wandb
-are conveniences, called mirrors below. A configured mirror that is not installed is refused at the
-start; a mirror that fails later is dropped with a warning. Each mirror has its own thread, so a run
-starts, trains and ends without waiting for the mirror's network.
+metrics.jsonl has every number, and a run ends if it cannot write this file. The others are
+conveniences, called mirrors below; they get samples of rollouts as tables, too. A configured mirror
+that is not installed is refused at the start; a mirror that fails later is dropped with a warning.
+Each mirror has its own thread, so a run starts, trains and ends without waiting for the mirror's
+network.
 
 Rows are only appended to metrics.jsonl. A resumed learner repeats some steps: the new rows follow
 the abandoned rows and have a higher `lineage`, and readers use only the new rows
@@ -12,13 +13,15 @@ the abandoned rows and have a higher `lineage`, and readers use only the new row
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -27,6 +30,7 @@ import msgspec
 
 from echo.core.errors import ConfigError, StorageError
 from echo.core.extras import import_extra
+from echo.core.samples import COLUMNS, TextSample, table_of
 from echo.core.units import one_line
 
 logger = logging.getLogger(__name__)
@@ -47,6 +51,9 @@ class _Mirror(Protocol):
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """Write one row of metrics, which belongs to this step and this Unix time."""
 
+    def write_samples(self, step: int, samples: Sequence[TextSample], at: float) -> None:
+        """Write rollouts as text, of this step and Unix time."""
+
     def close(self) -> None:
         """Write rows that are buffered, and close the mirror."""
 
@@ -65,8 +72,8 @@ class _Feed:
 
     def __init__(self, name: str, mirror: _Mirror, path: Path) -> None:
         self._name, self._mirror, self._path = name, mirror, path
-        self._rows: queue.Queue[tuple[int, Mapping[str, float], float] | None]
-        self._rows = queue.Queue(MAX_ROWS_BEHIND)
+        self._writes: queue.Queue[Callable[[_Mirror], None] | None]
+        self._writes = queue.Queue(MAX_ROWS_BEHIND)
         self._has_failed = self._is_behind = False
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
 
@@ -74,12 +81,12 @@ class _Feed:
         """Start the thread, which opens the mirror; return at once."""
         self._thread.start()
 
-    def put(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Queue a row to be written, and return at once."""
+    def put(self, step: int, write: Callable[[_Mirror], None]) -> None:
+        """Queue a call that writes something of `step` to the mirror, and return at once."""
         if self._has_failed:
             return
         try:
-            self._rows.put_nowait((step, metrics, at))
+            self._writes.put_nowait(write)
         except queue.Full:
             if not self._is_behind:
                 self._warn("does not keep up and has holes from now on", f"step {step}")
@@ -89,7 +96,7 @@ class _Feed:
         """Write the rows in the queue and close the mirror, within CLOSE_S."""
         give_up_at = time.monotonic() + CLOSE_S
         try:
-            self._rows.put(None, timeout=CLOSE_S)
+            self._writes.put(None, timeout=CLOSE_S)
             self._thread.join(max(0.0, give_up_at - time.monotonic()))
         except queue.Full:
             pass
@@ -102,8 +109,8 @@ class _Feed:
     def _run(self) -> None:
         try:
             self._mirror.start()
-            while (row := self._rows.get()) is not None:
-                self._mirror.write(*row)
+            while (write := self._writes.get()) is not None:
+                write(self._mirror)
             self._mirror.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- of a disk, a login, a network
             if not self._has_failed:
@@ -136,7 +143,7 @@ class MetricsWriter:
         run_dir: Path,
         *,
         sinks: Collection[str] = (),
-        wandb_project: str = "echo",
+        project: str = "echo",
         config: Mapping[str, object] | None = None,
     ) -> None:
         """Open metrics.jsonl, remove a line that a crash has cut off, and start the mirrors.
@@ -144,10 +151,10 @@ class MetricsWriter:
         Args:
             run_dir: directory of the run, created if it is missing; the wandb run has the
                 directory's name.
-            sinks: "tensorboard" for event files in `run_dir`/tensorboard, "wandb" for Weights &
-                Biases, which reads WANDB_MODE and its other variables.
-            wandb_project: the project in wandb.
-            config: the resolved configuration, which wandb shows.
+            sinks: "tensorboard" for event files in `run_dir`/tensorboard; "trackio" and "wandb" for
+                these trackers, which read variables such as TRACKIO_DIR and WANDB_MODE.
+            project: the project in trackio and wandb.
+            config: the resolved configuration, which trackio and wandb show.
 
         Raises:
             ConfigError: if a configured mirror is not installed.
@@ -158,7 +165,9 @@ class MetricsWriter:
         if "tensorboard" in sinks:
             mirrors["tensorboard"] = _TensorBoard(run_dir / "tensorboard")
         if "wandb" in sinks:
-            mirrors["wandb"] = _Wandb(run_dir, wandb_project, config or {})
+            mirrors["wandb"] = _Wandb(run_dir, project, config or {})
+        if "trackio" in sinks:
+            mirrors["trackio"] = _Trackio(run_dir, project, config or {})
         self.path = run_dir / "metrics.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -195,7 +204,13 @@ class MetricsWriter:
             raise StorageError(f"{self.path}: the disk is full at step {step}; free some space")
         flat = {n: value for n, value in numbers.items() if not isinstance(value, dict)}
         for feed in self._feeds:
-            feed.put(step, flat, at)
+            feed.put(step, lambda mirror: mirror.write(step, flat, at))
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Pass rollouts as text to the mirrors; metrics.jsonl does not get them."""
+        at = time.time()
+        for feed in self._feeds:
+            feed.put(step, lambda mirror: mirror.write_samples(step, samples, at))
 
     def close(self) -> None:
         """Close metrics.jsonl and the mirrors, within a limited time."""
@@ -245,7 +260,7 @@ def _number(value: float) -> float:
     return int(value) if math.isfinite(value) and value == int(value) else float(value)
 
 
-_MODULES = {"tensorboard": "tensorboard.summary", "wandb": "wandb"}
+_MODULES = {"tensorboard": "tensorboard.summary", "trackio": "trackio", "wandb": "wandb"}
 
 
 def _import(sink: str) -> ModuleType:
@@ -265,6 +280,9 @@ class _TensorBoard:
     def __init__(self, directory: Path) -> None:
         self._summary: Any = _import("tensorboard")
         self._directory = directory
+        self._samples: Any = None
+        """The writer of samples, in a directory of their own: of each directory TensorBoard reads
+        one file at a time."""
 
     def start(self) -> None:
         """Create the directory and an event file in it."""
@@ -276,8 +294,42 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step, wall_time=at)
         self._writer.flush()
 
+    def write_samples(self, step: int, samples: Sequence[TextSample], at: float) -> None:
+        """Write the samples as one text, a table in Markdown."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        if self._samples is None:
+            self._samples = EventFileWriter(str(self._directory / "samples"))
+        value = Summary.Value(
+            tag="samples",
+            metadata=create_summary_metadata(display_name="samples", description=""),
+            tensor=make_tensor_proto(_markdown(samples)),
+        )
+        self._samples.add_event(Event(wall_time=at, step=step, summary=Summary(value=[value])))
+        self._samples.flush()
+
     def close(self) -> None:
         self._writer.close()
+        if self._samples is not None:
+            self._samples.close()
+
+
+def _markdown(samples: Sequence[TextSample]) -> str:
+    """Return samples as a table in Markdown, in which their texts are code."""
+    lines = [" | ".join(COLUMNS), " | ".join(["---"] * len(COLUMNS))]
+    for row in table_of(samples):
+        cells = (
+            f"`{one_line(cell).replace('`', chr(39)).replace('|', '¦')}`"
+            if isinstance(cell, str)
+            else f"{cell:g}"
+            for cell in row
+        )
+        lines.append(" | ".join(cells))
+    return "\n".join(lines)
 
 
 class _Wandb:
@@ -310,6 +362,12 @@ class _Wandb:
         del at
         self._run.log({"step": step, **metrics})
 
+    def write_samples(self, step: int, samples: Sequence[TextSample], at: float) -> None:
+        """Log the samples as a table."""
+        del at
+        table = self._wandb.Table(columns=list(COLUMNS), data=table_of(samples))
+        self._run.log({"step": step, "samples": table})
+
     def close(self) -> None:
         """Finish the wandb run, which uploads the rows not yet uploaded."""
         self._run.finish()
@@ -324,3 +382,50 @@ def _wandb_id(run_dir: Path) -> str:
     if not path.exists():
         path.write_text(os.urandom(4).hex(), encoding="ascii")
     return path.read_text(encoding="ascii").strip()
+
+
+class _Trackio:
+    """Writes rows to a trackio run; a resumed run of Echo continues its trackio run."""
+
+    remedy = (
+        "see TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL, and resume the run to have it "
+        "back"
+    )
+
+    def __init__(self, run_dir: Path, project: str, config: Mapping[str, object]) -> None:
+        self._trackio: Any = _import("trackio")
+        self._name, self._project, self._config = run_dir.name, project, config
+
+    def start(self) -> None:
+        """Begin the trackio run, or continue it after a resume."""
+        with _silenced():
+            self._run = self._trackio.init(
+                project=self._project,
+                name=self._name,
+                resume="allow",
+                config=dict(self._config),
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """Log a row; trackio sets the row's time itself."""
+        del at
+        self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, step: int, samples: Sequence[TextSample], at: float) -> None:
+        """Log the samples as a table."""
+        del at
+        table = self._trackio.Table(columns=list(COLUMNS), data=table_of(samples))
+        self._run.log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        """Finish the trackio run."""
+        with _silenced():
+            self._run.finish()
+
+
+def _silenced() -> contextlib.redirect_stdout[io.StringIO]:
+    """Return a context that drops what trackio prints, which would break the live view."""
+    return contextlib.redirect_stdout(io.StringIO())

@@ -42,7 +42,7 @@ BROKEN = {
     "loss.kind=cispo loss.score_centering=1 | sampling.min_p=0.1": "write sampling.min_p = 0",
     "sync.max_staleness=6 | sync.min_staleness=1": "sync.adaptive is false",
     "reference.kl_coef=0.1 reference.kl_estimator=k1 | reference.kl_coef=0": "no effect: refere",
-    "metrics.sinks=wandb metrics.wandb_project=demo | metrics.sinks=[]": 'sinks has no "wandb"',
+    "metrics.sinks=wandb metrics.project=demo | metrics.sinks=[]": 'sinks has neither "wandb"',
     "ui.live=off | worker.advertise=tcp://a:1": "has no effect: worker.listen is not set",
     "eval.num_prompts=64 | eval.interval_steps=0": "no effect: eval.interval_steps = 0 switches",
     "model.name=org/model model.revision=main | model.name=./model": "no effect: model.name is a",
@@ -73,7 +73,7 @@ def test_a_join_string_says_where_to_connect(key: str) -> None:
 
 
 def test_options_with_effect_and_defaults_are_not_refused() -> None:
-    parse_config({}, ["metrics.wandb_project=echo", "ui.live=off"])
+    parse_config({}, ["metrics.project=echo", "ui.live=off"])
     parse_config({}, ["worker.listen=tcp://0.0.0.0:1", "worker.advertise=tcp://a:1"])
 
 

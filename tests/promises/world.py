@@ -639,6 +639,7 @@ class World:
         self.useless_workers: set[str] = set()
         """Those from whose groups nothing can be learned."""
         self.metrics_of: Callable[[int], dict[str, float]] = lambda step: {}
+        self.samples: list[tuple[int, Any]] = []
         self.rows: list[dict[str, Any]] = []
         """Of metrics, as they were written."""
         self.snapshots: list[RunStatus] = []
@@ -684,6 +685,9 @@ class World:
         self.rows.append(dict(row))
 
     notices: tuple[str, ...] = ()
+
+    def write_samples(self, step: int, samples: Any) -> None:
+        self.samples += [(step, sample) for sample in samples]
 
     def show(self, status: RunStatus) -> None:
         self.snapshots.append(status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
+from echo.core.samples import TextSample
 from echo.core.status import RunStatus
 from echo.net.transport import TransportOptions
 from echo.runtime.identity import JoinSource
@@ -64,12 +65,16 @@ class Run:
     model_dir: Path
     network: Network
     rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    samples: list[tuple[int, TextSample]] = field(default_factory=list)
     snapshots: list[RunStatus] = field(default_factory=list)
     is_watching: bool = True
     notices: tuple[str, ...] = ()
 
     def write_metrics(self, step: int, row: Mapping[str, Any]) -> None:
         self.rows.append((step, dict(row)))
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        self.samples += [(step, sample) for sample in samples]
 
     def show(self, status: RunStatus) -> None:
         self.snapshots.append(status)

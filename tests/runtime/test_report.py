@@ -476,6 +476,7 @@ def test_the_end_waits_for_the_evaluation_that_runs_and_repeats_none() -> None:
             EvaluationSchedule(interval_steps=1, max_steps=4),
             Mock(),
             Mock(),
+            None,
             task_kind="addition",
             pool=Mock(run=run),
             spawn=lambda work, name: asyncio.create_task(work, name=name),

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from echo.core.errors import ConfigError, StorageError
 from echo.core.extras import install_command
+from echo.core.samples import TextSample
 from echo.records.run_files import read_metrics
 from echo.ui import sinks
 from echo.ui.sinks import Metric, MetricsWriter, drop_torn_line
@@ -73,7 +74,7 @@ def test_a_full_disk_and_an_unwritable_directory_are_named(tmp_path: Path) -> No
         MetricsWriter(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
 def test_a_sink_that_is_not_installed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -184,6 +185,30 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     assert values == [0.25, 0.5]
 
 
+SAMPLES = [
+    TextSample(kind="train", prompt="1+1=", completion="2\x1b[2J", reward=1.0, source="w1"),
+    TextSample(kind="eval", prompt="`|`", completion="<b>", reward=math.nan, source="v3"),
+]
+
+
+def test_tensorboard_gets_samples_as_a_table_without_control_characters(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path, sinks=["tensorboard"]) as writer:
+        writer.write(3, {"reward/mean": 0.5})
+        writer.write_samples(3, SAMPLES)
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "samples")).Reload()
+    [event] = events.Tensors("samples")
+    [head, _, *cells] = event.tensor_proto.string_val[0].decode().splitlines()
+    assert head == "kind | reward | source | prompt | completion"
+    assert cells == [
+        "`train` | 1 | `w1` | `1+1=` | `2\\x1b[2J`",
+        "`eval` | nan | `v3` | `'¦'` | `<b>`",
+    ]
+    assert event.step == 3
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(60)
@@ -196,11 +221,34 @@ def test_wandb_works_offline_and_goes_on_after_a_resume(
     for step in (2, 1):
         with MetricsWriter(tmp_path, sinks=["wandb"], config={"run": {"seed": 0}}) as writer:
             writer.write(step, {"reward/mean": 0.5})
+            writer.write_samples(step, SAMPLES)
         ids.append((tmp_path / "wandb_id").read_text())
     assert ids[0] == ids[1]
     logs = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert logs
     assert all(ids[0] in log.name for log in logs)
+    assert any(b"samples" in log.read_bytes() for log in logs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(60)
+def test_trackio_keeps_rows_and_samples_here_and_goes_on_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    run_dir = tmp_path / "addition"
+    for step in (2, 3):
+        with MetricsWriter(run_dir, sinks=["trackio"], config={"run": {"seed": 0}}) as writer:
+            writer.write(step, {"reward/mean": 0.5})
+            writer.write_samples(step, SAMPLES)
+    assert [run.name for run in trackio.Api().runs("echo")] == ["addition"]
+    logged = trackio.SQLiteStorage.get_logs("echo", "addition")
+    assert [row["step"] for row in logged if row.get("reward/mean") == 0.5] == [2, 3]
+    tables = [row["samples"] for row in logged if "samples" in row]
+    assert len(tables) == 2
+    assert "1+1=" in str(tables[0])
 
 
 class _Server(ThreadingHTTPServer):

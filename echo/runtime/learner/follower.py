@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
 from echo.config.schema import RunSection
+from echo.core.samples import TextSample
 from echo.core.status import RunStatus
 from echo.net.transport import Transport
 from echo.roles.learner import Learner
@@ -35,6 +36,9 @@ class Follower(Protocol):
 
     def write_metrics(self, step: int, row: Row) -> None:
         """Append the row of metrics of `step`."""
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Pass some rollouts of `step`, or of the evaluation of its version, to the trackers."""
 
     @property
     def notices(self) -> tuple[str, ...]:

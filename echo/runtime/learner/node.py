@@ -27,7 +27,8 @@ node makes its parts, and calls them from `_train`; no part refers to the node:
     versions/weights_check.py   looks for NaN in the weights of versions
     saving/save.py              saves the run
     shutdown.py                 sends every node the end of the run
-    follower.py                 writes rows of metrics, draws snapshots
+    follower.py                 writes rows of metrics, draws the status
+    samples.py                  writes some rollouts as text to the log and the trackers
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ from echo.runtime.learner.costs.control import METER_S, CostControl
 from echo.runtime.learner.costs.measurements import POLL_S
 from echo.runtime.learner.follower import Follower, Reporter
 from echo.runtime.learner.report import Progress
+from echo.runtime.learner.samples import SampleLog
 from echo.runtime.learner.saving.checkpoint import Checkpoints
 from echo.runtime.learner.saving.save import StateSaver
 from echo.runtime.learner.shutdown import RunShutdown
@@ -116,6 +118,8 @@ class OpenedRun:
     """Scores versions on held-out prompts; None if evaluation is off."""
     export: Callable[[Path, Publication], None]
     """Writes a version of the weights as a directory for other programs."""
+    samples: SampleLog | None = None
+    """Gets rollouts of steps and evaluations as text; None if none is wanted."""
     prompts: PromptsAhead | None = None
     """Makes the role's prompts ahead; None if the role never waits for a prompt."""
 
@@ -155,7 +159,7 @@ class LearnerNode(Node):
         self._buffer, self.ledger, self.progress = run.buffer, run.ledger, run.progress
         self._train_on = (run.trainer if run.attribution is None else run.attribution).step
         self._coder, self._export, self._prompts = run.publisher.coder, run.export, run.prompts
-        self._sections = sections
+        self._sections, self._samples = sections, run.samples
         pool = self.threads.pool
         self._model_pool, self._disk_pool = pool("trainer"), pool("disk")
         self.pace = PublishPace(
@@ -253,7 +257,8 @@ class LearnerNode(Node):
                 interval_steps=sections.evaluation.interval_steps, max_steps=sections.run.max_steps
             )
             self._evaluations = Evaluations(
-                run.evaluator, schedule, run.progress, follower, task_kind=sections.task_kind,
+                run.evaluator, schedule, run.progress, follower, run.samples,
+                task_kind=sections.task_kind,
                 pool=self.threads.pool("evaluation"), spawn=self.spawn,
                 should_stop=lambda: self.is_stopping or self.has_ended, log=log,
             )  # fmt: skip
@@ -430,6 +435,8 @@ class LearnerNode(Node):
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
             self._reporter.write_step(result.metrics | result.speed, staleness, now=self.now)
+            if self._samples is not None:
+                self._samples.trained(role.step, groups)
             # A notice may mean that memory ran short, and the next step could run out of memory.
             if result.notices or self._saver.is_due(now=self.now):
                 await self._checkpoint()

@@ -88,6 +88,7 @@ from echo.runtime.learner.costs.activation import activation_settings
 from echo.runtime.learner.follower import Follower
 from echo.runtime.learner.node import LearnerNode, OpenedRun, RunSections
 from echo.runtime.learner.report import Progress
+from echo.runtime.learner.samples import Decode, SampleLog
 from echo.runtime.learner.saving.checkpoint import Checkpoints
 from echo.runtime.learner.saving.resume import SavedRun, StartingPoint
 from echo.runtime.learner.versions.evaluation import Evaluator
@@ -658,6 +659,7 @@ class RunParts:
             role=role,
             prompts=prompts,
             rewards=LearnerRewards(data.host, prompts, data.text) if scores_here else None,
+            samples=sample_log(config, options, data.text.decode),
             evaluator=evaluator,
             export=partial(export_directory, config, data),
         )
@@ -929,6 +931,14 @@ def run_sections(config: Config) -> RunSections:
         evaluation=config.eval,
         activation=config.activation,
     )
+
+
+def sample_log(config: Config, options: Options, decode: Decode) -> SampleLog | None:
+    """Return the part that writes rollouts as text; None if metrics.samples is 0."""
+    number = config.metrics.samples
+    if not number:
+        return None
+    return SampleLog(number, options.follower, decode=decode, log=options.log)
 
 
 def build_evaluator(

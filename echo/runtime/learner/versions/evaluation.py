@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,8 @@ import numpy as np
 
 from echo.core.errors import EngineError
 from echo.core.metrics import held_out
-from echo.core.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion, Rollout
+from echo.core.samples import MAX_SAMPLES, TextSample
 from echo.core.scores import PromptScores
 from echo.core.units import format_duration
 from echo.engine import allocator
@@ -35,6 +36,7 @@ from echo.engine.engine import (
 from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.runtime.learner.follower import Follower
 from echo.runtime.learner.report import Progress
+from echo.runtime.learner.samples import SampleLog
 from echo.runtime.learner.versions.publish import Publication
 from echo.runtime.threads import Pool
 from echo.tasks.rewards import RewardError, TaskHost
@@ -72,6 +74,8 @@ class EvalResult:
     """Number of answers for which the reward was None; the means leave them out."""
     error: str = ""
     """The text of the last error of a reward; empty if no reward failed."""
+    samples: Sequence[TextSample] = field(default=(), compare=False)
+    """Sampled answers to the first prompts, which are the same prompts in every evaluation."""
 
     @property
     def sampled(self) -> float:
@@ -138,6 +142,15 @@ class EvalResult:
         return f"evaluation of {self.version}: {figure}{separator} {failed}: {self.error}"
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The completion of a held-out prompt, and the result of its reward."""
+
+    text: str
+    reward: float | RewardError | None
+    """A number, the error of a reward that failed, or None if the task has no opinion."""
+
+
 class Evaluator:
     """Computes the mean rewards of versions on a fixed set of held-out prompts."""
 
@@ -193,6 +206,7 @@ class Evaluator:
         self._engine.load(tensors)
         found: list[PromptScores] = []
         errors: list[RewardError] = []
+        samples: list[TextSample] = []
         num_rewards = num_unscored = 0
         for is_greedy in (False, True):
             sampling = replace(self._sampling, greedy=is_greedy)
@@ -201,9 +215,11 @@ class Evaluator:
                 replace(each, seeds=each.seeds[:1]) if is_greedy else each
                 for each in self._openings
             ]
-            rewards = self._rewards(openings, sampling, watcher)
-            if rewards is None:
+            answers = self._answer(openings, sampling, watcher)
+            if answers is None:
                 return None
+            samples = samples or [*map(self._sample, openings[:MAX_SAMPLES], answers)]
+            rewards = [[answer.reward for answer in prompt] for prompt in answers]
             every = [reward for prompt in rewards for reward in prompt]
             num_rewards += len(every)
             num_unscored += sum(reward is None for reward in every)
@@ -225,23 +241,32 @@ class Evaluator:
             num_reward_errors=len(errors),
             num_unscored=num_unscored,
             error=str(errors[-1]) if errors else "",
+            samples=[replace(sample, source=str(version)) for sample in samples],
         )
 
-    def _rewards(
-        self, openings: Sequence[Opening], sampling: Sampling, watcher: Watcher
-    ) -> list[list[float | RewardError | None]] | None:
-        """Return the reward or error of each answer to each prompt; None if the watcher stopped.
+    def _sample(self, opening: Opening, answers: Sequence[Answer]) -> TextSample:
+        """Return the first answer to a prompt as a sample."""
+        [answer, *_] = answers
+        return TextSample(
+            kind="eval",
+            prompt=self._text.decode(opening.prompt_ids.tolist()),
+            completion=answer.text,
+            reward=answer.reward if isinstance(answer.reward, float | int) else math.nan,
+            source="",
+        )
 
-        An element is None if the reward function returned None for that answer.
-        """
+    def _answer(
+        self, openings: Sequence[Opening], sampling: Sampling, watcher: Watcher
+    ) -> list[list[Answer]] | None:
+        """Return the answers to each prompt; None if the watcher stopped the call."""
         if self._runner is not None:
             results = self._runner.play(openings, sampling, watcher)
             if watcher.should_stop():
                 return None
             return [
-                [result] * len(opening.seeds)
+                [Answer("", result)] * len(opening.seeds)
                 if isinstance(result, RewardError)
-                else [None if math.isnan(each.reward) else each.reward for each in result]
+                else [*map(self._answer_of, result)]
                 for opening, result in zip(openings, results, strict=True)
             ]
         requests = [
@@ -250,23 +275,30 @@ class Evaluator:
             for sample, seed in enumerate(each.seeds)
         ]
         completions = iter(self._engine.generate(requests, sampling, watcher))
-        found: list[list[float | RewardError | None]] = []
+        found = []
         for opening in openings:
-            rewards: list[float | RewardError | None] = []
+            answers = []
             for completion in islice(completions, len(opening.seeds)):
                 if watcher.should_stop():
                     return None
-                rewards.append(self._reward(opening.example, completion))
-            found.append(rewards)
+                answers.append(self._score(opening.example, completion))
+            found.append(answers)
         return found
 
-    def _reward(self, example: Example, completion: Completion) -> float | RewardError | None:
+    def _score(self, example: Example, completion: Completion) -> Answer:
+        """Return a completion with its reward."""
+        text = self._text.decode(completion.token_ids.tolist())
         if completion.finish_reason == "nonfinite":
-            return RewardError(describe_nonfinite(completion), reason=BAD_LOGPROBS)
+            return Answer(text, RewardError(describe_nonfinite(completion), reason=BAD_LOGPROBS))
         try:
-            return self._host.score(example, self._text.decode(completion.token_ids.tolist()))
+            return Answer(text, self._host.score(example, text))
         except RewardError as error:
-            return error
+            return Answer(text, error)
+
+    def _answer_of(self, rollout: Rollout) -> Answer:
+        """Return the answer of an episode of several turns."""
+        text = self._text.decode(rollout.token_ids.tolist())
+        return Answer(text, None if math.isnan(rollout.reward) else rollout.reward)
 
 
 class EvaluationSchedule:
@@ -310,6 +342,7 @@ class Evaluations:
         schedule: EvaluationSchedule,
         progress: Progress,
         follower: Follower,
+        samples: SampleLog | None,
         *,
         task_kind: str,
         pool: Pool,
@@ -324,6 +357,7 @@ class Evaluations:
             schedule: selects the versions to evaluate.
             progress: gets the points of the held-out curves.
             follower: gets a row of metrics for each evaluation.
+            samples: gets some answers of each evaluation; None if none is wanted.
             task_kind: the value of task.kind; its last part names the metrics.
             pool: the thread of the evaluator.
             spawn: starts a coroutine as a task of the node.
@@ -331,7 +365,7 @@ class Evaluations:
             log: gets a line for each evaluation.
         """
         self._evaluator, self._schedule = evaluator, schedule
-        self._progress, self._follower = progress, follower
+        self._progress, self._follower, self._samples = progress, follower, samples
         self._task_name = task_kind.rpartition(":")[2]
         self._pool, self._spawn = pool, spawn
         self._watcher = _StopWhen(should_stop)
@@ -383,5 +417,7 @@ class Evaluations:
         row = result.metrics(self._task_name)
         row |= {"eval/seconds": seconds, "lineage": version.lineage}
         self._follower.write_metrics(version.step, row)
+        if self._samples is not None:
+            self._samples.write(version.step, result.samples)
         level = logging.WARNING if result.num_reward_errors else logging.INFO
         self._log.log(level, "%s, in %s", result, format_duration(seconds))

@@ -1,0 +1,46 @@
+"""Rollouts as text, for logs and trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+Ranked = TypeVar("Ranked")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSample:
+    """A rollout of a step or an evaluation, decoded."""
+
+    kind: Literal["train", "eval"]
+    prompt: str
+    completion: str
+    reward: float
+    """NaN if the reward failed, or if the task had no opinion."""
+    source: str
+    """Who sampled the completion: a worker, or the version that was evaluated."""
+
+
+MAX_SAMPLES = 16
+"""Largest number of samples of one step or evaluation."""
+COLUMNS = ("kind", "reward", "source", "prompt", "completion")
+"""Columns of a table of samples, in order; each is a field of TextSample."""
+
+
+def table_of(samples: Sequence[TextSample]) -> list[list[str | float]]:
+    """Return samples as rows of a table with the columns COLUMNS."""
+    return [[getattr(sample, column) for column in COLUMNS] for sample in samples]
+
+
+def spread_over(ranked: Sequence[Ranked], number: int) -> list[Ranked]:
+    """Return `number` elements, spread evenly from the first to the last.
+
+    If there are fewer elements, all of them are returned.
+    """
+    if len(ranked) <= number:
+        return list(ranked)
+    if number <= 1:
+        return list(ranked[:number])
+    last = len(ranked) - 1
+    return [ranked[round(last * place / (number - 1))] for place in range(number)]

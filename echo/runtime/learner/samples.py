@@ -1,0 +1,80 @@
+"""Samples of a run: some rollouts of steps and evaluations, as text in the log and the trackers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from echo.core.rollout import Group
+from echo.core.samples import TextSample, spread_over
+from echo.core.units import one_line
+from echo.runtime.learner.follower import Follower
+
+SAMPLE_STEPS = 10
+"""Optimizer steps between two samples of the trained rollouts."""
+MAX_CHARACTERS = 2000
+"""Most characters of a prompt or completion in the log; of longer ones the beginning and the end
+are logged."""
+
+Decode = Callable[[list[int]], str]
+"""The type of a function that returns the text of token ids."""
+
+
+class SampleLog:
+    """Chooses rollouts, decodes them, and hands them to the log and the follower."""
+
+    def __init__(
+        self, number: int, follower: Follower, *, decode: Decode, log: logging.Logger
+    ) -> None:
+        """Take `number` rollouts of every evaluation and every SAMPLE_STEPS-th step."""
+        self._number, self._follower, self._decode, self._log = number, follower, decode, log
+
+    def trained(self, step: int, groups: Sequence[Group]) -> None:
+        """Take rollouts of the groups that a step has trained, from the best to the worst."""
+        if step % SAMPLE_STEPS or not self._number:
+            return
+        rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
+        rollouts.sort(key=lambda pair: pair[1].reward, reverse=True)
+        self.write(
+            step,
+            [
+                TextSample(
+                    kind="train",
+                    prompt=self._decode(group.prompt_ids.tolist()),
+                    completion=self._decode(rollout.token_ids.tolist()),
+                    reward=rollout.reward,
+                    source=group.worker_id,
+                )
+                for group, rollout in spread_over(rollouts, self._number)
+            ],
+        )
+
+    def write(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Write samples of a step to the log and the follower; further ones are left out."""
+        samples = samples[: self._number]
+        for sample in samples:
+            self._log.info(
+                "sample of step %d (%s, %s, reward %g): %s -> %s",
+                step,
+                sample.kind,
+                one_line(sample.source),
+                sample.reward,
+                _shortened(sample.prompt),
+                _shortened(sample.completion),
+                extra={FILE_ONLY: True},
+            )
+        if samples:
+            self._follower.write_samples(step, samples)
+
+
+FILE_ONLY = "is_file_only"
+"""Attribute of log records that go to the log's file and not to the operator's terminal."""
+
+
+def _shortened(text: str) -> str:
+    """Return a text in quotes on one line, with its middle left out if it is long."""
+    if len(text) > MAX_CHARACTERS:
+        half = MAX_CHARACTERS // 2
+        left_out = len(text) - MAX_CHARACTERS
+        text = f"{text[:half]} [... {left_out} characters ...] {text[-half:]}"
+    return f'"{one_line(text)}"'
