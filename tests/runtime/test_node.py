@@ -38,6 +38,9 @@ class Script(Role):
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         return self.on_message(peer, frames)
 
+    def validate(self) -> None:
+        """Find nothing wrong."""
+
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         self.expelled.append(peer)
         return [HangUp(peer)]
