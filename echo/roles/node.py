@@ -475,6 +475,7 @@ class Role(Protocol):
         Raises:
             AssertionError: if they do not.
         """
+        return
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Handle the loss of a link, inbound or outbound."""
