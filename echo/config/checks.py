@@ -177,9 +177,9 @@ def likely_ids_of(config: Config) -> int:
 
 def _check_group_bytes(config: Config) -> Iterator[Problem]:
     """Refuse settings with which a group of full-length rollouts exceeds the largest message."""
-    key, tokens = "sampling.max_completion_tokens", config.sampling.max_completion_tokens
-    if config.agent.listen is not None and config.agent.max_session_tokens > tokens:
-        key, tokens = "agent.max_session_tokens", config.agent.max_session_tokens
+    tokens, key = config.max_chain_tokens, "sampling.max_completion_tokens"
+    if tokens > config.sampling.max_completion_tokens:
+        key = "agent.max_session_tokens"
     size = config.batch.group_size
     bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_LIKELY_ID * likely_ids_of(config)
     num_bytes = size * tokens * bytes_per_token

@@ -638,6 +638,14 @@ class Config(Section):
         return max(self.loss.least_ratios().values(), default=0.0) > ratio + 1e-9
 
     @property
+    def max_chain_tokens(self) -> int:
+        """Most completion tokens of a rollout's chain: of an answer, or of a whole conversation."""
+        longest = self.sampling.max_completion_tokens
+        if self.agent.listen is None:
+            return longest
+        return max(longest, self.agent.max_session_tokens)
+
+    @property
     def trims_stale(self) -> bool:
         """Whether a group with stale tokens stays, with these tokens masked.
 

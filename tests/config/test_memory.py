@@ -269,6 +269,12 @@ def test_a_micro_batch_is_at_least_a_rollout_and_at_most_a_step(tokens: int, rea
     assert ("gradients" in sizes(budget)) is (tokens < 10**6)
 
 
+def test_the_longest_rollout_of_agents_is_a_conversation() -> None:
+    agents = ("agent.listen=tcp://127.0.0.1:0", "agent.max_session_tokens=500")
+    budget = tiny_budget("learner", *agents, "learner.micro_batch_tokens=5")
+    assert sizes(budget)["activations"] == (2 * 672 + 8 * 8) * (10 + 500)
+
+
 def test_worker_and_relay_by_hand() -> None:
     per_rollout = 2 * 2 * 1 * 4 * 4 * 40 + 4 * 32  # K and V, layers, heads, dim, bytes, tokens
     fixed = 4 * 1000 + 3 * 2 * 1000 + 500_000_000  # what is encoded is an image's worth

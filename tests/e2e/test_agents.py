@@ -16,7 +16,11 @@ from tests.e2e.cluster import Cluster
 # In one process tests/runtime/test_agent_http.py shows it, with the agent of the documentation.
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
-AGENT = '''"""Ask twice, and be rewarded for digits; told nothing but an address and a token."""
+AGENT = '''"""Ask four times, and be rewarded for digits; told nothing but an address and a token.
+
+The second call goes on from the first. The third has a history with the answers cut short, and the
+fourth goes on from the first again, at the same time as the third.
+"""
 
 import http.client
 import json
@@ -38,11 +42,16 @@ def post(path, body, session=""):
 
 def play(episode):
     name, prompt = episode["session"], episode["prompt"]
-    call = {"prompt": prompt, "max_tokens": 6}
-    first = post("/v1/completions", call, name)["choices"][0]["text"]
-    call["prompt"] = prompt + first + "="
-    second = post("/v1/completions", call, name)["choices"][0]["text"]
-    reward = sum(map(str.isdigit, first + second)) / 12
+
+    def ask(prompt):
+        answer = post("/v1/completions", {"prompt": prompt, "max_tokens": 6}, name)
+        return answer["choices"][0]["text"]
+
+    first = ask(prompt)
+    second = ask(prompt + first + "=")
+    with ThreadPoolExecutor(2) as both:
+        others = list(both.map(ask, (prompt + first[:1] + "=" + second[:1], prompt + first + "+")))
+    reward = sum(map(str.isdigit, "".join([first, second, *others]))) / 24
     sys.stdout.write(json.dumps([name, reward]) + "\\n")
     post(f"/v1/echo/sessions/{name}/reward", {"reward": reward})
 
@@ -96,5 +105,9 @@ def test_a_program_outside_trains_a_policy(cluster: Cluster, tmp_path: Path) -> 
     booked = [reward for record in cluster.records("accepted") for reward in record["rewards"]]
     assert booked, "no group was accepted"
     assert set(booked) <= set(given), "rewards that no agent has given"
-    rewards = [row["reward/mean"] for row in cluster.metrics() if "reward/mean" in row]
+    rows = [row for row in cluster.metrics() if "reward/mean" in row]
+    # A cut history may be a beginning of the whole one, and then begins no chain of its own.
+    assert 2 < mean(row["agents/chains"] for row in rows) <= 3
+    assert all(row["agents/trained_share"] == 1 for row in rows)
+    rewards = [row["reward/mean"] for row in rows]
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.1, rewards

@@ -93,14 +93,14 @@ class StepFootprint:
 
     @property
     def rollout_tokens(self) -> int:
-        """Number of tokens of the longest rollout, its prompt included."""
-        return self.prompt_tokens + self.config.sampling.max_completion_tokens
+        """Number of tokens of the longest chain of a rollout, its prompt included."""
+        return self.prompt_tokens + self.config.max_chain_tokens
 
     @property
     def largest(self) -> _Pass:
         """The sizes of the largest micro-batch, with rollouts of full length."""
         batch, limit = self.config.batch, self.config.learner.micro_batch_tokens
-        completion, size = self.config.sampling.max_completion_tokens, batch.group_size
+        completion, size = self.config.max_chain_tokens, batch.group_size
         num_together = _rollouts_per_row(self.facts, self.config, prompt_tokens=self.prompt_tokens)
         copies = -(-size // num_together)  # of a group's prompt
         tokens = copies * self.prompt_tokens + size * completion
@@ -361,7 +361,7 @@ def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) 
     prompts, or if sharing saves too little. The number is computed for completions of full length:
     shorter completions save more, so they share their prompts whenever these do.
     """
-    completion = config.sampling.max_completion_tokens
+    completion = config.max_chain_tokens
     room = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion
     number = max(1, min(config.batch.group_size, room))
     is_packed = config.model.attn_implementation in ("auto", "sdpa")

@@ -106,7 +106,8 @@ class TokenTree:
         completions = [(each, number) for each, number in self._parts if each is not None]
         sampled = np.concatenate([each.policy_versions for each, _ in completions])
         # Masked tokens need a version too, not newer than that of any sampled token.
-        versions = np.tile(min(map(tuple, sampled)), (self.num_tokens, 1)).astype(np.int32)
+        oldest = sampled[np.lexsort((sampled[:, 1], sampled[:, 0]))[0]]
+        versions = np.tile(oldest, (self.num_tokens, 1)).astype(np.int32)
         mask = np.repeat(
             [each is not None for each, _ in self._parts], [number for _, number in self._parts]
         )

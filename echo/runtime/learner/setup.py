@@ -812,7 +812,7 @@ def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
         max_staleness=config.sync.max_staleness,
         groups_per_step=batch.groups_per_step,
         group_size=batch.group_size,
-        max_completion_tokens=_max_chain_tokens(config),
+        max_completion_tokens=config.max_chain_tokens,
         vocab_size=vocab_size,
         heartbeat_s=config.network.heartbeat_s,
         max_zero_signal_groups=batch.groups_per_step * batch.max_zero_signal_batches,
@@ -824,12 +824,6 @@ def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
         is_eager=config.sync.eager or config.rollout.over_submission > 1,
         exact_version=config.rollout.exact_version,
     )
-
-
-def _max_chain_tokens(config: Config) -> int:
-    """Return the most completion tokens of a chain; for agents, of a whole conversation."""
-    longest, agent = config.sampling.max_completion_tokens, config.agent
-    return longest if agent.listen is None else max(longest, agent.max_session_tokens)
 
 
 async def build_learner(config: Config, options: Options) -> LearnerNode:
