@@ -42,6 +42,9 @@ COMMANDS = {
         "learner",
     ),
     "doctor": Command("check whether this machine can run a node", parsers.doctor_parser),
+    "eval": Command(
+        "score a model or a checkpoint on held-out prompts", parsers.eval_parser, "learner"
+    ),
     "ledger": Command("print what happened to every group of a run", parsers.ledger_parser),
     "rollouts": Command(
         "show prompts, completions and rewards of a run", parsers.rollouts_parser, "learner"

@@ -284,6 +284,36 @@ def rollouts_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def eval_parser() -> argparse.ArgumentParser:
+    """Return the argument parser of `echo-rl eval`."""
+    parser = _parser(
+        "eval",
+        "Score a model, or a checkpoint of a run, on held-out prompts, on this machine. A run is "
+        "scored on its own task, prompts and sampling; it may be under way.",
+        EXIT_CODES_HELP,
+    )
+    parser.add_argument(
+        "target",
+        type=_text,
+        metavar="MODEL|RUN[@STEP]",
+        help="a model (directory or hub id), or the directory of a run: its newest checkpoint, "
+        "that of a step, or @best",
+    )
+    parser.add_argument("--task", type=_text, metavar="KIND", help="another task, as task.kind")
+    parser.add_argument(
+        "--config", type=_path, metavar="FILE", help="TOML with the settings for a model"
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="K", help="answers to each prompt, as eval.num_samples"
+    )
+    parser.add_argument(
+        "--prompts", type=int, metavar="N", help="held-out prompts, as eval.num_prompts"
+    )
+    _add_set(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def _add_output(parser: argparse.ArgumentParser, *, out: Path, files: str) -> None:
     parser.add_argument(
         "--out", type=_path, default=out, metavar="DIR", help=f"where {files} go (default: {out})"

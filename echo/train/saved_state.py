@@ -120,6 +120,20 @@ def load(
     return weights, moments, counters
 
 
+def load_weights(directory: Path) -> dict[str, Tensor]:
+    """Return the whole weights that `save` wrote, without moments, on the CPU.
+
+    Raises:
+        StorageError: if a file is missing or damaged.
+    """
+    try:
+        if next(directory.glob(sharded_state.PATTERN), None) is not None:
+            return sharded_state.read_whole(directory)[0]
+        return load_file(directory / WEIGHTS_FILE)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise StorageError(f"{directory}: cannot read its weights: {error!r}") from error
+
+
 def find_adapters(directory: Path) -> tuple[str, ...]:
     """Return the sorted names of a state's adapters; empty for all weights or a single adapter."""
     if (directory / TRAINER_FILE).exists():

@@ -33,6 +33,7 @@ from echo.core.extras import command
 from echo.core.metrics import LearningCurve
 from echo.core.paths import local_path
 from echo.core.units import format_bytes
+from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import (
     Lora,
@@ -942,11 +943,12 @@ def build_evaluator(
     *,
     log: logging.Logger,
     crew: Crew | None = None,
+    engine: Engine | None = None,
 ) -> Evaluator | None:
     """Return the evaluator of versions on held-out prompts, or None if evaluation is off.
 
     `budget` bounds the evaluation's memory beside the trainer; if it is None, the evaluation may
-    take half of the free memory.
+    take half of the free memory. `engine` samples; if it is None, one beside the trainer is made.
 
     Raises:
         DataError: if there is no held-out prompt that the model can take.
@@ -968,7 +970,8 @@ def build_evaluator(
             f"the task {config.task.kind} has no held-out prompt of at most {max_tokens} tokens to "
             "evaluate on; give it some, or set eval.interval_steps=0"
         )
-    engine = evaluation_engine(config, data, budget, crew)
+    if engine is None:
+        engine = evaluation_engine(config, data, budget, crew)
     return Evaluator(
         engine,
         data.host,

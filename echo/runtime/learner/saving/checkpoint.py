@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from echo.core.errors import EchoError, StorageError
+from echo.core.errors import DataError, EchoError, StorageError
 from echo.core.units import format_bytes
 from echo.records.files import hash_file, sync_path, write_file
 
@@ -225,7 +225,47 @@ def newest_name(directory: Path) -> str:
         OSError, ValueError: if the file cannot be read.
     """
     pointer = directory / "latest"
-    return pointer.read_text("utf-8").strip() if pointer.exists() else ""
+    return pointed_name(pointer) if pointer.exists() else ""
+
+
+def pointed_name(pointer: Path) -> str:
+    """Return the checkpoint's name in a file `latest` or `best`, the first word in it.
+
+    Raises:
+        OSError, ValueError: if the file cannot be read.
+    """
+    return (pointer.read_text("utf-8").split() or [""])[0]
+
+
+def find_checkpoint(directory: Path, which: str) -> tuple[Path, CheckpointInfo] | None:
+    """Return the directory and the metadata of a whole checkpoint; nothing is changed.
+
+    Args:
+        directory: the directory of a run's checkpoints.
+        which: its step, as digits; "best"; or "" for the newest, which is None if there are no
+            checkpoints yet.
+
+    Raises:
+        DataError: if there is no such checkpoint.
+        DamagedCheckpointError: if its files differ from what was written.
+    """
+    complete = list_checkpoints(directory)
+    if not which and not complete:
+        return None
+    names = {path.name: path for path in complete.values()}
+    if which.isdecimal():
+        path = complete.get(int(which))
+    else:
+        try:
+            path = names.get(pointed_name(directory / (which or "latest")))
+        except (OSError, ValueError):
+            path = None
+    if path is None:
+        steps = ", ".join(map(str, complete)) or "none yet"
+        raise DataError(
+            f"{directory} has no checkpoint {which or 'latest'}; there are steps {steps}"
+        )
+    return path, _read_whole(path)
 
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:

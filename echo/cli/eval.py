@@ -1,0 +1,236 @@
+"""`echo-rl eval MODEL|RUN[@STEP]`: scores a model or a checkpoint on held-out prompts.
+
+Nothing is trained, and the run is only read: it may be under way. The prompts, the reward and the
+sampling are those of the run's own evaluations, but for what the command line changes, so the
+scores of a checkpoint and those in the run's metrics are of the same prompts and seeds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from echo.cli.node import read_run_file
+from echo.cli.output import make_log, print_texts, run_command
+from echo.cli.parsers import eval_parser
+from echo.config.fields import kind_of, override_of
+from echo.config.load import parse_config
+from echo.config.schema import Config
+from echo.core.errors import ConfigError, DataError
+from echo.core.paths import local_path
+from echo.core.rollout import PolicyVersion
+from echo.core.scores import Estimate
+from echo.engine.model import (
+    build_shapes,
+    load_directory,
+    unrounded_names,
+    with_cpu_dtype,
+)
+from echo.engine.weights import round_tensors, torch_dtype
+from echo.records.ledger import has_begun
+from echo.runtime.learner.saving.checkpoint import CheckpointInfo, find_checkpoint
+from echo.runtime.learner.setup import Data, build_evaluator, load_data
+from echo.runtime.learner.versions.evaluation import EvalResult
+from echo.runtime.worker.setup import import_engine, make_demand, make_engine
+from echo.train.saved_state import load_weights
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from echo.engine.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTarget:
+    """What is scored: a model, or a checkpoint of a run."""
+
+    name: str
+    """Name in the output, such as "runs/quickstart, step 40"."""
+    config: Config
+    """The settings of the evaluation; `sampling` is how its answers are sampled."""
+    checkpoint: tuple[Path, CheckpointInfo] | None
+    """Directory and metadata of the checkpoint; None for the weights of the model itself."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        if self.checkpoint is None:
+            return PolicyVersion(1, 0)
+        return PolicyVersion(self.checkpoint[1].lineage, self.checkpoint[1].step)
+
+    def weights(self, data: Data) -> Weights:
+        """Return the weights by name, rounded as in a published version.
+
+        Raises:
+            DataError, StorageError: if they cannot be read.
+        """
+        dtype = self.config.model.dtype
+        if self.checkpoint is None:
+            if data.lora is not None:
+                raise DataError(f"{self.name} has no checkpoint of an adapter yet to evaluate")
+            directory = local_path(self.config.learner.init_from or data.model_dir)
+            return load_directory(directory, dtype)
+        model = None if data.lora is not None else build_shapes(data.model_dir)
+        weights = load_weights(self.checkpoint[0])
+        return round_tensors(weights, torch_dtype(dtype), unrounded_names(model))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Score what the command line names, and return the exit code."""
+    return run_command(_run, eval_parser().parse_args(argv))
+
+
+def _run(arguments: Namespace, console: Console) -> int:
+    target = find_target(arguments)
+    log = make_log("eval", to_file=None, to_terminal=not arguments.json)
+    log.setLevel(logging.WARNING)
+    result = score_target(target, log=log)
+    if arguments.json:
+        print_texts([msgspec.json.encode(score_report(target, result)).decode()])
+    else:
+        for line in score_lines(target, result):
+            console.print(line)
+    if not result.has_figure:
+        raise DataError(f"{target.name}: {result}")
+    return 0
+
+
+def find_target(arguments: Namespace) -> EvalTarget:
+    """Return what the command line names, with the settings of the evaluation.
+
+    Raises:
+        ConfigError: if a setting is wrong.
+        DataError, StorageError: if the run has no such checkpoint.
+    """
+    name, at, which = arguments.target.rpartition("@")
+    if not at or Path(arguments.target).exists():
+        name, which = arguments.target, ""
+    overrides = _overrides(arguments)
+    run_dir = local_path(name)
+    if not has_begun(run_dir):
+        if at and which:
+            raise DataError(f"{name}: no run is in this directory, so it has no step {which}")
+        overrides = [override_of("model.name", name), *overrides]
+        if arguments.config is not None:
+            config = read_run_file(arguments.config, overrides, "learner")
+        elif arguments.task is None:
+            raise ConfigError(
+                f"{name} is no run, whose task would be evaluated: add --task KIND, or --config "
+                "FILE with a [task]"
+            )
+        else:
+            config = parse_config({}, overrides, "learner", source="this command")
+        return EvalTarget(name, _sampled_as_evaluated(config), None)
+    if arguments.config is not None:
+        raise ConfigError(f"--config has no use with the run {name}, which has its own settings")
+    config = read_run_file(run_dir / "config.json", overrides, "learner")
+    checkpoint = find_checkpoint(run_dir / "checkpoints", which)
+    step = 0 if checkpoint is None else checkpoint[1].step
+    return EvalTarget(f"{name}, step {step}", _sampled_as_evaluated(config), checkpoint)
+
+
+def _overrides(arguments: Namespace) -> list[str]:
+    """Return the overrides of the configuration that the command line stands for."""
+    found = ["eval.interval_steps=1"]  # the command evaluates, whether or not the run does
+    if arguments.task is not None:
+        found += ["task.options={}", override_of("task.kind", arguments.task)]
+    if arguments.samples is not None:
+        found.append(f"eval.num_samples={arguments.samples}")
+    if arguments.prompts is not None:
+        found.append(f"eval.num_prompts={arguments.prompts}")
+    return [*found, *arguments.set]
+
+
+def _sampled_as_evaluated(config: Config) -> Config:
+    """Return the settings with the sampling of the evaluation, for which memory is planned, too."""
+    return config.model_copy(update={"sampling": config.evaluation_sampling})
+
+
+def score_target(target: EvalTarget, *, log: logging.Logger) -> EvalResult:
+    """Return the scores of a target, sampled on this machine; blocks."""
+    config = target.config
+    import_engine(config, log=log)
+    data = load_data(config)
+    engine = None
+    try:
+        base = data.model_dir if data.lora is None else data.lora.base_dir
+        section, _ = with_cpu_dtype(config.worker, base)
+        config = config.model_copy(update={"worker": section})
+        longest = len(data.prompts.make(0).lease.prompt_ids)
+        number = config.eval.num_prompts * config.eval.num_samples
+        demand = make_demand(config, {"prompt_tokens": longest, "rollouts": number})
+        engine = make_engine(config, data.model_dir, data.lora, demand)
+        evaluator = build_evaluator(config, data, log=log, engine=engine)
+        assert evaluator is not None
+        result = evaluator.evaluate(target.version, target.weights(data))
+        assert result is not None
+        return result
+    finally:
+        if engine is not None:
+            engine.close()
+        data.host.close()
+        data.prompts.close()
+
+
+def score_lines(target: EvalTarget, result: EvalResult) -> list[str]:
+    """Return the scores as lines for a person."""
+    config, scores = target.config, result.scores
+    sampling = config.sampling
+    mean = "mean" if scores.num_samples == 1 else f"mean (avg@{scores.num_samples})"
+    rows: list[tuple[str, str]] = [(mean, str(scores.mean))]
+    if result.is_rate:
+        rows += [(f"pass@{k}", str(scores.pass_at(k))) for k in scores.ks]
+    rows.append(("greedy", str(result.greedy_scores.mean)))
+    width = max(len(name) for name, _ in rows)
+    lines = [
+        f"{target.name}: {_task_name(config)}, {len(scores.by_prompt)} held-out prompts, "
+        f"{scores.num_samples} sampled {'answer' if scores.num_samples == 1 else 'answers'} to "
+        f"each (temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
+        f"{sampling.max_completion_tokens} tokens), and a greedy one",
+        *(f"  {name:<{width}}  {value}" for name, value in rows),
+        "  [95 % confidence intervals, over prompts]",
+    ]
+    if result.num_unscored:
+        lines.append(f"  no opinion on {result.num_unscored} of {result.num_rewards} answers")
+    if result.num_reward_errors:
+        lines.append(
+            f"  {result.num_reward_errors} of {result.num_rewards} rewards failed and count as 0: "
+            f"{result.error}"
+        )
+    return lines
+
+
+def score_report(target: EvalTarget, result: EvalResult) -> dict[str, Any]:
+    """Return the scores as an object of JSON."""
+    config, scores = target.config, result.scores
+    return {
+        "target": target.name,
+        "step": None if target.checkpoint is None else result.version.step,
+        "task": _task_name(config),
+        "num_prompts": len(scores.by_prompt),
+        "num_samples": scores.num_samples,
+        "engine": kind_of(config.engine),
+        "sampling": config.sampling.model_dump(),
+        "mean": _interval(scores.mean),
+        "pass@k": {str(k): _interval(scores.pass_at(k)) for k in scores.ks}
+        if result.is_rate
+        else None,
+        "greedy": _interval(result.greedy_scores.mean),
+        "num_reward_errors": result.num_reward_errors,
+        "num_unscored": result.num_unscored,
+    }
+
+
+def _interval(estimate: Estimate) -> dict[str, float | None]:
+    values = {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
+    return {name: None if math.isnan(value) else value for name, value in values.items()}
+
+
+def _task_name(config: Config) -> str:
+    return config.task.kind.rpartition(":")[2]
