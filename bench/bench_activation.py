@@ -122,9 +122,9 @@ def choose_by_brute_force(
     found = []
     for size in range(1, len(names) + 1):
         for chosen in itertools.combinations(names, size):
-            outlook = roll.outlook(job, chosen)
-            if outlook.is_sufficient:
-                found.append((outlook.cost_per_h, frozenset(chosen)))
+            prediction = roll.predict(job, chosen)
+            if prediction.is_sufficient:
+                found.append((prediction.cost_per_h, frozenset(chosen)))
     return min(found, default=None, key=lambda each: each[0])
 
 
@@ -299,7 +299,7 @@ def compare(num_cases: int, most: int) -> dict[str, Any]:
         began = time.perf_counter()
         choice = choose(workers, job, links, periods=periods)
         seconds.append(time.perf_counter() - began)
-        note("choice", choice.slowdown, choice.outlook.cost_per_h, best)
+        note("choice", choice.slowdown, choice.prediction.cost_per_h, best)
         fleet = Roll(workers, links).fleet(job)
         plan = slowed(fleet, job, periods)
         least = least_of_plan(fleet, job, periods)
@@ -343,9 +343,9 @@ def scale(size: int) -> dict[str, Any]:
         roll = Roll(workers, links)
         planned = selection.select(roll.fleet(job), job)
         if planned is not None:
-            outlook = roll.outlook(job, roll.names(planned.counts, ()))
-            if outlook.is_sufficient:
-                gaps.append(choice.outlook.cost_per_h / outlook.cost_per_h - 1)
+            prediction = roll.predict(job, roll.names(planned.counts, ()))
+            if prediction.is_sufficient:
+                gaps.append(choice.prediction.cost_per_h / prediction.cost_per_h - 1)
     return {
         "workers": size,
         "fleets": PER_SIZE,

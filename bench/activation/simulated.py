@@ -160,7 +160,7 @@ def why_not_best(question: Question, answer: ReviewAnswer, active: Collection[st
         question.job, active
     )
     saves_step = answer.choice.slowdown < (1 - MIN_SAVING) * own.slowdown
-    saves_cost = answer.choice.outlook.cost_per_h < (1 - MIN_SAVING) * own.cost_per_h
+    saves_cost = answer.choice.prediction.cost_per_h < (1 - MIN_SAVING) * own.cost_per_h
     if not saves_step and not saves_cost:
         return f"the best set saves less than {MIN_SAVING:.0%}"
     if not saves_cost and question.idle_share <= IDLE_TOLERANCE:

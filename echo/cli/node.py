@@ -859,7 +859,7 @@ def _wait_for(path: Path, *, patience_s: float) -> None:
         ConfigError: if the file does not exist after `patience_s`.
     """
     give_up_at = time.monotonic() + patience_s
-    is_told = False
+    has_printed = False
     while not path.exists():
         if time.monotonic() >= give_up_at:
             raise ConfigError(
@@ -867,10 +867,10 @@ def _wait_for(path: Path, *, patience_s: float) -> None:
                 f"the same run.dir and run.name, or set {ECHO_JOIN} to its join string; "
                 "network.reconnect_for_s sets how long to wait"
             )
-        if not is_told:
-            is_told = True
-            tell_of = f"waiting for {path}, which the learner writes when it starts"
-            print(f"{tell_of}; on another machine set {ECHO_JOIN} to its line", file=sys.stderr)
+        if not has_printed:
+            has_printed = True
+            text = f"waiting for {path}, which the learner writes when it starts"
+            print(f"{text}; on another machine set {ECHO_JOIN} to its line", file=sys.stderr)
         time.sleep(POLL_S)
 
 

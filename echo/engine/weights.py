@@ -193,14 +193,14 @@ def round_into(place: Tensor, dtype: str, tensor: Tensor, *, is_beside: bool = F
     Between devices, this rounds on the source device and copies the rounded elements. `copy_` alone
     would copy the unrounded elements and round on the target.
     """
-    room = place.view(torch_dtype(dtype))
-    if tensor.device == room.device:
-        room.view(tensor.shape).copy_(tensor)  # nothing is allocated
+    target = place.view(torch_dtype(dtype))
+    if tensor.device == target.device:
+        target.view(tensor.shape).copy_(tensor)  # nothing is allocated
         return
     numbers = tensor.reshape(-1)
     for start in range(0, numbers.numel(), PIECE_NUMBERS):
         piece = slice(start, start + PIECE_NUMBERS)
-        room[piece].copy_(numbers[piece].to(room.dtype), non_blocking=is_beside)
+        target[piece].copy_(numbers[piece].to(target.dtype), non_blocking=is_beside)
 
 
 def host_bytes(image: bytearray | memoryview) -> Tensor:
@@ -410,14 +410,14 @@ def save_safetensors(
 ) -> None:
     """Write tensors into a directory as model.safetensors, or as shards with an index."""
     shards: list[dict[str, Tensor]] = []
-    room = 0
+    space = 0
     for name, tensor in sorted(_untie(tensors).items()):
         num_bytes = tensor.numel() * tensor.element_size()
-        if not shards or num_bytes > room:
+        if not shards or num_bytes > space:
             shards.append({})
-            room = max_shard_bytes
+            space = max_shard_bytes
         shards[-1][name] = tensor.detach().cpu().contiguous()
-        room -= num_bytes
+        space -= num_bytes
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [WEIGHTS_FILE]

@@ -56,7 +56,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class SetPrediction:
     """Predicted rate and cost of a set of workers."""
 
     rate: float
@@ -95,7 +95,7 @@ class Choice:
     """The set of workers that should generate, with its predicted rate and cost."""
 
     active: frozenset[str]
-    outlook: Outlook
+    prediction: SetPrediction
     slowdown: float = 1.0
     """Step time with this set, divided by the learner's training time; 1 if the set is sufficient.
     """
@@ -201,7 +201,7 @@ class Roll:
             is_sufficient=slowdown <= 1 and cost_per_h <= job.budget_per_h * (1 + 1e-9),
         )
 
-    def outlook(self, job: Job, names: Collection[str]) -> Outlook:
+    def predict(self, job: Job, names: Collection[str]) -> SetPrediction:
         """Return the predicted rate, idle share and cost of a set of workers."""
         assessed = self.assess(job, names)
         prediction = predict(
@@ -211,7 +211,7 @@ class Roll:
             latency_s=assessed.latency_s,
             lost_per_s=assessed.lost_per_s,
         )
-        return Outlook(
+        return SetPrediction(
             rate=assessed.rate,
             required=required_rate(assessed.job, assessed.broadcast_s),
             broadcast_s=assessed.broadcast_s,
@@ -298,7 +298,7 @@ class _Search:
         self._assessed: dict[Counts, Assessment] = {}
 
     def run(self) -> Choice:
-        """Search, and return the best set found with its outlook."""
+        """Search, and return the best set found with its prediction."""
         starts = list(self._starts())
         for counts in starts:
             self._rank(counts, 1.0)
@@ -315,7 +315,7 @@ class _Search:
         names = self._roll.names(counts, self._preferred)
         return Choice(
             active=names,
-            outlook=self._roll.outlook(self._job, names),
+            prediction=self._roll.predict(self._job, names),
             slowdown=self._assessed[counts].slowdown,
         )
 
@@ -455,8 +455,8 @@ class ReviewAnswer:
 
     active: frozenset[str]
     """The workers that should generate from now on."""
-    before: Outlook
-    after: Outlook
+    before: SetPrediction
+    after: SetPrediction
     choice: Choice
     """The best set among the workers with a known rate."""
     cause: str
@@ -511,8 +511,8 @@ class Question:
         wanted |= trials
         return ReviewAnswer(
             active=wanted,
-            before=roll.outlook(self.job, self.active),
-            after=roll.outlook(self.job, wanted),
+            before=roll.predict(self.job, self.active),
+            after=roll.predict(self.job, wanted),
             choice=choice,
             cause="" if wanted == self.active else cause or _PASSED,
         )
@@ -539,7 +539,7 @@ def _saving(
         if choice.active < names:
             return "the active workers are too many for the links"
         return "other workers make shorter steps"
-    if choice.outlook.cost_per_h < at_most * before.cost_per_h:
+    if choice.prediction.cost_per_h < at_most * before.cost_per_h:
         return "fewer or cheaper workers are enough"
     return ""
 
@@ -554,8 +554,8 @@ class ActivationDecision:
     deactivated: tuple[str, ...]
     num_active: int
     num_standby: int
-    before: Outlook
-    after: Outlook
+    before: SetPrediction
+    after: SetPrediction
     train_s: float
     idle_share: float
     """The learner's idle share that was measured before the change."""

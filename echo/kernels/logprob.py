@@ -62,17 +62,17 @@ def load_kernels(backend: BackendName, hidden: Tensor, weight: Tensor) -> Kernel
     is_faster = hidden.is_cuda and hidden.dtype == torch.bfloat16
     if backend == "torch" or (backend == "auto" and not is_faster):
         return torch_kernels
-    obstacle = _obstacle_of_device(hidden.device) or _obstacle_of_head(hidden, weight)
-    if obstacle is None:
+    fault = _find_device_fault(hidden.device) or _find_head_fault(hidden, weight)
+    if fault is None:
         from echo.kernels import triton_kernels
 
         return triton_kernels
     if backend == "auto":
         return torch_kernels
-    raise ValueError(f"backend = 'triton': {obstacle}; 'torch' computes everywhere")
+    raise ValueError(f"backend = 'triton': {fault}; 'torch' computes everywhere")
 
 
-def _obstacle_of_device(device: torch.device) -> str | None:
+def _find_device_fault(device: torch.device) -> str | None:
     """Return the reason why Triton cannot compute on this device; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
@@ -88,7 +88,7 @@ def _obstacle_of_device(device: torch.device) -> str | None:
     return "the tensors are on the CPU, and TRITON_INTERPRET=1 was not set at the start"
 
 
-def _obstacle_of_head(hidden: Tensor, weight: Tensor) -> str | None:
+def _find_head_fault(hidden: Tensor, weight: Tensor) -> str | None:
     """Return the reason why Triton cannot multiply hidden states and head; None if it can."""
     if hidden.dtype != weight.dtype:
         return f"hidden is {hidden.dtype}, but weight is {weight.dtype}"

@@ -361,14 +361,14 @@ class MemoryStore(VersionStore):
 
     def _make_space(self, version: PolicyVersion, num_bytes: int) -> None:
         """Release spares until `num_bytes` fit under the limit."""
-        room = self.limit_bytes - self.bytes_held
-        if num_bytes > room:
+        space = self.limit_bytes - self.bytes_held
+        if num_bytes > space:
             raise StorageError(
                 f"{self.where}: {version} needs {format_bytes(num_bytes)}, but "
                 f"{format_bytes(self.bytes_held)} of {format_bytes(self.limit_bytes)} are taken by "
                 f"{_names(list(self._live))}; raise network.store_bytes"
             )
-        while self.spares and sum(map(len, self.spares)) + num_bytes > room:
+        while self.spares and sum(map(len, self.spares)) + num_bytes > space:
             self._free(self.spares.pop())
 
 

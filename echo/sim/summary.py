@@ -9,7 +9,7 @@ from statistics import fmean, median
 from echo.config.fleet_schema import LEARNER_REGION, PriceRow
 from echo.core.records import Discarded
 from echo.core.units import GIGABYTE
-from echo.fleet.activation import ActivationDecision, Outlook
+from echo.fleet.activation import ActivationDecision, SetPrediction
 from echo.fleet.market import Offer
 from echo.records.ledger import ActivationChanged, AnyRecord
 from echo.sim.lengths import Groups
@@ -115,7 +115,7 @@ class History:
             case ActivationChanged():
                 numbers = dict(record.numbers)
                 for name in ("before", "after"):
-                    numbers[name] = Outlook(**numbers[name])
+                    numbers[name] = SetPrediction(**numbers[name])
                 made = ActivationDecision(
                     step=record.step,
                     cause=record.cause,

@@ -124,10 +124,10 @@ def draw_problem(rng: random.Random) -> tuple[str, int]:
     a, b, answer = draw_numbers(operation, rng)
     name, other = rng.sample(NAMES, 2)
     story = rng.choice(STORIES[operation])
-    told = story.format(
+    text = story.format(
         a=a, b=b, name=name, other=other, things=rng.choice(THINGS), places=rng.choice(PLACES)
     )
-    return f"{told} {INSTRUCTION}", answer
+    return f"{text} {INSTRUCTION}", answer
 
 
 def draw_numbers(operation: str, rng: random.Random) -> tuple[int, int, int]:

@@ -148,8 +148,8 @@ def staleness_bins(
         0 to S. A bin above S is added only if it has tokens, which the learner normally prevents.
     """
     beyond = sum(count for staleness, count in tokens.items() if staleness > max_staleness)
-    room = max(max_bins - (beyond > 0), 1)
-    per_bin = -(-(max_staleness + 1) // room)
+    num_bins = max(max_bins - (beyond > 0), 1)
+    per_bin = -(-(max_staleness + 1) // num_bins)
     bins = []
     for low in range(0, max_staleness + 1, per_bin):
         high = min(low + per_bin - 1, max_staleness)
@@ -207,12 +207,12 @@ def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[Rende
     newest = snapshot.versions[0] if snapshot.versions else _NO_VERSION
     version = _labelled("weights", f"{clean(newest.version)} ")
     done = f" {newest.done:4.0%}   {format_bytes(snapshot.broadcast_bytes)} sent"
-    room = width - version.cell_len - len(done)
-    bar_width = max(min(room - 1, 40), 4)
+    space = width - version.cell_len - len(done)
+    bar_width = max(min(space - 1, 40), 4)
     for more in (_slowest(newest.slowest), _older(snapshot.versions[1:]), _cadence(snapshot)):
-        if more and bar_width + len(more) + 3 <= room:
+        if more and bar_width + len(more) + 3 <= space:
             done += f"   {more}"
-            room -= len(more) + 3
+            space -= len(more) + 3
     weights = _row(version, _progress(newest.done, 1, bar_width), done)
     waiting = _waiting(snapshot, width, num_wait_rows)
     costs = [] if snapshot.cost is None else cost_rows(snapshot.cost, width)
@@ -485,8 +485,8 @@ def render_live(
     num_wait_rows = 2 if width < 100 and rows_left >= 22 else 1
     state = status(snapshot, width, num_wait_rows=num_wait_rows)
     refused = refusals(snapshot.refused, width)
-    told = notices(snapshot.notices[-_MAX_NOTICES:], width)
-    rows_of_newest, rows_of_notices = len(told[-1]) if told else 0, sum(map(len, told))
+    shown = notices(snapshot.notices[-_MAX_NOTICES:], width)
+    rows_of_newest, rows_of_notices = len(shown[-1]) if shown else 0, sum(map(len, shown))
     # Least and most rows of each part, most important first; gaps come before larger parts.
     rows_left -= len(title) + len(state)
     num_nodes = len(snapshot.nodes)
@@ -495,12 +495,12 @@ def render_live(
         "table": (min(num_nodes, 5) + 1, num_nodes + 1),
         "refused": (len(refused), len(refused)),
         "notices": (rows_of_newest, rows_of_notices),
-        "gaps": (4 if refused or told else 3,) * 2,
+        "gaps": (4 if refused or shown else 3,) * 2,
     }
     granted = _share_out(wanted, rows_left)
     table = node_table(snapshot.nodes, width, granted["table"])
     charts = _charts(snapshot, width, granted["chart"])
-    foot = refused[: granted["refused"]] + _newest_whole(told, granted["notices"])
+    foot = refused[: granted["refused"]] + _newest_whole(shown, granted["notices"])
     rows = _join([title, charts, state, table, foot], granted["gaps"])
     return Group(*(rows if height is None else rows[:height]))
 

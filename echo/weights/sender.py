@@ -312,14 +312,15 @@ class Sender:
         if announced is None or newest is None:
             return []
         version, offers, manifest = announced
-        told = (version, tuple((offer.version, offer.base) for offer in offers), manifest is None)
+        forms = tuple((offer.version, offer.base) for offer in offers)
+        content = version, forms, manifest is None
         actions: list[Action] = []
         for peer in peers or tuple(self.children):
             child = self.children[peer]
             is_news = child.newest is None or child.newest < newest
-            if not child.is_subscribed or child.announced == told or not is_news:
+            if not child.is_subscribed or child.announced == content or not is_news:
                 continue
-            child.announced = told
+            child.announced = content
             # Another form of a version that it knows needs no reaction.
             if child.unanswered_since is None and (
                 child.newest_announced is None or child.newest_announced < newest

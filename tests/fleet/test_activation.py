@@ -40,20 +40,20 @@ def test_the_choice_is_the_cheapest_sufficient_set(seed: int) -> None:
     best = choose_by_brute_force(workers, job, links)
     if best is None:
         assert choice.slowdown > 1
-        assert not choice.outlook.is_sufficient
-        assert choice.outlook.cost_per_h <= job.budget_per_h * (1 + 1e-9)
+        assert not choice.prediction.is_sufficient
+        assert choice.prediction.cost_per_h <= job.budget_per_h * (1 + 1e-9)
     else:
         assert choice.slowdown == 1
-        assert choice.outlook.is_sufficient
-        assert choice.outlook.cost_per_h == pytest.approx(best[0], rel=1e-6)
+        assert choice.prediction.is_sufficient
+        assert choice.prediction.cost_per_h == pytest.approx(best[0], rel=1e-6)
 
 
 def test_of_equal_workers_those_that_are_active_are_kept() -> None:
     workers = [worker(f"w{number}", 4.0, 1.0) for number in range(6)]
     choice = choose(workers, JOB, LINKS, preferred={"w4", "w5"})
     assert choice.active == {"w4", "w5"}
-    assert choice.outlook.cost_per_h == pytest.approx(2.0)
-    assert choice.outlook.required == pytest.approx(6.4)
+    assert choice.prediction.cost_per_h == pytest.approx(2.0)
+    assert choice.prediction.required == pytest.approx(6.4)
 
 
 def test_the_broadcast_of_the_set_decides_and_not_that_of_all() -> None:
@@ -88,8 +88,8 @@ def test_beyond_the_budget_the_set_is_that_of_the_least_longer_step() -> None:
     # a and c make 6 of the 7.04 per second that are needed with the margin; a and b are too dear.
     assert choice.active == {"a", "c"}
     assert choice.slowdown == pytest.approx(7.04 / 6, rel=0.02)
-    assert not choice.outlook.is_sufficient
-    assert 0.0 < choice.outlook.idle_share < 0.2
+    assert not choice.prediction.is_sufficient
+    assert 0.0 < choice.prediction.idle_share < 0.2
 
 
 def test_a_hardly_longer_step_is_taken_for_its_price_only_where_no_set_suffices() -> None:
@@ -122,8 +122,8 @@ def test_behind_a_thin_uplink_one_worker_is_better_than_all(num: int) -> None:
     choice = choose(workers, job, links, periods=(1, 2))
     assert len(choice.active) == 1
     assert choice.slowdown == pytest.approx(1.106, abs=0.001)
-    assert choice.outlook.cost_per_h == pytest.approx(0.8)
-    assert choice.outlook.idle_share < 0.15
+    assert choice.prediction.cost_per_h == pytest.approx(0.8)
+    assert choice.prediction.idle_share < 0.15
     everybody = Roll(workers, links, periods=(1, 2)).assess(job, [w.name for w in workers])
     # With the period of S, at which longer steps do satisfy the rule.
     assert everybody.slowdown == pytest.approx((7.0 * num + 100 / 1600 + 64 / (16 * num)) / 10)
@@ -159,9 +159,9 @@ def test_where_nothing_suffices_the_choice_is_as_good_as_that_of_every_set(seed:
     periods = range(1, job.max_staleness + 2)
     choice = choose(workers, job, links, periods=periods)
     slowdown, cost_per_h = best_by_brute_force(workers, job, links, periods)
-    assert choice.outlook.cost_per_h <= job.budget_per_h * (1 + 1e-9)
+    assert choice.prediction.cost_per_h <= job.budget_per_h * (1 + 1e-9)
     assert choice.slowdown <= 1.02 * slowdown
-    assert choice.outlook.cost_per_h <= 1.02 * cost_per_h
+    assert choice.prediction.cost_per_h <= 1.02 * cost_per_h
 
 
 @pytest.mark.parametrize("why", ["a slow link", "long groups"])
@@ -191,16 +191,16 @@ def test_a_search_ends_within_its_bound(most: int, monkeypatch: pytest.MonkeyPat
         return 0.0
 
     choice = choose(WORKERS, JOB, Links(broadcast_s=broadcast_s), preferred={"w1", "w2"})
-    # One more for each kind by itself, in what a set costs and where to begin; and the outlook.
+    # One more for each kind by itself, in what a set costs and where to begin; and the prediction.
     assert len(asked) <= most + 2 * len(WORKERS) + 1
-    assert choice.outlook.is_sufficient
+    assert choice.prediction.is_sufficient
     assert (choice.active == {"w0", "w1"}) == (most == 30)
 
 
 def test_a_budget_below_the_cheapest_worker_leaves_nobody() -> None:
     choice = choose([worker("w", 8.0, 1.0)], replace(JOB, budget_per_h=0.5), LINKS)
     assert choice.active == frozenset()
-    assert choice.outlook.rate == 0
+    assert choice.prediction.rate == 0
 
 
 def test_a_worker_without_a_rate_is_no_reason_to_fail() -> None:
@@ -217,11 +217,11 @@ def test_many_different_workers_are_put_together_and_the_slowest_stands_for_its_
     choice = choose(workers, big, LINKS)
     roll = Roll(workers, LINKS)
     true_rate = sum(w.tokens_per_s / 100 for w in workers if w.name in choice.active)
-    assert choice.outlook.is_sufficient
-    assert choice.outlook.rate == pytest.approx(true_rate)
+    assert choice.prediction.is_sufficient
+    assert choice.prediction.rate == pytest.approx(true_rate)
     # At most the width of a kind is wasted.
-    dearest = roll.outlook(big, [w.name for w in workers]).cost_per_h
-    assert choice.outlook.cost_per_h < dearest / 2
+    dearest = roll.predict(big, [w.name for w in workers]).cost_per_h
+    assert choice.prediction.cost_per_h < dearest / 2
 
 
 # --- review ---------------------------------------------------------------------------------------

@@ -446,9 +446,9 @@ def test_an_architecture_that_leaks_is_named_or_padded(family: str, tmp_path: Pa
     settings, why = LEAKING[family]
     config = AutoConfig.for_model(family, **{**SMALL, **settings})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    obstacle = packing.find_obstacle(model, torch.float32, torch.float32, set())
-    assert obstacle is not None
-    assert re.search(why, obstacle)
+    fault = packing.find_packing_fault(model, torch.float32, torch.float32, set())
+    assert fault is not None
+    assert re.search(why, fault)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -460,9 +460,9 @@ def test_products_in_16_bits_are_packed_too(tiny_model_dir: Path) -> None:
 def test_policy_and_reference_share_their_rows(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    obstacles = iter([None, "it leaks"])  # of the policy and of the reference
-    find = packing.find_obstacle
-    monkeypatch.setattr(packing, "find_obstacle", lambda *args: next(obstacles) or find(*args))
+    faults = iter([None, "it leaks"])  # of the policy and of the reference
+    find = packing.find_packing_fault
+    monkeypatch.setattr(packing, "find_packing_fault", lambda *args: next(faults) or find(*args))
     loss = ReferenceKlLoss(loss=make_loss("grpo"), coef=0.1)
     reference = ModelSource(model_dir=tiny_model_dir)
     trainer = fast_trainer(tiny_model_dir, loss=loss, reference=reference)
@@ -476,7 +476,7 @@ def test_policy_and_reference_share_their_rows(
 def test_a_model_that_leaks_is_trained_padded(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "find_obstacle", lambda *_: "it leaks")
+    monkeypatch.setattr(packing, "find_packing_fault", lambda *_: "it leaks")
     rows = "Qwen3ForCausalLM is trained on padded rows: "
     assert policy_of(tiny_model_dir).describe_rows() == f"{rows}it leaks"
     eager = policy_of(tiny_model_dir, attn_implementation="eager")

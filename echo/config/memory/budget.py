@@ -144,14 +144,14 @@ def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
 
     Versions in host memory do not slow a step; computing activations again slows it by a third.
     """
-    told = footprint.config.learner.gradient_checkpointing
+    chosen = footprint.config.learner.gradient_checkpointing
     choices = tuple(CHECKPOINTING)[: 3 if footprint.has_gpu else 2]
     ways = [
         replace(
             footprint.changed({"learner.gradient_checkpointing": choice}),
             has_versions_on_gpu=is_on_gpu,
         )
-        for choice in (choices if told == "auto" else (told,))
+        for choice in (choices if chosen == "auto" else (chosen,))
         for is_on_gpu in (True, False)
     ]
     return next(

@@ -362,8 +362,8 @@ def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) 
     shorter completions save more, so they share their prompts whenever these do.
     """
     completion = config.max_chain_tokens
-    room = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion
-    number = max(1, min(config.batch.group_size, room))
+    num_fitting = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion
+    number = max(1, min(config.batch.group_size, num_fitting))
     is_packed = config.model.attn_implementation in ("auto", "sdpa")
     apart = number * (prompt_tokens + completion)
     saves = prompt_tokens + number * completion <= (1.0 - MIN_SAVED) * apart

@@ -343,8 +343,8 @@ def _wanted_bytes(arguments: Mapping[str, Any], demand: Demand) -> int:
     num_rollouts: int = min(arguments["max_num_seqs"], demand.num_rollouts)
     num_tokens = num_rollouts * (demand.rollout_tokens + int(arguments["block_size"]))
     # Enough for one rollout of the full window, if memory allows, and for the probe.
-    window, told = context_window(model_dir), int(arguments["max_model_len"])
-    num_tokens = SPARE_TOKENS + max(num_tokens, min(window, told) if told > 0 else window)
+    window, limit = context_window(model_dir), int(arguments["max_model_len"])
+    num_tokens = SPARE_TOKENS + max(num_tokens, min(window, limit) if limit > 0 else window)
     return max(MIN_CPU_KV_BYTES, per_token * num_tokens)
 
 

@@ -674,8 +674,8 @@ class ProcessBackend(Backend):
         except Exception as error:  # vLLM may raise anything
             is_late = isinstance(error, TimeoutError) and not str(error)
             late = f"no answer in {START_TIMEOUT_S:g} s"
-            told = late if is_late else f"{type(error).__name__}: {error}"
-            why = self._crash_reason.read() or told
+            reason = late if is_late else f"{type(error).__name__}: {error}"
+            why = self._crash_reason.read() or reason
             self._stop_loop()
             raise EngineDeadError(f"vLLM does not start: {with_remedy(why)}") from error
         self.facts = read_facts(self._engine.vllm_config)

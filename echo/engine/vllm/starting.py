@@ -90,11 +90,11 @@ MAX_REASON = 600
 
 def with_remedy(reason: str) -> str:
     """Return the reason of a failed start on one line, followed by the remedy if one is known."""
-    told = textwrap.shorten(reason, MAX_REASON, placeholder=" ...")
+    text = textwrap.shorten(reason, MAX_REASON, placeholder=" ...")
     for pattern, remedy in REMEDIES:
         if re.search(pattern, reason):
-            return f"{told.rstrip('. ')}. {remedy}"
-    return told
+            return f"{text.rstrip('. ')}. {remedy}"
+    return text
 
 
 def find_missing_compiler() -> str:

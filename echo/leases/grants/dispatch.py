@@ -114,20 +114,20 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
         num_promised: number of groups consumed, buffered or running, as admission counts them.
     """
     granted: list[str] = []
-    with_room = [load for load in loads if load.has_space]
-    limit = max((load.most_promised for load in with_room), default=0)
-    num_with_room = len(with_room)
+    with_space = [load for load in loads if load.has_space]
+    limit = max((load.most_promised for load in with_space), default=0)
+    num_with_space = len(with_space)
     heap = [(load.finish_at, load.share, load.node_id, load) for load in loads]
     heapq.heapify(heap)
-    while heap and num_with_room and num_promised < limit:
+    while heap and num_with_space and num_promised < limit:
         _, _, node_id, load = heapq.heappop(heap)
         if load.most_soon <= num_promised:
-            num_with_room -= load.has_space
+            num_with_space -= load.has_space
             continue
         if load.has_space and load.most_promised > num_promised:
             granted.append(node_id)
         load.add()
-        num_with_room -= load.num_held == load.capacity
+        num_with_space -= load.num_held == load.capacity
         num_promised += 1
         heapq.heappush(heap, (load.finish_at, load.share, node_id, load))
     return granted

@@ -333,19 +333,19 @@ class Agents:
 
     def _sampling(self, options: CallOptions, num_context: int, *, is_recorded: bool) -> Sampling:
         own = self.parts.sampling
-        room = self.parts.window - num_context
+        space = self.parts.window - num_context
         limit = options.max_tokens or own.max_completion_tokens
         if is_recorded:
-            room = min(room, self.parts.max_session_tokens - num_context)
+            space = min(space, self.parts.max_session_tokens - num_context)
             limit = min(limit, own.max_completion_tokens)
-        if room < 1:
+        if space < 1:
             raise SessionError(
                 f"the context has {num_context} tokens; the model takes {self.parts.window}, and "
                 f"a session agent.max_session_tokens = {self.parts.max_session_tokens}: nothing is "
                 "left for an answer"
             )
         sampling = replace(
-            own, max_completion_tokens=min(limit, room), stop=self._stop(options.stop)
+            own, max_completion_tokens=min(limit, space), stop=self._stop(options.stop)
         )
         if is_recorded:
             return sampling

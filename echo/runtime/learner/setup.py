@@ -368,8 +368,8 @@ def make_trainer(
         budget = budget_here(config, base_dir, crew, prompt_tokens=prompt_tokens)
     recompute_above = 0 if budget is None else budget.recompute_above
     if crew is not None:
-        told = crew.ranks.gather(recompute_above.to_bytes(8, "little"))
-        recompute_above = min(int.from_bytes(each, "little") for each in told)
+        limits = crew.ranks.gather(recompute_above.to_bytes(8, "little"))
+        recompute_above = min(int.from_bytes(each, "little") for each in limits)
     config = with_checkpointing(config, budget, crew)
     set_num_threads(config.learner.num_threads)
     source = ModelSource(model_dir=model_dir, lora=lora)
@@ -449,10 +449,10 @@ def check_alike(config: Config, ranks: Ranks) -> None:
     """
     own = {".".join(path): value for path, value in flatten(resolved(config))}
     first, *others = map(json.loads, ranks.gather(json.dumps(own).encode()))
-    for rank, told in enumerate(others, 1):
-        keys = sorted(key for key in first.keys() | told.keys() if told.get(key) != first.get(key))
+    for rank, other in enumerate(others, 1):
+        keys = sorted(k for k in first.keys() | other.keys() if other.get(k) != first.get(k))
         if keys:
-            apart = [f"{key} = {told.get(key)!r} and not {first.get(key)!r}" for key in keys]
+            apart = [f"{key} = {other.get(key)!r} and not {first.get(key)!r}" for key in keys]
             raise ConfigError(
                 f"rank {rank} was started with other settings than rank 0: {', '.join(apart[:5])}; "
                 "all processes of a learner need the same file and the same options"

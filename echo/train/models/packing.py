@@ -15,10 +15,10 @@ runs of the row.
 This attention does what a mask would do: it is causal, within the segment, and within the layer's
 window. Other settings of a model's attention (caps, sinks, biases, windows in the mask only) are
 refused. Layers that mix tokens without attention cannot see segments, and some architectures would
-mix rollouts silently. So `find_obstacle` tries each model: two short segments in one row must give
-the states that each gives alone. The probe is too short to show a window or a chunk, so only layers
-of full and sliding attention are accepted. The tests check sliding attention for each family of
-models. `can_share_prompts` tries two completions of one prompt in the same way.
+mix rollouts silently. So `find_packing_fault` tries each model: two short segments in one row must
+give the states that each gives alone. The probe is too short to show a window or a chunk, so only
+layers of full and sliding attention are accepted. The tests check sliding attention for each family
+of models. `can_share_prompts` tries two completions of one prompt in the same way.
 
 Shapes: L tokens of a row, H heads of width D, n segments.
 """
@@ -277,7 +277,7 @@ def _before(states: Tensor, runs: RowRuns, number: int) -> list[Tensor]:
     return [states[:, :, a : a + size].expand(number, -1, -1, -1) for a, size in runs]
 
 
-def find_obstacle(
+def find_packing_fault(
     model: Any, own_dtype: torch.dtype, dtype: torch.dtype, shapes: set[LayerShape]
 ) -> str | None:
     """Switch a model to packed rows; return why it cannot take packed rows, or None if it can.
@@ -305,14 +305,14 @@ def find_obstacle(
             model.set_attn_implementation(NAME)
             if model.config._attn_implementation != NAME:  # noqa: SLF001
                 return f"{type(model).__name__} takes no other attention"
-            obstacle = _find_leak(model, ids, row, alone, own_dtype, shapes)
-            if obstacle is None and dtype != own_dtype:
-                obstacle = _find_leak(model, ids, row, alone, dtype, shapes)
+            fault = _find_leak(model, ids, row, alone, own_dtype, shapes)
+            if fault is None and dtype != own_dtype:
+                fault = _find_leak(model, ids, row, alone, dtype, shapes)
     except PROBE_ERRORS as error:
-        obstacle = str(error).partition("\n")[0] or type(error).__name__
-    if obstacle is not None:
+        fault = str(error).partition("\n")[0] or type(error).__name__
+    if fault is not None:
         model.set_attn_implementation(before)
-    return obstacle
+    return fault
 
 
 def can_share_prompts(model: Any, dtype: torch.dtype) -> bool:

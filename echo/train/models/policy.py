@@ -643,11 +643,11 @@ class Policy:
         own_dtype = torch.float32 if self._root is None else dtype
         shapes: set[LayerShape] = set()
         with torch.no_grad():
-            obstacle: str | None
-            obstacle = self._compute(packing.find_obstacle, self.model, own_dtype, dtype, shapes)
-        if obstacle is None:
+            fault: str | None
+            fault = self._compute(packing.find_packing_fault, self.model, own_dtype, dtype, shapes)
+        if fault is None:
             self._kernel = choose_kernel(self.device, dtype, frozenset(shapes))
-        return obstacle
+        return fault
 
     def _enable_training(self, *, gradient_checkpointing: bool | str) -> None:
         _check_layers(self.model, self.compute)

@@ -72,14 +72,14 @@ def _worthwhile_encoded(store: ItemStore) -> list[ItemId]:
 
     Such deltas are together smaller than an image.
     """
-    room = max((image.num_bytes for image in store.images.values()), default=0)
+    space = max((image.num_bytes for image in store.images.values()), default=0)
     usable = (item for item, encoded in store.encoded_versions.items() if not encoded.is_half)
     newest_first = sorted(usable, key=lambda item: item[0], reverse=True)
     items = [item for item in newest_first if item[1].base is None][:1]
     deltas = [item for item in newest_first if item[1].base is not None]
     for item in deltas[:MAX_ENCODED_VERSIONS]:
-        room -= store.encoded_versions[item].num_bytes
-        if room < 0 and len(items) > 1:
+        space -= store.encoded_versions[item].num_bytes
+        if space < 0 and len(items) > 1:
             break
         items.append(item)
     return items

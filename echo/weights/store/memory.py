@@ -83,10 +83,10 @@ class RecycledMemory:
         """Return memory of `num_bytes`, which contains zeros or the bytes of an earlier image."""
         self._free += [piece for piece, exporter in self._lent if exporter() is None]
         self._lent = [each for each in self._lent if each[1]() is not None]
-        room = max(1, self._num_pieces - len(self._lent))
+        num_kept = max(1, self._num_pieces - len(self._lent))
         # Free pieces of another size are dropped, and free pieces beyond the number in use.
-        self._free = [piece for piece in self._free if piece.nbytes == num_bytes][:room]
-        while len(self._free) < room:
+        self._free = [piece for piece in self._free if piece.nbytes == num_bytes][:num_kept]
+        while len(self._free) < num_kept:
             self._free.append(self._make(num_bytes))
         piece = self._free.pop(0)
         exporter = np.frombuffer(piece, np.uint8)

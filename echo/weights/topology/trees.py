@@ -60,9 +60,9 @@ def chain(fleet: Sites) -> list[int] | None:
         slots[parent] -= 1
     leaves = [node for node in range(1, len(parents)) if parents[node] < 0]
     # From the end of the chain, where a leaf delays no other node.
-    rooms = [node for node in reversed(line) for _ in range(min(slots[node], len(leaves)))]
+    places = [node for node in reversed(line) for _ in range(min(slots[node], len(leaves)))]
     by_region: dict[str, deque[int]] = {}
-    for node in rooms:
+    for node in places:
         by_region.setdefault(fleet.regions[node], deque()).append(node)
     strangers = []
     for node in leaves:
@@ -245,8 +245,8 @@ class _Grower:
         if group != own:
             self._surplus[group] -= 1
             self._surplus[own] += 1
-        rooms = self._open[group]
-        near = rooms[:WINDOW]
+        open_nodes = self._open[group]
+        near = open_nodes[:WINDOW]
         arrivals = self._chunk_times(near, node)
         # Only traffic that leaves a region is paid for.
         prices = [self._fleet.prices[i] if group != own else 0.0 for i in near]
@@ -255,11 +255,11 @@ class _Grower:
         self._parents[node], self._lags[node] = parent, arrivals[index]
         self._places[parent] -= 1
         if not self._places[parent]:
-            del rooms[index]
+            del open_nodes[index]
 
     def _exporter(self) -> int:
         """Return the region with the most surplus, among those where a node may serve more."""
-        regions = [group for group, rooms in enumerate(self._open) if rooms]
+        regions = [group for group, nodes in enumerate(self._open) if nodes]
         return max(regions, key=lambda group: (self._surplus[group], -group))
 
     def _chunk_times(self, parents: list[int], node: int) -> list[float]:

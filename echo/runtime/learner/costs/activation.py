@@ -22,9 +22,9 @@ from statistics import fmean, median
 from echo.config.schema import ActivationSection, BatchSection, SamplingSection, SyncSection
 from echo.fleet.activation import (
     ActivationDecision,
-    Outlook,
     Question,
     ReviewAnswer,
+    SetPrediction,
 )
 from echo.fleet.job import Job
 from echo.fleet.market import UNLIMITED, Offer
@@ -93,7 +93,7 @@ class Activation:
 
     def __init__(self, settings: ActivationSettings, *, now: float) -> None:
         self.settings = settings
-        self.outlook: Outlook | None = None
+        self.prediction: SetPrediction | None = None
         """The last answer's forecast for the active workers; None before the first answer."""
         self.measured = Measurements()
         """Measured rates of workers and times of broadcasts."""
@@ -298,7 +298,7 @@ class Activation:
         question's workers, the answer changes only those that are still members and that `measure`
         has seen.
         """
-        self.outlook = answer.after
+        self.prediction = answer.after
         timed = answer.active - question.untried
         self._group_s = max(
             (w.group_latency_s(question.job) for w in question.workers if w.name in timed),

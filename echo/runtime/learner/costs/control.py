@@ -206,11 +206,11 @@ class CostControl:
         self._total_at_step = view.total
         if view.per_million_tokens is not None:
             metrics["cost/per_million_tokens"] = view.per_million_tokens
-        outlook = None if self.activation is None else self.activation.outlook
-        if outlook is not None:
-            metrics["activation/rate"] = outlook.rate
-            metrics["activation/required_rate"] = outlook.required
-            metrics["activation/predicted_idle"] = outlook.idle_share
+        prediction = None if self.activation is None else self.activation.prediction
+        if prediction is not None:
+            metrics["activation/rate"] = prediction.rate
+            metrics["activation/required_rate"] = prediction.required
+            metrics["activation/predicted_idle"] = prediction.idle_share
         return metrics
 
     def view(self) -> CostStatus | None:
