@@ -648,7 +648,7 @@ def test_a_planted_way_past_the_port_is_found(tmp_path: Path, line: str) -> None
         ("a process", "runtime/relay", "import subprocess as s\ns.run('ls')"),
         ("a process", "records/ledger", "from multiprocessing import Process\nProcess(target=f)"),
         ("a process", "cli/plan", "import asyncio\nasyncio.create_subprocess_exec('ls')"),
-        ("a process", "train/ranks/crew", "from os import fork\nif not fork(): pass"),
+        ("a process", "train/ranks/rank_group", "from os import fork\nif not fork(): pass"),
         ("a thread", "records/ledger", "from threading import Thread\nThread(target=f).start()"),
         ("a thread", "weights/store", "import asyncio\nasyncio.to_thread(f)"),
         ("an event loop", "runtime/relay", "import asyncio\nasyncio.run(f())"),

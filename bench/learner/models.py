@@ -20,7 +20,7 @@ from echo.engine.weights import save_safetensors
 from echo.train.batch import AdvantageSettings
 from echo.train.models.policy import Compute, ModelSource
 from echo.train.optimizer import OptimizerSettings
-from echo.train.ranks.crew import Crew
+from echo.train.ranks.rank_group import RankGroup
 from echo.train.ranks.sharding import ALONE
 from echo.train.trainer import Trainer
 
@@ -147,7 +147,7 @@ def config_in(directory: str, model: str) -> Any:
 def make_trainer(
     arguments: argparse.Namespace,
     packing: str,
-    crew: Crew | None,
+    rank_group: RankGroup | None,
     *,
     state: str = "",
     share_prompts: bool = False,
@@ -155,13 +155,13 @@ def make_trainer(
     """Return a trainer of random weights, the same ones on all ranks."""
     with tempfile.TemporaryDirectory() as directory:
         config = config_in(directory, arguments.model)
-        device = torch.device(arguments.device) if crew is None else crew.device
+        device = torch.device(arguments.device) if rank_group is None else rank_group.device
         weights = RandomWeights(config, str(device))
         return Trainer(
             source_of(arguments, Path(directory), weights),
             Compute(
                 device=device,
-                ranks=ALONE if crew is None else crew.ranks,
+                ranks=ALONE if rank_group is None else rank_group.ranks,
                 dtype=getattr(torch, arguments.dtype),
                 micro_batch_tokens=arguments.tokens,
                 packs=packing == "packed",

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.core.rollout import PolicyVersion
 from echo.engine.weights import VersionImages
 from echo.runtime.learner.versions.publish import Coder, Images, Publication, make_publication
-from echo.train.ranks.crew import AnyTrainer, Launch, LeadTrainer, follow, join
+from echo.train.ranks.rank_group import AnyTrainer, Launch, LeadTrainer, follow, join
 from echo.train.trainer import Trainer
 from echo.weights.delta import block_bytes_of
 from echo.weights.store.artifacts import Transfer
@@ -122,15 +122,15 @@ class Publications:
 
 def time_publication(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Time steps alone and with a publication after each; on the ranks that torchrun starts."""
-    crew, processes = None, [os.getpid()]
+    rank_group, processes = None, [os.getpid()]
     if "RANK" in os.environ:
-        crew = join(Launch.of(os.environ), torch.device(arguments.device).type)
-        processes = [int(each) for each in crew.ranks.gather(str(os.getpid()).encode())]
+        rank_group = join(Launch.of(os.environ), torch.device(arguments.device).type)
+        processes = [int(each) for each in rank_group.ranks.gather(str(os.getpid()).encode())]
 
     def build(checkpoint: Path | None) -> Trainer:
-        return make_trainer(arguments, "packed", crew)
+        return make_trainer(arguments, "packed", rank_group)
 
-    if crew is None:
+    if rank_group is None:
         alone = build(None)
         trainer: AnyTrainer = alone
         images: Images = VersionImages(
@@ -139,16 +139,16 @@ def time_publication(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             is_on_device=False if arguments.last_version == "host" else None,
             copy_stream=alone.weights.copy_stream,
         )
-    elif crew.ranks.rank:
-        follow(crew, build, logging.getLogger())
+    elif rank_group.ranks.rank:
+        follow(rank_group, build, logging.getLogger())
         return []
     else:
-        trainer = LeadTrainer(crew, build, None, published_dtype="bfloat16")
+        trainer = LeadTrainer(rank_group, build, None, published_dtype="bfloat16")
         images = trainer.images
     publications, watch = Publications(trainer, images), MemoryWatch(processes)
     found, peaks = _in_turns(arguments, trainer, publications, watch)
-    if crew is not None:
-        crew.dismiss()
+    if rank_group is not None:
+        rank_group.dismiss()
     image_bytes = 2 * sum(tensor.numel() for tensor in trainer.tensors().values())
     longer = [with_ / alone - 1 for alone, with_ in zip(*found.values(), strict=True)]
     row: dict[str, Any] = {"ranks": len(processes), "image_bytes": image_bytes}

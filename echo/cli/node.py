@@ -74,7 +74,7 @@ from echo.ui.worker_status import StatusLine, WorkerStatus
 
 if TYPE_CHECKING:
     from echo.runtime.worker.node import WorkerNode
-    from echo.train.ranks.crew import Crew
+    from echo.train.ranks.rank_group import RankGroup
 
 # --- dry run --------------------------------------------------------------------------------------
 #
@@ -481,15 +481,19 @@ def run_rank(
     # Imported here: a relay's machine has no torch.
     from echo.engine.model import pick_device
     from echo.runtime.learner.setup import follow_leader
-    from echo.train.ranks.crew import Launch, join
+    from echo.train.ranks.rank_group import Launch, join
 
     launch = Launch.of(os.environ)
-    crew = join(launch, pick_device(device))
+    rank_group = join(launch, pick_device(device))
     if not launch.rank:
         code = run_learner(
-            config, resume=resume, has_report=has_report, log_events=log_events, crew=crew
+            config,
+            resume=resume,
+            has_report=has_report,
+            log_events=log_events,
+            rank_group=rank_group,
         )
-        crew.dismiss()
+        rank_group.dismiss()
     else:
         # Only the process of rank 0 handles a signal: it saves, and then informs the other
         # processes.
@@ -499,7 +503,7 @@ def run_rank(
         log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
         code = 0
         try:
-            follow_leader(config, crew, log)
+            follow_leader(config, rank_group, log)
         except EchoError as error:
             log.error("%s", error)  # noqa: TRY400 - the message is for the user
             code = exit_code(error)
@@ -515,7 +519,7 @@ def run_learner(
     resume: bool,
     has_report: bool,
     log_events: Path | None = None,
-    crew: Crew | None = None,
+    rank_group: RankGroup | None = None,
 ) -> int:
     """Run the learner with its live view and metric sinks; return the exit code."""
     run_dir = config.run_dir
@@ -534,7 +538,12 @@ def run_learner(
     ):
         operator = Operator(metrics, view, board)
         main = _run(
-            config, resume=resume, operator=operator, event_log=event_log, log=log, crew=crew
+            config,
+            resume=resume,
+            operator=operator,
+            event_log=event_log,
+            log=log,
+            rank_group=rank_group,
         )
         code = run_loop(main, log)
     if code and not interrupts.is_interruption(code):
@@ -599,7 +608,7 @@ async def _run(
     operator: Operator,
     event_log: EventLog | None,
     log: logging.Logger,
-    crew: Crew | None,
+    rank_group: RankGroup | None,
 ) -> str:
     # Imported here: a relay's machine has no torch.
     from echo.runtime.learner.setup import Options, build_learner
@@ -609,7 +618,7 @@ async def _run(
         log=log,
         resume=resume,
         earlier=read_curve(config.run_dir, log) if resume else None,
-        crew=crew,
+        rank_group=rank_group,
     )
     node = await build_learner(config, options)
     if config.security.curve and sys.stderr.isatty():

@@ -37,7 +37,7 @@ from echo.engine.model import make_sampling
 from echo.engine.weights import tensors_from_image, torch_dtype
 from echo.tasks import tokenization
 from echo.train.models.rescoring import Rescoring
-from echo.train.ranks.crew import AnyTrainer
+from echo.train.ranks.rank_group import AnyTrainer
 from echo.train.step import StepError, StepResult
 from echo.weights.manifest import Manifest
 

@@ -365,11 +365,11 @@ def test_ranks_with_other_settings_are_told_which(model_dir: Path) -> None:
 
 def test_ranks_wait_for_one_whose_model_is_under_way(model_dir: Path) -> None:
     """In the group without a limit of time, and before they meet in any other."""
-    crew = Mock()
-    crew.ranks.gather.side_effect = InterruptedError
+    rank_group = Mock()
+    rank_group.ranks.gather.side_effect = InterruptedError
     with pytest.raises(InterruptedError):
-        setup.make_trainer(make_config(model_dir), model_dir, None, crew=crew)
-    assert [name for name, *_ in crew.mock_calls] == ["wait_for_all", "ranks.gather"]
+        setup.make_trainer(make_config(model_dir), model_dir, None, rank_group=rank_group)
+    assert [name for name, *_ in rank_group.mock_calls] == ["wait_for_all", "ranks.gather"]
 
 
 def test_ranks_reckon_with_the_prompts_that_the_first_one_has_read(
@@ -380,10 +380,10 @@ def test_ranks_reckon_with_the_prompts_that_the_first_one_has_read(
 
     monkeypatch.setattr(setup, "budget_here", reckon)
     monkeypatch.setattr(setup, "check_alike", lambda *_: None)
-    crew = Mock()
-    crew.ranks.gather.side_effect = lambda own: [(40).to_bytes(8, "little"), own]
+    rank_group = Mock()
+    rank_group.ranks.gather.side_effect = lambda own: [(40).to_bytes(8, "little"), own]
     with pytest.raises(InterruptedError, match="40"):
-        setup.make_trainer(make_config(model_dir), model_dir, None, crew=crew)
+        setup.make_trainer(make_config(model_dir), model_dir, None, rank_group=rank_group)
 
 
 def given(model_dir: Path) -> Any:
@@ -479,11 +479,11 @@ def test_a_rollout_of_the_evaluation_is_reckoned_as_its_engine_does(model_dir: P
 
 def test_what_is_free_to_ranks_is_without_the_evaluation(model_dir: Path) -> None:
     """Which the first of them has built before their trainers."""
-    crew: Any = SimpleNamespace(ranks=SimpleNamespace(size=2))
+    rank_group: Any = SimpleNamespace(ranks=SimpleNamespace(size=2))
     config = make_config(model_dir, lora={"rank": 4})
     names = [
         {item.name for item in budget.items}
-        for budget in (setup.budget_here(config, model_dir, each) for each in (None, crew))
+        for budget in (setup.budget_here(config, model_dir, each) for each in (None, rank_group))
         if budget is not None
     ]
     assert ["evaluation" in each for each in names] == [True, False]

@@ -3,9 +3,9 @@
     python -m tests.train.forked_ranks REQUESTS.json
 
 The file has a list of [function, number of ranks, arguments]. Each function ("module:name") is
-called on all ranks as function(crew, **arguments). A line is printed for each, with the JSON value
-that rank 0 returned and the errors of all ranks. A function's attribute `times` has arguments of
-`form`, for how long its ranks wait for each other.
+called on all ranks as function(rank_group, **arguments). A line is printed for each, with the JSON
+value that rank 0 returned and the errors of all ranks. A function's attribute `times` has arguments
+of `form`, for how long its ranks wait for each other.
 
 Imports take most of the time of a small test of ranks, so they are made once, before the first
 fork. No thread is started before it, since a fork would lose the thread. Several functions run at
@@ -158,7 +158,7 @@ def be_rank(function: str, rank: int, size: int, arguments: dict[str, Any], dire
     import torch
     import torch.distributed as dist
 
-    from echo.train.ranks.crew import form
+    from echo.train.ranks.rank_group import form
 
     os.dup2(2, 1)  # the answers' channel is the server's
     torch.set_num_threads(1)

@@ -41,7 +41,7 @@ from echo.train.models.attention import DENSE
 from echo.train.models.policy import Compute, ModelSource, Policy
 from echo.train.models.rescoring import Rescoring
 from echo.train.ranks import sharded_images, sharded_state, sharding
-from echo.train.ranks.crew import Build, Crew, LeadTrainer, follow
+from echo.train.ranks.rank_group import Build, LeadTrainer, RankGroup, follow
 from echo.train.ranks.sharding import ALONE, Ranks
 from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.train.trainer import Trainer
@@ -146,8 +146,10 @@ class Pair:
         return off
 
 
-def every_loss(crew: Crew, model_dir: str, reference_dir: str) -> dict[str, dict[str, float]]:
-    ranks = crew.ranks
+def every_loss(
+    rank_group: RankGroup, model_dir: str, reference_dir: str
+) -> dict[str, dict[str, float]]:
+    ranks = rank_group.ranks
     groups = stale_groups(Path(model_dir))
     pair = Pair(model_dir, ranks)
     found = {}
@@ -160,8 +162,8 @@ def every_loss(crew: Crew, model_dir: str, reference_dir: str) -> dict[str, dict
     return found
 
 
-def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str, float]]:
-    ranks = crew.ranks
+def variants(rank_group: RankGroup, model_dir: str, untied_dir: str) -> dict[str, dict[str, float]]:
+    ranks = rank_group.ranks
     batches = [make_groups(6, seed=seed) for seed in range(2)]
     adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8), "loss": LOSSES["gepo"]}
     with pytest.MonkeyPatch.context() as patch:
@@ -190,7 +192,7 @@ def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str,
     return found
 
 
-def adapters(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
+def adapters(rank_group: RankGroup, model_dir: str, directory: str) -> dict[str, Any]:
     """Train two adapters in turns, one with a waiting gradient, and save the state of both."""
     lora = Lora(base_dir=Path(model_dir), rank=4, alpha=8)
 
@@ -198,7 +200,7 @@ def adapters(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
         trainer.adapters.add("code", optimizer=TWO_UPDATES)
         return trainer
 
-    pair = Pair(model_dir, crew.ranks, lora=lora)
+    pair = Pair(model_dir, rank_group.ranks, lora=lora)
     found: dict[str, Any] = {}
     for trainer in pair.trainers:
         add(trainer)
@@ -211,7 +213,7 @@ def adapters(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     found["waited"] = max(norms) - min(norms)
     found["default"] = pair.compare(make_groups(4, seed=2))
     pair.together.save_state(Path(directory))
-    again = add(make_trainer(model_dir, crew.ranks, lora=lora, seed=7))
+    again = add(make_trainer(model_dir, rank_group.ranks, lora=lora, seed=7))
     again.load_state(Path(directory))
     for name in ("default", "code"):
         for trainer in (again, pair.together):
@@ -222,9 +224,9 @@ def adapters(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     return found
 
 
-def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
+def trouble(rank_group: RankGroup, model_dir: str) -> dict[str, Any]:
     """A loss that fails on one rank only, and the step after it."""
-    ranks = crew.ranks
+    ranks = rank_group.ranks
     groups = [make_group([5 if n == 3 else 1, 0, 0, 1], n) for n in range(4)]
     pair = Pair(model_dir, ranks)
     trainer = pair.together
@@ -267,36 +269,38 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     return found
 
 
-def in_bfloat16(crew: Crew, model_dir: str) -> dict[str, float]:
+def in_bfloat16(rank_group: RankGroup, model_dir: str) -> dict[str, float]:
     # Six micro-batches, the same for one, two and three ranks: each rounds its own gradient.
     options = {"dtype": torch.bfloat16, "micro_batch_tokens": 25}
-    return Pair(model_dir, crew.ranks, **options).compare(make_groups(5))
+    return Pair(model_dir, rank_group.ranks, **options).compare(make_groups(5))
 
 
-def in_8_bits(crew: Crew, model_dir: str) -> list[dict[str, float]]:
+def in_8_bits(rank_group: RankGroup, model_dir: str) -> list[dict[str, float]]:
     """Make two steps with 8-bit moments, of which each rank has its own rows."""
-    pair = Pair(model_dir, crew.ranks, optimizer_state="8bit")
+    pair = Pair(model_dir, rank_group.ranks, optimizer_state="8bit")
     return [pair.compare(make_groups(6, seed=seed)) for seed in range(2)]
 
 
-def compiled(crew: Crew, model_dir: str) -> dict[str, float]:
+def compiled(rank_group: RankGroup, model_dir: str) -> dict[str, float]:
     """Compile the layers by torch's front end alone, which is the part that meets FSDP2's hooks."""
     compile_layer = partialmethod(torch.nn.Module.compile, backend="eager")
     torch.nn.Module.compile = compile_layer  # type: ignore[method-assign, assignment]
-    off = Pair(model_dir, crew.ranks, compile_layers=True).compare(make_groups(2))
+    off = Pair(model_dir, rank_group.ranks, compile_layers=True).compare(make_groups(2))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     return off
 
 
-def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) -> dict[str, Any]:
+def read_models(
+    rank_group: RankGroup, sources: dict[str, dict[str, str]], large_dir: str
+) -> dict[str, Any]:
     """Return which models equal those of one process bit by bit, and the memory of reading one."""
     found: dict[str, Any] = {}
     for name, given in sources.items():
         paths: dict[str, Any] = {key: Path(path) for key, path in given.items()}
         source = ModelSource(**paths)
-        compute = Compute(device=CPU, ranks=crew.ranks)
+        compute = Compute(device=CPU, ranks=rank_group.ranks)
         weights = weights_of(Policy(source, compute))
-        if not crew.ranks.rank:
+        if not rank_group.ranks.rank:
             wanted = weights_of(Policy(source, replace(compute, ranks=ALONE)))
             same = {key: torch.equal(tensor, weights[key]) for key, tensor in wanted.items()}
             found[name] = weights.keys() == wanted.keys() and all(same.values())
@@ -310,7 +314,7 @@ def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) 
     Policy._choose_rows = be_read  # type: ignore[method-assign, assignment]
     with private_memory() as taken, suppress(StopIteration):
         Policy(ModelSource(model_dir=Path(large_dir)), compute)
-    shares = crew.ranks.gather(str(max(taken) / whole_bytes).encode())
+    shares = rank_group.ranks.gather(str(max(taken) / whole_bytes).encode())
     return {**found, "shares": [float(share) for share in shares]}
 
 
@@ -344,9 +348,9 @@ def private_memory() -> Iterator[list[int]]:
     thread.join()
 
 
-def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:
+def save_and_go_on(rank_group: RankGroup | None, directory: str, **options: Any) -> None:
     """Make two steps, save, make a third step, and write the weights beside the state."""
-    ranks = ALONE if crew is None else crew.ranks
+    ranks = ALONE if rank_group is None else rank_group.ranks
     trainer = state_trainer(ranks, **options)
     for seed in range(2):
         trainer.step(make_groups(5, seed=seed))
@@ -359,10 +363,10 @@ def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:
 
 
 def load_and_go_on(
-    crew: Crew | None, directory: str, wanted: str, save_to: str = "", **options: Any
+    rank_group: RankGroup | None, directory: str, wanted: str, save_to: str = "", **options: Any
 ) -> dict[str, float]:
     """Return the distances of the loaded state, and of its third step, from those of the saver."""
-    trainer = state_trainer(ALONE if crew is None else crew.ranks, **options)
+    trainer = state_trainer(ALONE if rank_group is None else rank_group.ranks, **options)
     trainer.load_state(Path(directory))
     if save_to:
         trainer.save_state(Path(save_to))
@@ -402,11 +406,11 @@ def build_for(ranks: Ranks, model_dir: str) -> Build:
     return build
 
 
-def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
+def lead(rank_group: RankGroup, model_dir: str, directory: str) -> dict[str, Any]:
     """Lead the others through every command; compare the results with those of one process."""
-    build = build_for(crew.ranks, model_dir)
-    if crew.ranks.rank:
-        follow(crew, build, logging.getLogger())
+    build = build_for(rank_group.ranks, model_dir)
+    if rank_group.ranks.rank:
+        follow(rank_group, build, logging.getLogger())
         return {}
     groups, bad = make_groups(5), make_group([1, 1e9], 7)
     own: list[Trainer] = []
@@ -415,7 +419,7 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
         own.append(build(checkpoint))
         return own[0]
 
-    led = LeadTrainer(crew, build_own, None, published_dtype="bfloat16")
+    led = LeadTrainer(rank_group, build_own, None, published_dtype="bfloat16")
     alone = make_trainer(model_dir, ALONE, loss=Touchy(), rescoring=RESCORING)
     version = Path(directory).with_name("version")
     save_file(alone.snapshot(), version)
@@ -440,7 +444,7 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     with suppress(StorageError):
         led.rescore(groups, version)
         off["of no version"] = 1.0
-    crew.dismiss()
+    rank_group.dismiss()
     saved = make_trainer(model_dir, ALONE)
     saved.load_state(Path(directory))
     weights, wanted = saved.snapshot(), alone.snapshot()
@@ -495,7 +499,7 @@ class Learner:
 
 
 def publish(
-    crew: Crew, model_dir: str, *, far: bool, helper_dies: bool = False
+    rank_group: RankGroup, model_dir: str, *, far: bool, helper_dies: bool = False
 ) -> list[tuple[int, bool]]:
     """Return, for each of four versions, the number of sent parts, and whether they equal those of
     one process. The last rank may seem to be on another machine, or may not be able to code blocks.
@@ -503,31 +507,33 @@ def publish(
     next step.
     """
     stepped = threading.Semaphore(0)
-    is_last = crew.ranks.rank == crew.ranks.size - 1
+    is_last = rank_group.ranks.rank == rank_group.ranks.size - 1
     if far and is_last:
         vars(sharded_images).update(Client=no_connection)
     if helper_dies and is_last:
         vars(sharded_images).update(code_block=None)
         threading.excepthook = lambda _: None
-    if not (helper_dies or crew.ranks.rank):  # the others do their share: rank 0 cannot for them
+    if not (
+        helper_dies or rank_group.ranks.rank
+    ):  # the others do their share: rank 0 cannot for them
         vars(sharded_images).update(code_block=None, hash_chunks=None)
     tempfile.tempdir = "/" + 100 * "x"  # as a scheduler makes them; too long for a socket's name
     publish_module.SEGMENT_BYTES = 16 * CHUNK_BYTES  # several segments of several blocks
     delta.BLOCK_BYTES = sharded_images.PIECE_BYTES = 2 * CHUNK_BYTES
 
     def build(checkpoint: Path | None) -> Trainer:
-        trainer = make_trainer(model_dir, crew.ranks)
+        trainer = make_trainer(model_dir, rank_group.ranks)
         # There is no command that puts the weights together, so one takes another's name.
         vars(trainer).update(forward=lambda _: weights_of(trainer))
         note_steps(trainer, stepped)
         return trainer
 
-    if crew.ranks.rank:
+    if rank_group.ranks.rank:
         write_late(stepped)
-        follow(crew, build, logging.getLogger())
+        follow(rank_group, build, logging.getLogger())
         return []
-    led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
-    assert len(led.images.helpers) == crew.ranks.size - 1 - far
+    led = LeadTrainer(rank_group, build, None, published_dtype="bfloat16")
+    assert len(led.images.helpers) == rank_group.ranks.size - 1 - far
     block_bytes = block_bytes_of(CHUNK_BYTES)
     alone = Learner(VersionImages("bfloat16", block_bytes=block_bytes, unrounded=led.unrounded))
     together = Learner(led.images)
@@ -539,7 +545,7 @@ def publish(
         made = together.make(led.tensors(), version)
         led.step(make_groups(5, seed=step))
         found.append((len(wanted), wanted == together.send(made)))
-    crew.dismiss()
+    rank_group.dismiss()
     return found
 
 
@@ -579,32 +585,32 @@ def no_connection(*_: object) -> None:
     raise ConnectionRefusedError("another machine")
 
 
-def be_late(crew: Crew) -> float:
+def be_late(rank_group: RankGroup) -> float:
     """Arrive later at a barrier than any collective would wait."""
-    if crew.ranks.rank:
+    if rank_group.ranks.rank:
         time.sleep(be_late.times["collective_s"] + 1)  # type: ignore[attr-defined]
-    crew.wait_for_all()
-    return crew.ranks.add_up(1.0)
+    rank_group.wait_for_all()
+    return rank_group.ranks.add_up(1.0)
 
 
 be_late.times = {"collective_s": 3.0}  # type: ignore[attr-defined]
 
 
-def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
+def lose_one(rank_group: RankGroup, model_dir: str, how: str) -> dict[str, Any]:
     """Lose the last rank in the way of `how`; return the leader's error. The others are within a
     step, a checkpoint, or a rescoring.
     """
 
     def build(checkpoint: Path | None) -> Trainer:
-        trainer = build_for(crew.ranks, model_dir)(checkpoint)
-        if crew.ranks.rank == crew.ranks.size - 1:
+        trainer = build_for(rank_group.ranks, model_dir)(checkpoint)
+        if rank_group.ranks.rank == rank_group.ranks.size - 1:
             fail_later(trainer, how)
         return trainer
 
-    if crew.ranks.rank:
-        follow(crew, build, logging.getLogger())
+    if rank_group.ranks.rank:
+        follow(rank_group, build, logging.getLogger())
         return {}
-    led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
+    led = LeadTrainer(rank_group, build, None, published_dtype="bfloat16")
     began = time.monotonic()
     try:
         if how == "hangs":
@@ -637,15 +643,15 @@ def fail_later(trainer: Trainer, how: str) -> None:
         policy.model.model.layers[0].mlp.register_forward_pre_hook(fail)
 
 
-def lose_rows(crew: Crew, model_dir: str) -> dict[str, Any]:
+def lose_rows(rank_group: RankGroup, model_dir: str) -> dict[str, Any]:
     """Lose the last rank's rows of a version during the next step."""
-    if crew.ranks.rank == crew.ranks.size - 1:
+    if rank_group.ranks.rank == rank_group.ranks.size - 1:
         sharded_images.begin_to_write = lambda *_: fail_to_write
-    if crew.ranks.rank:
-        follow(crew, build_for(crew.ranks, model_dir), logging.getLogger())
+    if rank_group.ranks.rank:
+        follow(rank_group, build_for(rank_group.ranks, model_dir), logging.getLogger())
         return {}
-    build = build_for(crew.ranks, model_dir)
-    led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
+    build = build_for(rank_group.ranks, model_dir)
+    led = LeadTrainer(rank_group, build, None, published_dtype="bfloat16")
     led.images.make(led.tensors(), PolicyVersion(1, 0))
     time.sleep(1)
     try:

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
-from echo.train.ranks import crew, sharded_images
-from echo.train.ranks.crew import CrashReasons, Launch, LeadTrainer, RankCommand, join
+from echo.train.ranks import rank_group, sharded_images
+from echo.train.ranks.rank_group import CrashReasons, Launch, LeadTrainer, RankCommand, join
 from echo.train.ranks.sharded_images import LocalRank, address_of
 from echo.train.ranks.sharding import ALONE
 from echo.weights.delta import WordBytes, code_block
@@ -184,7 +184,7 @@ def test_a_rank_without_a_gpu_is_told_how_many_there_are(monkeypatch: pytest.Mon
 def test_a_rank_with_a_reason_is_to_blame_and_not_one_that_has_yet_to_notice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crew, "REASONS_S", 0.0)
+    monkeypatch.setattr(rank_group, "REASONS_S", 0.0)
     store = torch.distributed.HashStore()  # type: ignore[attr-defined] # a star brings it there
     reasons = [CrashReasons(store, rank, 4) for rank in range(4)]
     missing = "left no reason: killed, stopped, hanging or cut off"
@@ -200,9 +200,9 @@ def test_a_rank_with_a_reason_is_to_blame_and_not_one_that_has_yet_to_notice(
 
 def test_the_others_are_told_a_path_that_is_the_same_in_any_directory() -> None:
     told: list[RankCommand] = []
-    crew: Any = SimpleNamespace(together=told.append)  # which is no context
+    rank_group: Any = SimpleNamespace(together=told.append)  # which is no context
     with pytest.raises(TypeError):
-        LeadTrainer(crew, lambda _: make_trainer("", ALONE), Path("run"), published_dtype="")
+        LeadTrainer(rank_group, lambda _: make_trainer("", ALONE), Path("run"), published_dtype="")
     assert told[0].path == str(Path.cwd() / "run")
 
 

@@ -94,7 +94,7 @@ from echo.wire.actions import Action
 
 if TYPE_CHECKING:
     from echo.train.attribution import Attribution
-    from echo.train.ranks.crew import AnyTrainer
+    from echo.train.ranks.rank_group import AnyTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,7 +111,7 @@ from echo.train.models.policy import (
     learner_compute,
 )
 from echo.train.optimizer import OptimizerSettings
-from echo.train.ranks.crew import AnyTrainer, Crew, LeadTrainer, follow
+from echo.train.ranks.rank_group import AnyTrainer, LeadTrainer, RankGroup, follow
 from echo.train.ranks.sharding import Ranks
 from echo.train.trainer import Trainer
 from echo.weights.topology.sites import Site
@@ -291,7 +291,7 @@ def build_trainer(
     model_dir: Path,
     start: StartingPoint,
     lora: Lora | None = None,
-    crew: Crew | None = None,
+    rank_group: RankGroup | None = None,
     *,
     budget: Budget | None = None,
     prompt_tokens: int = 0,
@@ -303,14 +303,14 @@ def build_trainer(
         model_dir: the directory of the model.
         start: the state from which the run begins or continues.
         lora: the adapter that is trained; None if all weights are.
-        crew: the processes of the learner; None if there is only one.
+        rank_group: the processes of the learner; None if there is only one.
         budget: memory budget of a single process; None if it was not computed.
         prompt_tokens: tokens of the longest prompt; 0 if not known.
 
     Raises:
         RankError: if one of several processes cannot build its trainer.
     """
-    if crew is None:
+    if rank_group is None:
         return make_trainer(
             config,
             model_dir,
@@ -320,12 +320,17 @@ def build_trainer(
             prompt_tokens=prompt_tokens,
         )
     build = partial(
-        make_trainer, config, model_dir, lora=lora, crew=crew, prompt_tokens=prompt_tokens
+        make_trainer,
+        config,
+        model_dir,
+        lora=lora,
+        rank_group=rank_group,
+        prompt_tokens=prompt_tokens,
     )
-    return LeadTrainer(crew, build, start.checkpoint, published_dtype=config.model.dtype)
+    return LeadTrainer(rank_group, build, start.checkpoint, published_dtype=config.model.dtype)
 
 
-def follow_leader(config: Config, crew: Crew, log: logging.Logger) -> None:
+def follow_leader(config: Config, rank_group: RankGroup, log: logging.Logger) -> None:
     """Run a learner's process that is not the first, until the first process ends the run.
 
     Raises:
@@ -335,9 +340,9 @@ def follow_leader(config: Config, crew: Crew, log: logging.Logger) -> None:
     def build(checkpoint: Path | None) -> Trainer:
         model_dir = resolve_model(config.model.name or "", config.model.revision)
         lora = learner_lora(config, model_dir)
-        return make_trainer(config, model_dir, checkpoint, lora, crew)
+        return make_trainer(config, model_dir, checkpoint, lora, rank_group)
 
-    follow(crew, build, log)
+    follow(rank_group, build, log)
 
 
 def make_trainer(
@@ -345,7 +350,7 @@ def make_trainer(
     model_dir: Path,
     checkpoint: Path | None,
     lora: Lora | None = None,
-    crew: Crew | None = None,
+    rank_group: RankGroup | None = None,
     *,
     budget: Budget | None = None,
     prompt_tokens: int = 0,
@@ -358,27 +363,28 @@ def make_trainer(
     Raises:
         ConfigError: if the processes of the learner were started with different settings.
     """
-    if crew is not None:
-        crew.wait_for_all()  # on another machine the model may still be on its way from the hub
-        check_alike(config, crew.ranks)
-        lengths = crew.ranks.gather(prompt_tokens.to_bytes(8, "little"))
+    if rank_group is not None:
+        # On another machine the model may still be on its way from the hub.
+        rank_group.wait_for_all()
+        check_alike(config, rank_group.ranks)
+        lengths = rank_group.ranks.gather(prompt_tokens.to_bytes(8, "little"))
         prompt_tokens = max(int.from_bytes(each, "little") for each in lengths)
     if budget is None:
         base_dir = model_dir if lora is None else lora.base_dir
-        budget = budget_here(config, base_dir, crew, prompt_tokens=prompt_tokens)
+        budget = budget_here(config, base_dir, rank_group, prompt_tokens=prompt_tokens)
     recompute_above = 0 if budget is None else budget.recompute_above
-    if crew is not None:
-        limits = crew.ranks.gather(recompute_above.to_bytes(8, "little"))
+    if rank_group is not None:
+        limits = rank_group.ranks.gather(recompute_above.to_bytes(8, "little"))
         recompute_above = min(int.from_bytes(each, "little") for each in limits)
-    config = with_checkpointing(config, budget, crew)
+    config = with_checkpointing(config, budget, rank_group)
     set_num_threads(config.learner.num_threads)
     source = ModelSource(model_dir=model_dir, lora=lora)
     if checkpoint is None:
         check_models(config, model_dir)
         source = initial_model(config, model_dir, lora)
     compute = replace(_compute(config), recompute_above=recompute_above)
-    if crew is not None:
-        compute = replace(compute, device=crew.device, ranks=crew.ranks)
+    if rank_group is not None:
+        compute = replace(compute, device=rank_group.device, ranks=rank_group.ranks)
     trainer = Trainer(
         source,
         compute,
@@ -459,7 +465,9 @@ def check_alike(config: Config, ranks: Ranks) -> None:
             )
 
 
-def with_checkpointing(config: Config, budget: Budget | None, crew: Crew | None = None) -> Config:
+def with_checkpointing(
+    config: Config, budget: Budget | None, rank_group: RankGroup | None = None
+) -> Config:
     """Return the configuration with `gradient_checkpointing = "auto"` replaced by a choice.
 
     Checkpointing is off for a model whose dimensions are not known. With several processes, all use
@@ -468,15 +476,15 @@ def with_checkpointing(config: Config, budget: Budget | None, crew: Crew | None 
     if config.learner.gradient_checkpointing != "auto":
         return config
     chosen = False if budget is None else budget.gradient_checkpointing
-    if crew is not None:
+    if rank_group is not None:
         choices = tuple(CHECKPOINTING)
-        chosen = choices[max(crew.ranks.gather(bytes([choices.index(chosen)])))[0]]
+        chosen = choices[max(rank_group.ranks.gather(bytes([choices.index(chosen)])))[0]]
     changed = {"gradient_checkpointing": chosen}
     return config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
 
 
 def budget_here(
-    config: Config, model_dir: Path, crew: Crew | None = None, *, prompt_tokens: int = 0
+    config: Config, model_dir: Path, rank_group: RankGroup | None = None, *, prompt_tokens: int = 0
 ) -> Budget | None:
     """Return this process's memory budget; None for a model whose dimensions are not known.
 
@@ -484,7 +492,7 @@ def budget_here(
     the budget before it builds anything. With several processes, the first process has already
     built its evaluation, so the budget reserves no memory for it.
     """
-    if crew is not None:
+    if rank_group is not None:
         off = config.eval.model_copy(update={"interval_steps": 0})
         config = config.model_copy(update={"eval": off})
     try:
@@ -492,7 +500,7 @@ def budget_here(
     except DataError:
         return None
     machine = read_machine(free_gpu_bytes(config.learner.device))
-    num_ranks = 1 if crew is None else crew.ranks.size
+    num_ranks = 1 if rank_group is None else rank_group.ranks.size
     return memory_budget(
         config,
         "learner",
@@ -587,7 +595,7 @@ class Options:
     earlier: LearningCurve | None = None
     """The run's learning curve before the resume, for the display; None for a new run."""
     threads: Threads | None = None
-    crew: Crew | None = None
+    rank_group: RankGroup | None = None
     """All processes of the learner, of which this is the first; None if this is the only one."""
 
 
@@ -672,7 +680,7 @@ class RunParts:
             data.model_dir,
             start,
             data.lora,
-            options.crew,
+            options.rank_group,
             budget=self.budget,
             prompt_tokens=data.prompts.longest,
         )
@@ -884,9 +892,9 @@ def assemble_learner(
     config: Config, data: Data, transport: Transport, options: Options
 ) -> LearnerNode:
     """Return a learner on a transport that has been started; raises as `build_learner` does."""
-    log, crew = options.log, options.crew
+    log, rank_group = options.log, options.rank_group
     budget = None
-    if crew is None:  # computed from all free memory, before other parts take memory
+    if rank_group is None:  # computed from all free memory, before other parts take memory
         base_dir = data.model_dir if data.lora is None else data.lora.base_dir
         section, note = with_cpu_dtype(config.learner, base_dir)
         config = config.model_copy(update={"learner": section})
@@ -894,7 +902,7 @@ def assemble_learner(
             log.info("%s", note)
         budget = budget_here(config, base_dir, prompt_tokens=data.prompts.longest)
     # Before the run begins: if evaluation is not possible, the run leaves no trace.
-    evaluator = build_evaluator(config, data, budget, log=log, crew=crew)
+    evaluator = build_evaluator(config, data, budget, log=log, rank_group=rank_group)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     identity = load_or_create_identity(config.run_dir, run_name=config.run.name)
     advertise = wiring.advertised(transport.listen_address, config.learner.advertise) or ""
@@ -942,7 +950,7 @@ def build_evaluator(
     budget: Budget | None = None,
     *,
     log: logging.Logger,
-    crew: Crew | None = None,
+    rank_group: RankGroup | None = None,
     engine: Engine | None = None,
 ) -> Evaluator | None:
     """Return the evaluator of versions on held-out prompts, or None if evaluation is off.
@@ -971,7 +979,7 @@ def build_evaluator(
             "evaluate on; give it some, or set eval.interval_steps=0"
         )
     if engine is None:
-        engine = evaluation_engine(config, data, budget, crew)
+        engine = evaluation_engine(config, data, budget, rank_group)
     return Evaluator(
         engine,
         data.host,
@@ -984,7 +992,7 @@ def build_evaluator(
 
 
 def evaluation_engine(
-    config: Config, data: Data, budget: Budget | None, crew: Crew | None
+    config: Config, data: Data, budget: Budget | None, rank_group: RankGroup | None
 ) -> TransformersEngine:
     """Return the engine that samples held-out prompts.
 
@@ -1001,7 +1009,7 @@ def evaluation_engine(
     dtype = config.model.dtype
     if device == "cpu":
         dtype = "float32" if learner.dtype == "auto" else learner.dtype
-    if crew is not None:
+    if rank_group is not None:
         device, dtype = "cpu", config.model.dtype
         # torchrun has limited each process to one thread.
         num_threads = learner.num_threads or max(1, (os.cpu_count() or 1) // 2)
@@ -1013,7 +1021,7 @@ def evaluation_engine(
         num_threads=num_threads,
         lora=data.lora,
         rollout_bytes=None if budget is None else budget.evaluation_bytes,
-        is_beside=crew is None,
+        is_beside=rank_group is None,
     )
 
 

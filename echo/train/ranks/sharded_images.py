@@ -22,7 +22,7 @@ Each rank tries to connect to a Unix socket of rank 0; a rank that cannot connec
 machine. A rank has two connections until its process ends. On the first, rank 0 sends the memory of
 images, and receives a message when rows are written. This memory has no name, and is freed with the
 last process that maps it. On the second, rank 0 asks for coded blocks and for hashes. Rank 0 does
-the work of a rank whose process has ended; crew.py ends the job.
+the work of a rank whose process has ended; rank_group.py ends the job.
 
 Memory: two images on rank 0's machine, a third while an older one is still read (`RecycledMemory`),
 and the coded blocks of one or two segments. On another machine, two copies of each rank's own rows,

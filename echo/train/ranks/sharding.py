@@ -13,8 +13,8 @@ shard.
 
 Ranks wait for each other in every layer, forward and backward. So all of them make the same passes
 in the same order, and a rank without a micro-batch puts a row that counts for nothing through the
-model. A rank that runs out of memory within a pass ends the job (crew.py), since the others wait
-for it in the next layer.
+model. A rank that runs out of memory within a pass ends the job (rank_group.py), since the others
+wait for it in the next layer.
 
 Gradients are summed over the ranks and not averaged: losses are divided by counts of the whole
 batch already. Parameters and sums are float32. With a compute type of bfloat16 each unit is cast

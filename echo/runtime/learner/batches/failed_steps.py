@@ -16,7 +16,7 @@ from echo.runtime.threads import Pool
 from echo.train.step import StepError
 
 if TYPE_CHECKING:
-    from echo.train.ranks.crew import AnyTrainer
+    from echo.train.ranks.rank_group import AnyTrainer
 
 
 MAX_FAILED_STEPS = 5

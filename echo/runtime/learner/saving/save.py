@@ -22,7 +22,7 @@ from echo.runtime.threads import Pool
 from echo.train.step import NonfiniteWeightsError
 
 if TYPE_CHECKING:
-    from echo.train.ranks.crew import AnyTrainer
+    from echo.train.ranks.rank_group import AnyTrainer
 
 
 class StateSaver:

@@ -69,7 +69,7 @@ from echo.wire.messages import FULL, ItemId
 if TYPE_CHECKING:
     from echo.engine.weights import CodedDelta, CopyStream, VersionImage, VersionImages, Weights
     from echo.train.attribution import Attribution
-    from echo.train.ranks.crew import AnyTrainer
+    from echo.train.ranks.rank_group import AnyTrainer
 
 
 # --- From the trainer's weights to a signed version that can be sent ---

@@ -106,7 +106,7 @@ class Launch:
         )
 
 
-def join(launch: Launch, device_type: str) -> Crew:
+def join(launch: Launch, device_type: str) -> RankGroup:
     """Wait until all ranks have joined; return the ranks as this process sees them.
 
     Args:
@@ -145,7 +145,7 @@ def form(
     device: torch.device,
     *,
     collective_s: float = COLLECTIVE_S,
-) -> Crew:
+) -> RankGroup:
     """Make the process groups of the ranks that use the same store, and return these ranks."""
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -154,7 +154,7 @@ def form(
         world_size=size,
         timeout=timedelta(seconds=collective_s),
     )
-    return Crew(
+    return RankGroup(
         Ranks.of_process_group(device.type),
         device,
         CrashReasons(PrefixStore("crash reasons", store), rank, size),
@@ -252,7 +252,7 @@ AGREED: dict[str, tuple[type[EchoError], ...]] = {
 
 
 @dataclass(slots=True, eq=False)
-class Crew:
+class RankGroup:
     """The ranks of a learner, as one of them sees them."""
 
     ranks: Ranks
@@ -356,12 +356,12 @@ class LeadTrainer:
     """The trainer that the learner uses on rank 0; all ranks carry out its calls together."""
 
     def __init__(
-        self, crew: Crew, build: Build, checkpoint: Path | None, *, published_dtype: str
+        self, rank_group: RankGroup, build: Build, checkpoint: Path | None, *, published_dtype: str
     ) -> None:
         """Have all ranks build their trainers, which load the checkpoint if there is one.
 
         Args:
-            crew: the ranks.
+            rank_group: the ranks.
             build: makes this rank's trainer.
             checkpoint: directory of the checkpoint to continue from; None to start at the model.
             published_dtype: type that published weights are rounded to.
@@ -370,19 +370,19 @@ class LeadTrainer:
             RankError: if another rank cannot build its trainer.
             EchoError: the error that `build` raises on this rank.
         """
-        self._crew = crew
+        self._rank_group = rank_group
         path = None if checkpoint is None else str(checkpoint.absolute())
-        with crew.together(RankCommand("build", path, dtype=published_dtype)):
+        with rank_group.together(RankCommand("build", path, dtype=published_dtype)):
             self._trainer = build(checkpoint)
-            crew.ranks.add_up(0.0)  # waits for all trainers
+            rank_group.ranks.add_up(0.0)  # waits for all trainers
             places = find_places(self.tensors(), published_dtype, self.unrounded)
             write_rows = RankCommand("write_rows")
             self.images = LeadImages(
-                crew.ranks,
+                rank_group.ranks,
                 places,
                 self._trainer.weights.copy_stream,
-                together=lambda: crew.together(write_rows),
-                lost=lambda error: crew.lost(write_rows, error),
+                together=lambda: rank_group.together(write_rows),
+                lost=lambda error: rank_group.lost(write_rows, error),
             )
             """Makes the images of versions."""
 
@@ -402,21 +402,21 @@ class LeadTrainer:
 
     def describe_rows(self) -> str:
         """Return a sentence that says how rollouts go through the model, on how many processes."""
-        return f"{self._trainer.describe_rows()}, by {self._crew.ranks.size} processes"
+        return f"{self._trainer.describe_rows()}, by {self._rank_group.ranks.size} processes"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
         """Train on one batch of groups on all ranks; see `Trainer.step`."""
-        with self._crew.together(_with_groups("step", groups)):
+        with self._rank_group.together(_with_groups("step", groups)):
             return self._trainer.step(groups)
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
         """Return the groups that a step would also refuse alone; see `Trainer.find_faulty`."""
-        with self._crew.together(_with_groups("find_faulty", groups)):
+        with self._rank_group.together(_with_groups("find_faulty", groups)):
             return self._trainer.find_faulty(groups)
 
     def forward(self, groups: Sequence[Group]) -> list[list[npt.NDArray[np.float32]]]:
         """Return log-probabilities of completion tokens; see `Trainer.forward`."""
-        with self._crew.together(_with_groups("forward", groups)):
+        with self._rank_group.together(_with_groups("forward", groups)):
             return self._trainer.forward(groups)
 
     def rescore(
@@ -427,7 +427,7 @@ class LeadTrainer:
         The file is on a disk that all ranks share.
         """
         path = None if version is None else str(version.absolute())
-        with self._crew.together(_with_groups("rescore", groups, path)):
+        with self._rank_group.together(_with_groups("rescore", groups, path)):
             return self._trainer.rescore(groups, version)
 
     @property
@@ -444,7 +444,7 @@ class LeadTrainer:
 
         The directory is on a disk that all ranks share.
         """
-        with self._crew.together(RankCommand("save_state", str(directory.absolute()))):
+        with self._rank_group.together(RankCommand("save_state", str(directory.absolute()))):
             self._trainer.save_state(directory)
 
 
@@ -459,7 +459,7 @@ def _with_groups(name: str, groups: Sequence[Group], path: str | None = None) ->
 # --- the others -----------------------------------------------------------------------------------
 
 
-def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
+def follow(rank_group: RankGroup, build: Build, log: logging.Logger) -> None:
     """Carry out the leader's commands on another rank until the command "stop".
 
     Raises:
@@ -467,28 +467,29 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
     """
     command = RankCommand("start")
     try:
-        command = crew.receive()
+        command = rank_group.receive()
         if command.name == "build":
-            crew.ranks.add_up(0.0)
+            rank_group.ranks.add_up(0.0)
             trainer = build(None if command.path is None else Path(command.path))
-            crew.ranks.add_up(0.0)
+            rank_group.ranks.add_up(0.0)
             places = find_places(trainer.tensors(), command.dtype, trainer.unrounded)
             images = FollowImages(
-                crew.ranks, places, trainer.tensors(), trainer.weights.copy_stream
+                rank_group.ranks, places, trainer.tensors(), trainer.weights.copy_stream
             )
-            while (command := crew.receive()).name != "stop":
+            while (command := rank_group.receive()).name != "stop":
                 images.check()
-                crew.ranks.add_up(0.0)
+                rank_group.ranks.add_up(0.0)
                 _carry_out(trainer, images, command, log)
     except BaseException as error:
         if not is_loss(error):
-            crew.reasons.leave(_describe_failure(command, error))
+            rank_group.reasons.leave(_describe_failure(command, error))
             raise
-        crew.reasons.leave("")  # another rank has failed
+        rank_group.reasons.leave("")  # another rank has failed
         raise RankError(
-            f"rank {crew.ranks.rank} has lost the others at {command.name}: {_first_line(error)}"
+            f"rank {rank_group.ranks.rank} has lost the others at {command.name}: "
+            f"{_first_line(error)}"
         ) from error
-    crew.leave()
+    rank_group.leave()
 
 
 def _carry_out(
