@@ -88,6 +88,14 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "time/step": "Seconds since the step before.",
         "time/train": "Seconds of it spent training.",
         "time/wait_for_batch": "Seconds of it spent waiting for groups.",
+        "time/wait/*": "Seconds of waiting by what the workers' groups did meanwhile: `sampling`, "
+        "`rewards`, `weights` (a newer version was on its way), `storing` (the learner's disk), "
+        "`delivering`, `granting` (no group was granted).",
+        "rollouts/idle_ratio": "Share of the workers' time since the step before in which they had "
+        "no group.",
+        "explain": "Why the learner waited long, or workers had no groups: a table with `cause`, "
+        "`resource`, `setting` and `text`; see [A slow run](troubleshooting.md#a-slow-run). A wait "
+        "that goes on has a row of its own.",
         "learner/idle_ratio": "Share of the time of all steps that the learner waited.",
         "time/pack": "Seconds of training spent on making micro-batches.",
         "time/forward_backward": "Seconds of training spent on loss and gradient.",
@@ -203,7 +211,7 @@ _OTHER_NAMES = {
     *("agents/num_episodes", "agents/num_chains"),
     # Counters of workers and relays, which write no metrics.
     *("count/cancelled", "count/failed/*", "count/forwarded/down", "count/forwarded/up"),
-    *("count/dropped/no_link", "count/partials_unsaved"),
+    *("count/dropped/no_link", "count/partials_unsaved", "weights/busy_ms"),
 }
 _FORM = re.compile(r"[a-z][a-z_]*(/[a-z0-9_@*]+)+")
 _HEAD = """# Metrics

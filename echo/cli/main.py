@@ -46,6 +46,9 @@ COMMANDS = {
         "score a model or a checkpoint on held-out prompts", parsers.eval_parser, "learner"
     ),
     "ledger": Command("print what happened to every group of a run", parsers.ledger_parser),
+    "explain": Command(
+        "say what a run has waited for, and what would help", parsers.explain_parser
+    ),
     "rollouts": Command(
         "show prompts, completions and rewards of a run", parsers.rollouts_parser, "learner"
     ),

@@ -257,6 +257,19 @@ def ledger_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def explain_parser() -> argparse.ArgumentParser:
+    """Return the argument parser of `echo-rl explain`."""
+    parser = _parser(
+        "explain",
+        "Say what the learner and the workers of a run waited for, why, and which setting would "
+        "help. The run may be under way, finished or crashed.",
+        EXIT_CODES_HELP,
+    )
+    parser.add_argument("run", type=_path, metavar="RUN", help="the run's directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per stall")
+    return parser
+
+
 def rollouts_parser() -> argparse.ArgumentParser:
     """Return the argument parser of `echo-rl rollouts`."""
     parser = _parser(

@@ -376,6 +376,14 @@ class Engine(abc.ABC):
             EngineError: if not even one rollout fits, with the numbers.
         """
 
+    def rollouts_in_memory(self, prompt_tokens: int, completion_tokens: int) -> int:
+        """Return how many rollouts of this size memory holds, whatever the settings are.
+
+        Raises:
+            EngineError: as `max_concurrent_rollouts`.
+        """
+        return self.max_concurrent_rollouts(prompt_tokens, completion_tokens)
+
     def take_counts(self) -> dict[str, int]:
         """Return counts of events since the last call, by metric name ("engine/...")."""
         return {}

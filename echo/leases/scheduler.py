@@ -106,7 +106,7 @@ class Scheduler:
             just_in_time=self.just_in_time,
             counters=counters,
         )
-        self._settings = settings
+        self.settings = settings
         self._prompts = prompts
         self._counters = counters
         self._routes = routes
@@ -115,7 +115,7 @@ class Scheduler:
     def _is_just_in_time(self) -> bool:
         # Agents ask for a group when they are ready to play, so they would wait for a group that is
         # held back.
-        return not (self._settings.is_eager or self._settings.prompts_are_free)
+        return not (self.settings.is_eager or self.settings.prompts_are_free)
 
     @property
     def quota(self) -> Quota:
@@ -124,8 +124,8 @@ class Scheduler:
         return Quota(
             lineages=groups.lineages,
             step=groups.step,
-            groups_per_step=self._settings.groups_per_step,
-            max_staleness=min(self._settings.max_staleness, self.buffer.admission_staleness),
+            groups_per_step=self.settings.groups_per_step,
+            max_staleness=min(self.settings.max_staleness, self.buffer.admission_staleness),
             num_unspent=self.buffer.num_unspent(step=groups.step),
             num_running=groups.leases.num_running,
         )
@@ -152,7 +152,20 @@ class Scheduler:
             return ""
         # Workers take leases only for the groups that agents ask them for.
         is_asked = any(w.capacity > 0 or w.num_unknown > 0 for w in fresh)
-        return "no_agent" if self._settings.prompts_are_free and not is_asked else "busy"
+        return "no_agent" if self.settings.prompts_are_free and not is_asked else "busy"
+
+    def usable(
+        self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None
+    ) -> tuple[frozenset[PolicyVersion], bool]:
+        """Return the installed versions that may sample a further group now.
+
+        The second result is whether no group can be admitted, even for the newest version.
+        """
+        quota = self.quota
+        bounds = quota.bounds(workers)
+        fresh = frozenset(v for v, most in bounds.items() if v and most > quota.num_promised)
+        step = self.groups.step if newest is None else newest.step
+        return fresh, quota.num_promised >= quota.limit(step)
 
     # --- rounds of grants ------------------------------------------------------------------------
 
@@ -173,7 +186,7 @@ class Scheduler:
         )
         relief = Relief(
             occupancy,
-            settings=self._settings,
+            settings=self.settings,
             leases=self.groups.leases,
             finish_times=self.finish_times,
             now=now,

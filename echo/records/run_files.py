@@ -49,6 +49,8 @@ class MetricsHistory:
     train: tuple[MetricsRow, ...] = ()
     """Rows of optimizer steps, in order; each has `reward/mean`."""
     evaluations: tuple[Evaluation, ...] = ()
+    explained: tuple[MetricsRow, ...] = ()
+    """Rows that explain a wait of the learner or of its workers, also of a wait that went on."""
     broadcast_bytes: float = 0
     """Sum of `broadcast/bytes` of all rows, those of abandoned steps included."""
     times: tuple[float, ...] = ()
@@ -116,6 +118,7 @@ def read_metrics(run_dir: Path) -> MetricsHistory:
     path = run_dir / "metrics.jsonl"
     train: list[MetricsRow] = []
     evaluations: dict[int, Evaluation] = {}
+    explained: list[MetricsRow] = []
     times = []
     broadcast_bytes = 0.0
     lineage = 0.0
@@ -133,15 +136,19 @@ def read_metrics(run_dir: Path) -> MetricsHistory:
             fork_step = step - 1 if is_step else step
             train = [earlier for earlier in train if earlier["step"] <= fork_step]
             evaluations = {at: e for at, e in evaluations.items() if at <= fork_step}
+            explained = [earlier for earlier in explained if earlier["step"] <= fork_step]
         if is_step:
             train.append(row)
             counts[lineage] = {k: v for k, v in row.items() if k.startswith("count/") and v}
+        if "explain" in row:
+            explained.append(row)
         evaluation = _evaluation(row, step)
         if evaluation is not None:
             evaluations[evaluation.step] = evaluation
     return MetricsHistory(
         tuple(train),
         tuple(evaluations[step] for step in sorted(evaluations)),
+        tuple(explained),
         broadcast_bytes,
         tuple(times),
         sum(map(Counter, counts.values()), Counter()),

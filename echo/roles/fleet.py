@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from echo.core.rollout import PolicyVersion
 from echo.core.status import LinkStatus, NodeStatus, VersionStatus
-from echo.leases.book import LeaseBook
+from echo.fleet.explain import ObservedFleet, ObservedNode
+from echo.leases.scheduler import Scheduler
 from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
 
 MAX_NAMES_LISTED = 3
 """Most silent nodes that a line names; the line gives only the number of further ones."""
 MAX_VERSIONS_LISTED = 8
-MAX_WORKERS_LISTED = 8
-"""Most workers whose state is in the line that describes a wait of the learner."""
 
 
 class FleetView:
     """Describes the nodes and their leases, and changes nothing."""
 
-    def __init__(self, roster: Roster, leases: LeaseBook, broadcast: Broadcast) -> None:
-        """Describe the state of these nodes, leases and broadcast."""
-        self._roster, self._leases, self._broadcast = roster, leases, broadcast
+    def __init__(self, roster: Roster, scheduler: Scheduler, broadcast: Broadcast) -> None:
+        """Describe the state of these nodes, of their leases and of the broadcast."""
+        self._roster, self._scheduler, self._broadcast = roster, scheduler, broadcast
+        self._leases = scheduler.groups.leases
 
     def nodes(self, *, step: int, now: float) -> tuple[NodeStatus, ...]:
         """Return the status of each node; `step` is the learner's step."""
@@ -88,29 +89,40 @@ class FleetView:
             ))  # fmt: skip
         return max(links, key=_remaining_s, default=None)
 
-    def describe_wait(self, *, num_buffered: int, num_groups: int) -> str:
-        """Return a text on the groups missing for a step and the workers that have leases.
+    def observe(self) -> ObservedFleet:
+        """Return what the relays and active workers do now, for explanations of waits."""
+        scheduler, settings = self._scheduler, self._scheduler.settings
+        members = self._roster.active()
+        workers = [member.worker for member in members if member.role == "worker"]
+        newest = self._broadcast.newest_complete
+        fresh, is_closed = scheduler.usable(workers, newest)
+        return ObservedFleet(
+            num_missing=settings.groups_per_step - len(scheduler.buffer),
+            groups_per_step=settings.groups_per_step,
+            group_size=settings.group_size,
+            max_staleness=settings.max_staleness,
+            hedge_factor=settings.hedge_factor,
+            is_closed=is_closed,
+            wait_reason=scheduler.wait_reason(workers, newest),
+            num_standby=len(self._roster.members("worker")) - len(workers),
+            nodes=tuple(
+                self._observe_worker(member, is_fresh=member.installed in fresh)
+                if member.role == "worker"
+                else member.describe(0)
+                for member in members
+            ),
+        )
 
-        The text is empty if no group is missing.
-
-        Args:
-            num_buffered: number of accepted groups in the buffer.
-            num_groups: number of groups in a step.
-        """
-        missing = num_groups - num_buffered
-        workers = self._roster.active("worker")
-        if missing <= 0:
-            return ""
-        if not workers:
-            has_standby = bool(self._roster.members("worker"))
-            why = "every worker is on standby" if has_standby else "no worker is connected"
-            return f"{missing} groups; {why}"
-        held = [(self._leases.num_leases(member.node_id), member) for member in workers]
-        held.sort(key=lambda each: -each[0])
-        fleet = [member.describe(number) for number, member in held[:MAX_WORKERS_LISTED]]
-        if others := held[MAX_WORKERS_LISTED:]:
-            fleet.append(f"{len(others)} others have {sum(number for number, _ in others)}")
-        return f"{missing} of {num_groups} groups; {'; '.join(fleet)}"
+    def _observe_worker(self, member: Member, *, is_fresh: bool) -> ObservedNode:
+        records = self._leases.worker_leases(member.node_id)
+        running = [record.rate for record in records if record.running_s > 0]
+        measured = self._scheduler.finish_times.of(member.node_id).measured
+        return replace(
+            member.describe(len(records)),
+            num_here=sum(record.is_delivered for record in records),
+            is_fresh=is_fresh,
+            speed=min(running, default=measured),
+        )
 
     def describe_silent(self, silent: Sequence[Member], *, now: float) -> str:
         """Return one line about nodes, at least one, that are dropped because they are silent."""

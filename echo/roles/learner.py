@@ -198,7 +198,7 @@ class Learner(Role):
             peer_faults=self._peer_faults,
         )
         self.review = WorkerReview(self.roster, self.scheduler.usefulness, counters=self.counters)
-        self.fleet = FleetView(self.roster, self.scheduler.groups.leases, broadcast)
+        self.fleet = FleetView(self.roster, self.scheduler, broadcast)
         self.shutdown = Shutdown(self.roster, self.routes)
 
     @property
@@ -489,14 +489,6 @@ class Learner(Role):
         return self.shutdown.dismiss_all()
 
     # --- for the shell ---------------------------------------------------------------------------
-
-    def describe_wait(self) -> str:
-        """Return a text on the groups missing for a step and the workers that have leases.
-
-        The text is empty if no group is missing.
-        """
-        num_groups = self.settings.leases.groups_per_step
-        return self.fleet.describe_wait(num_buffered=len(self.buffer), num_groups=num_groups)
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Raise LocalProtocolError: a learner's role starts no work in threads."""

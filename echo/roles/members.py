@@ -19,7 +19,7 @@ from echo.core.price import Price
 from echo.core.rollout import PolicyVersion
 from echo.core.status import NodeStatus
 from echo.core.timers import Deadlines, RecentMap
-from echo.core.units import format_bytes
+from echo.fleet.explain import ObservedNode
 from echo.leases.book import LeasedWorker
 from echo.weights.topology.sites import PlannedNode
 from echo.wire.actions import Action, Routes
@@ -78,9 +78,8 @@ class Member:
     """
     contested: tuple[float, float] | None = None
     """(first, last) time at which another process claimed the node's name; None if none did."""
-    history: deque[tuple[float, int, int, int]] = field(default_factory=deque)
-    """(time, tokens sampled, weight bytes received, weight bytes sent) of each recent heartbeat,
-    the numbers since the start of the node's process."""
+    history: deque[tuple[float, NodeStats]] = field(default_factory=deque)
+    """(time, statistics) of each recent heartbeat."""
 
     @classmethod
     def of(cls, message: Hello, *, now: float) -> Member:
@@ -114,7 +113,7 @@ class Member:
         self.node.stats, self.node.installed = stats, message.installed
         self.worker.installed, self.worker.capacity = message.installed, message.capacity
         self.worker.num_places = stats.num_places
-        self.history.append((now, stats.tokens_sampled, stats.bytes_received, stats.bytes_sent))
+        self.history.append((now, stats))
         while len(self.history) > 2 and now - self.history[0][0] > NODE_RATE_WINDOW_S:
             self.history.popleft()
         return None if before is None else max(0, stats.tokens_sampled - before)
@@ -146,27 +145,61 @@ class Member:
         """
         if len(self.history) < 2:
             return 0.0, 0.0, 0.0
-        (start, *before), (stop, *after) = self.history[0], self.history[-1]
+        (start, before), (stop, after) = self.history[0], self.history[-1]
         elapsed_s = max(stop - start, 1e-6)
-        tokens, received, sent = (
-            (count - earlier) / elapsed_s for earlier, count in zip(before, after, strict=True)
+        return (
+            (after.tokens_sampled - before.tokens_sampled) / elapsed_s,
+            (after.bytes_received - before.bytes_received) / elapsed_s,
+            (after.bytes_sent - before.bytes_sent) / elapsed_s,
         )
-        return tokens, received, sent
+
+    def mean_s(self, seconds: str, *, per: str) -> float | None:
+        """Return the seconds that one of a node's counts took on average in the last heartbeats.
+
+        Args:
+            seconds: name of the counter of the milliseconds.
+            per: name of the counter, or "bytes_received"; None is returned if it has not increased.
+        """
+        if not self.history:
+            return None
+        before, after = self.history[0][1], self.history[-1][1]
+
+        def increase(name: str) -> int:
+            if name == "bytes_received":
+                return after.bytes_received - before.bytes_received
+            return after.refused.get(name, 0) - before.refused.get(name, 0)
+
+        number = increase(per)
+        return increase(seconds) / 1000 / number if number > 0 else None
 
     def _state(self, num_leases: int) -> str:
         """Return the last reported state, or "leases under way" if it is IDLE despite leases."""
         state = self.stats.state
         return "leases under way" if num_leases and state == IDLE else state
 
-    def describe(self, num_leases: int) -> str:
-        """Return a few words on a worker's leases, its state, and the version that it fetches."""
+    def describe(self, num_leases: int) -> ObservedNode:
+        """Return what is known of an active node, for explanations of waits."""
         stats = self.stats
-        if stats.fetching is None:
-            return f"{self.node_id} has {num_leases} ({self._state(num_leases)})"
-        progress = f"{stats.num_chunks_held}/{stats.num_chunks} chunks from {stats.parent}"
-        if stats.downlink_bytes_per_s is not None:
-            progress += f" at {format_bytes(stats.downlink_bytes_per_s)}/s"
-        return f"{self.node_id} has {num_leases} and fetches {stats.fetching} ({progress})"
+        write_s = self.mean_s("weights/busy_ms", per="bytes_received")
+        return ObservedNode(
+            name=self.node_id,
+            role=self.role,
+            is_dialable=self.node.advertise is not None,
+            fetching="" if stats.fetching is None else str(stats.fetching),
+            num_chunks_held=stats.num_chunks_held,
+            num_chunks=stats.num_chunks,
+            parent=stats.parent,
+            bytes_per_s=stats.downlink_bytes_per_s,
+            recent_bytes_per_s=self.rates()[1],
+            write_bytes_per_s=1 / write_s if write_s else None,
+            activity=self._state(num_leases),
+            engine=stats.engine,
+            num_leases=num_leases,
+            groups=stats.groups,
+            num_places=stats.num_places,
+            num_fit=stats.num_fit,
+            reward_s=self.mean_s("env/milliseconds", per="env/calls"),
+        )
 
     def view(self, *, step: int, num_leases: int, now: float) -> NodeStatus:
         """Return the status of this node; `step` is the learner's step."""

@@ -124,6 +124,35 @@ class Topics:
         self._log.log(level, "%s", text)
 
 
+class BusyTime:
+    """The time in which at least one of several calls is under way."""
+
+    def __init__(self) -> None:
+        self._num_calls, self._at, self._seconds = 0, 0.0, 0.0
+
+    def begin(self, *, now: float) -> None:
+        """Note that a call begins."""
+        self._count(now)
+        self._num_calls += 1
+
+    def end(self, *, now: float) -> None:
+        """Note that a call has ended."""
+        self._count(now)
+        self._num_calls -= 1
+
+    def take_ms(self, *, now: float) -> int:
+        """Return the whole milliseconds since the last call of this method."""
+        self._count(now)
+        milliseconds = int(1000 * self._seconds)
+        self._seconds -= milliseconds / 1000
+        return milliseconds
+
+    def _count(self, now: float) -> None:
+        if self._num_calls:
+            self._seconds += now - self._at
+        self._at = now
+
+
 class Node:
     """The node of a process: runs a role with a transport, and with threads for model work."""
 
@@ -149,6 +178,7 @@ class Node:
         self._reports = OncePerMinute()
         self.threads = ThreadPools() if threads is None else threads
         self._weights_pool = self.threads.pool("weights", min(MAX_WORKERS, os.cpu_count() or 1))
+        self._weights_busy = BusyTime()
         self._tasks: set[asyncio.Task[None]] = set()
         self.at_release: list[Callable[[], None]] = []
         """Functions that are called when the node has ended, for any reason."""
@@ -354,10 +384,12 @@ class Node:
 
     def _work(self, work: Work) -> None:
         """Do work, such as decoding a block, in a thread, and report the result to the role."""
+        self._weights_busy.begin(now=self.now)
         finished = self._weights_pool.run(work.run)
         finished.add_done_callback(functools.partial(self._on_finished, work))
 
     def _on_finished(self, work: Work, future: asyncio.Future[str]) -> None:
+        self._weights_busy.end(now=self.now)
         if self.has_ended or future.cancelled():
             return
         with self._ending_at_failure():
@@ -430,6 +462,10 @@ class DialingNode(Node):
         super().__init__(role, transport, threads=threads, log=log)
         self.role = role
         self.version_store = version_store
+
+    def before_expire(self) -> None:
+        """Count the time in which this node wrote weights, which its heartbeats report."""
+        self.role.counters.add("weights/busy_ms", self._weights_busy.take_ms(now=self.now))
 
     async def work(self) -> None:
         """Make the role dial the learner; all other work follows from actions."""

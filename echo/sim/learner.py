@@ -126,9 +126,13 @@ class SimLearner(LearnerNode):
         return {i: self._groups.length(i).num_tokens for i in self._memory.waiting}
 
     def write_metrics(self, step: int, row: Row) -> None:
-        """Record a step, and its costs if activation is on, in the history."""
+        """Record a step, its costs if activation is on, and explanations of waits."""
         figures: Mapping[str, Any] = row
         history, trainer = self._history, self.trainer
+        if "explain" in row:
+            history.explained.append((step, figures["explain"]))
+        if "time/step" not in row:
+            return
         if self.pace.num_broadcasts > self._num_broadcasts:
             self._num_broadcasts = self.pace.num_broadcasts
             history.broadcasts.append(figures["broadcast/seconds"])

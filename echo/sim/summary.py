@@ -83,6 +83,8 @@ class History:
     """One bill for each step, if activation is on."""
     decisions: list[tuple[float, ActivationDecision]] = field(default_factory=list)
     """(instant, decision) for each change of the active workers."""
+    explained: list[tuple[int, Mapping[str, str]]] = field(default_factory=list)
+    """(step, explanation of a wait or of idle workers), as in the rows of metrics."""
     num_deaths: int = 0
     """Number of times that a worker died."""
     end: str = ""

@@ -35,8 +35,8 @@ from echo.core.units import one_line
 
 logger = logging.getLogger(__name__)
 
-Metric = float | Mapping[str, float]
-"""A number, or several numbers by name: a histogram such as `staleness/hist`."""
+Metric = float | Mapping[str, float] | Mapping[str, str]
+"""A number, several numbers by name, such as `staleness/hist`, or texts by name: `explain`."""
 
 
 class _Mirror(Protocol):
@@ -203,7 +203,7 @@ class MetricsWriter:
         if written != len(row):
             raise StorageError(f"{self.path}: the disk is full at step {step}; free some space")
         flat = {n: value for n, value in numbers.items() if not isinstance(value, dict)}
-        for feed in self._feeds:
+        for feed in self._feeds if flat else ():
             feed.put(step, lambda mirror: mirror.write(step, flat, at))
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
@@ -245,10 +245,13 @@ def drop_torn_line(path: Path) -> None:
             file.truncate(keep)
 
 
-def _plain(value: Metric) -> float | dict[str, float]:
+def _plain(value: Metric) -> float | dict[str, float | str]:
     """Return a metric in Python's own types, such as float for a number of numpy."""
     if isinstance(value, Mapping):
-        return {str(name): _number(count) for name, count in value.items()}
+        return {
+            str(name): each if isinstance(each, str) else _number(each)
+            for name, each in value.items()
+        }
     return value if type(value) is int else float(value)
 
 

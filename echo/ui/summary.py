@@ -27,6 +27,7 @@ from echo.records.ledger import FILE, LedgerTotals, read_records, totals_of
 from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics
 from echo.ui.drawing import clock, short_count, to_ascii
 from echo.ui.screen import staleness_bars, staleness_bins
+from echo.ui.stalls import describe_waits, stalls_of
 
 # A run's learning, from its metrics: which groups taught, and how far off-policy
 
@@ -263,7 +264,7 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
         num_sampled=int(history.counts.get("count/tokens/sampled", 0)),
         num_too_old=int(history.counts.get("count/tokens/too_old", 0)),
         broadcast_bytes=history.broadcast_bytes,
-        learning=learning_facts(history.train, num_last=num_reward_steps),
+        learning=(*learning_facts(history.train, num_last=num_reward_steps), *_waits(history)),
         paths=_paths(run_dir),
         commands=tuple(_next_commands(run_dir, config) if commands is None else commands),
     )
@@ -423,6 +424,16 @@ def _reads_images(model_dir: Path) -> bool:
     """Return whether the model reads images; if so, transformers loads it with another class."""
     path = model_dir / "config.json"
     return path.is_file() and "vision_config" in json.loads(path.read_text(encoding="utf-8"))
+
+
+def _waits(history: MetricsHistory) -> list[tuple[str, str]]:
+    """Return (label, text) for what the run waited for, and for its longest stall."""
+    waits, stalls = describe_waits(history.train), stalls_of(history)
+    facts = [("waits", waits)] if waits else []
+    if stalls:
+        longest = max(stalls, key=lambda stall: stall.waited_s)
+        facts.append(("stalled by", f"{longest.cause}: {longest.text} (see echo-rl explain)"))
+    return facts
 
 
 def _section(config: MetricsRow, name: str) -> MetricsRow:

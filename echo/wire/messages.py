@@ -443,6 +443,12 @@ class NodeStats(Message, frozen=True, tag=False):
     num_places: Capacity = 0
     """Number of groups that a worker samples at the same time, while its other groups wait; 0 if it
     samples all of them."""
+    num_fit: Capacity = 0
+    """Number of groups that a worker's memory holds at the same time, whatever its settings are; 0
+    if unknown."""
+    groups: Counts = msgspec.field(default_factory=dict)
+    """Number of a worker's groups by what they do: sampling, rewards, weights (waiting for a newer
+    version), queued or delivered."""
     engine: Word = ""
     """Kind and data type of a worker's engine; results of workers with equal engines can be
     compared."""

@@ -36,6 +36,7 @@ from echo.roles.learner import Learner
 from echo.roles.members import Member, Presence, Roster
 from echo.roles.node import DialingRole
 from echo.roles.review import WorkerReview
+from echo.runtime.learner.batches import stalls
 from echo.weights import receiver
 from echo.weights.delta import BlockPatch, decode_block
 from echo.weights.manifest import SignedManifest
@@ -453,7 +454,7 @@ def believe_what_is_reported(patch: pytest.MonkeyPatch) -> None:
 @plant(29)
 def say_that_it_waits(patch: pytest.MonkeyPatch) -> None:
     """Say how many groups are missing, and no more."""
-    patch.setattr(Learner, "describe_wait", lambda self: "2 of 2 groups")
+    patch.setattr(stalls, "describe_wait", lambda fleet: "2 of 2 groups")
 
 
 @plant(30)

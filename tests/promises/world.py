@@ -137,6 +137,8 @@ class Rated:
     alone: float = 1.0
     """How much faster a group on its own is: engines read all weights for every token."""
     install_s: float = 0.0
+    fit: int = 0
+    """Groups that its memory would hold; 0 if it does not say."""
     slowdown_of: Callable[[tuple[int, int]], float] = lambda key: 1.0
     """How many times slower than usual it is with (group, attempt)."""
 
@@ -290,6 +292,8 @@ class Process:
         """Nats that it takes off what it states of its samples."""
         self.noise = 0.0
         """Nats by which its engine rounds at most."""
+        self.reward_s = 0.0
+        """Seconds that the rewards of a group take."""
         self.reward_fault = ""
         """Why nothing that it samples is worth anything."""
 
@@ -697,6 +701,10 @@ class World:
         seconds = 0.0
         if pool == "weights":
             return self._slow_disks.get(process.name, 0.0)
+        if pool == "reward":
+            return process.reward_s
+        if pool == "disk" and getattr(function, "__func__", None) is WatchedLedger.sync:
+            return self._slow_disks.get(process.name, 0.0)
         if pool == "sample":
             seconds = self.sample_s if process.sample_s is None else process.sample_s
         elif getattr(function, "__func__", None) is StubTrainer.step:
@@ -741,6 +749,7 @@ class World:
         build_s: float = 0.0,
         sample_s: float | None = None,
         rated: Rated | None = None,
+        reward_s: float = 0.0,
         model: str = "m",
         engine: str = "transformers float32",
         **sections: Any,
@@ -755,12 +764,14 @@ class World:
             build_s: seconds that its engine takes to build.
             sample_s: seconds of a call of its engine; None for the world's.
             rated: the pace of its engine, where a group takes as long as it has tokens.
+            reward_s: seconds that the rewards of a group take.
             model: the hash of its model; the learner's is "m".
             engine: kind and data type of its engine.
             sections: see `World`.
         """
         process = Process(self, name)
         process.build_s, process.sample_s, process.rated = build_s, sample_s, rated
+        process.reward_s = reward_s
         how = {"via": via, "serves": serves, "in_place": in_place, "model": model, "engine": engine}
         self._start(process, self._build_worker, {**how, **sections})
 
@@ -905,6 +916,7 @@ class World:
                 group_size=2,
                 max_prompt_tokens=1 << 20,
                 groups_per_batch=process.rated.places if process.rated else 2,
+                num_fit=process.rated.fit if process.rated else 0,
                 rules=PartialRules(),
                 partials_path=self.run_dir / "workers" / process.name / "partials.bin",
                 installed_path=self.run_dir / "workers" / process.name / "installed.jsonl",

@@ -12,6 +12,7 @@ import pytest
 from echo.algo.staleness import ControlSettings
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import TransportError
+from echo.fleet.explain import Tally, describe_wait, explain_wait
 from echo.roles.learner import Learner, StepTaken
 from echo.runtime.learner.batches.waiting import FIRST_WORKER_S, BatchWait
 from echo.runtime.learner.node import LearnerNode
@@ -82,9 +83,7 @@ def test_workers_that_are_gone_are_waited_for_as_long_as_they_try(
     waiting.check(now=5599.0)
 
 
-def test_what_keeps_groups_from_workers_is_told_once(
-    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_keeps_groups_from_workers_is_found(make_world: MakeWorld) -> None:
     world, role = alone(make_world)
     world.worker("w1", sample_s=math.inf)
     world.run_until(lambda: role.leases.num_running > 0)
@@ -96,20 +95,18 @@ def test_what_keeps_groups_from_workers_is_told_once(
     member.worker.is_stuck = True
     for second in range(101, 200):
         assert waiting.check(now=float(second)) == "busy"
-    assert told(caplog) == [
-        "nothing can be granted for 5s: no worker takes a group; waiting for 2 of 2 groups; w1 has "
-        "0 (waiting for leases)"
-    ]
+    found = explain_wait(Tally(), role.fleet.observe())
+    assert str(found).startswith("2 of 2 groups: no worker is given one: w1 takes none; look at")
     member.worker.installed = None
     assert waiting.check(now=200.0) == "no_weights"
     role.handle(StepTaken(100), now=200.5)
     assert waiting.check(now=201.0) == "outdated"
-    now = "nothing can be granted: the newest version is too old for the next step; waiting for 2"
-    assert told(caplog)[-1].startswith(now)
+    found = explain_wait(Tally(), role.fleet.observe())
+    assert "the newest version is too old for the next step; lower" in str(found)
 
 
 def test_before_an_agent_has_asked_no_worker_is_said_to_take_no_group(
-    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+    make_world: MakeWorld,
 ) -> None:
     world, role = alone(make_world, agent={"listen": "tcp://127.0.0.1:0"})
     world.worker("w1")
@@ -121,10 +118,10 @@ def test_before_an_agent_has_asked_no_worker_is_said_to_take_no_group(
     waiting = make_waiting(role)
     waiting.begin(now=0.0)
     assert waiting.check(now=1.0) == waiting.check(now=10.0) == "no_agent"
-    assert told(caplog) == [
-        "no agent has asked for a group for 9s: have agents call a worker's endpoint; waiting for "
-        "2 of 2 groups; w1 has 0 (waiting for leases)"
-    ]
+    found = explain_wait(Tally(), role.fleet.observe())
+    assert str(found) == (
+        "2 of 2 groups: no agent has asked for a group; have agents call a worker's endpoint"
+    )
     member.worker.capacity, member.worker.is_stuck = 1, True
     assert waiting.check(now=11.0) == "busy"
 
@@ -139,7 +136,8 @@ def test_nobody_who_has_leases_is_said_to_wait_for_some(make_world: MakeWorld) -
     def look() -> bool:
         nodes = role.fleet.nodes(step=role.step, now=world.now)
         said.update((node.num_leases > 0, node.state) for node in nodes)
-        said.add(("has 0 " not in (wait := role.describe_wait()), wait.partition("(")[2]))
+        wait = describe_wait(role.fleet.observe())
+        said.add(("has 0 " not in wait, wait.partition("(")[2]))
         return world.step >= 4
 
     world.run_until(look)
@@ -162,9 +160,6 @@ def test_a_learner_that_nobody_asks_publishes_by_time(
     until_training = activities[: activities.index("training")]
     assert until_training[-1] == "", "a learner that has published waits again"
     assert [step for _, step in world.published()] == [0, 2, 4]
-    assert any(
-        "the newest version is too old for the next step" in note for note in world.notes("learner")
-    )
 
 
 @pytest.mark.slow

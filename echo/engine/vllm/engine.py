@@ -606,6 +606,11 @@ class VllmEngine(Engine):
         return self._installed.request(version)
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
+        """Return how many rollouts of this size vLLM samples at once: KV cache and settings."""
+        number = self.rollouts_in_memory(prompt_tokens, completion_tokens)
+        return min(number, self._backend.facts.max_num_seqs - 1)
+
+    def rollouts_in_memory(self, prompt_tokens: int, completion_tokens: int) -> int:
         """Return how many rollouts of this size, in tokens, fit into vLLM's KV cache at once."""
         facts = self._backend.facts
         num_tokens = min(prompt_tokens + completion_tokens, facts.max_model_len)
@@ -616,7 +621,7 @@ class VllmEngine(Engine):
                 f"hold one rollout of {prompt_tokens} + {completion_tokens} tokens; raise "
                 "engine.options.kv_cache_memory_bytes or lower sampling.max_completion_tokens"
             )
-        return self._launcher.concurrency.bounded(min(number, facts.max_num_seqs - 1))
+        return self._launcher.concurrency.bounded(number)
 
     def take_counts(self) -> dict[str, int]:
         """Return how often memory ran out since the last call, under the metric's name."""

@@ -33,6 +33,7 @@ from enum import StrEnum
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PartialRollout, PolicyVersion
 from echo.core.tables import IGNORED, IMPOSSIBLE, Move
+from echo.fleet.explain import WaitStage
 from echo.leases.worker.outbox import Outbox
 from echo.wire.codec import Frame
 from echo.wire.messages import Lease, LeaseState, Message
@@ -324,6 +325,18 @@ class HeldLeases:
             if group.lease.min_version is not None
             and (installed is None or installed < group.lease.min_version)
         ]
+
+    def stages(self, installed: PolicyVersion | None) -> dict[str, int]:
+        """Return how many groups there are by what they do, for the learner's explanations."""
+        num_waiting, num_late = len(self.of(*WAITING)), len(self.awaiting(installed))
+        counts = {
+            WaitStage.SAMPLING: len(self.of(GroupState.RUNNING, GroupState.RECLAIMED)),
+            WaitStage.REWARDS: len(self.of(GroupState.SCORING)),
+            WaitStage.WEIGHTS: num_late,
+            "queued": num_waiting - num_late,
+            "delivered": len(self.of(GroupState.DELIVERED)),
+        }
+        return {str(name): count for name, count in counts.items() if count}
 
     def overdue(
         self, installed: PolicyVersion | None, *, wait_s: float, now: float

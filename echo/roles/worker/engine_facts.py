@@ -17,7 +17,10 @@ class EngineFacts:
 
     group_size: int
     groups_per_batch: int
-    """Number of groups that fit into the engine's memory at the same time."""
+    """Number of groups that the engine samples at the same time, as settings and memory allow."""
+    num_fit: int = 0
+    """Number of groups that memory would hold at the same time, whatever the settings are; 0 if
+    unknown."""
     is_continuous: bool = False
     """Whether the engine takes a new group while it samples others."""
     num_versions: int = 1

@@ -259,6 +259,7 @@ class Worker(DialingRole):
             state=self.activity,
             tokens_sampled=self.tokens_sampled,
             partials=dict(self.partial_counts),
+            groups=self.held.stages(self.installed_version),
         )
         if self._calls is None:
             return stats
@@ -267,6 +268,7 @@ class Worker(DialingRole):
         return msgspec.structs.replace(
             stats,
             num_places=min(engine.num_places, MAX_LEASES),
+            num_fit=min(engine.num_fit, MAX_LEASES),
             engine=engine.name,
             refused_version=refused_version,
             refusal=refusal,

@@ -15,11 +15,12 @@ from echo.net.transport import Transport
 from echo.roles.learner import Learner
 from echo.runtime.learner.batches.bound import AdaptiveBound
 from echo.runtime.learner.batches.rewards import LearnerRewards
+from echo.runtime.learner.batches.stalls import Stalls
 from echo.runtime.learner.costs.control import CostControl
 from echo.runtime.learner.report import ABANDONED_SHARE, TRAINED_SHARE, Progress, TaskMetrics
 from echo.weights.schedule import PublishPace
 
-Row = Mapping[str, float | Mapping[str, float]]
+Row = Mapping[str, float | Mapping[str, float] | Mapping[str, str]]
 
 MIN_TRAINED_SHARE = 0.5
 """If less than this share of the tokens that agents sampled is trained on, a note is logged once.
@@ -65,6 +66,7 @@ class Reporter:
         rewards: LearnerRewards | None,
         price_per_h: float | None,
         time_of_day: Callable[[], float],
+        stalls: Stalls,
         log: logging.Logger,
     ) -> None:
         """Report the state of these parts of a learner to `follower`.
@@ -76,6 +78,7 @@ class Reporter:
         self._run, self._progress, self._pace = run, progress, pace
         self._bound, self._costs, self._rewards = bound, costs, rewards
         self._price_per_h, self._time_of_day = price_per_h, time_of_day
+        self._stalls = stalls
         self._log = log
         self._task_metrics = TaskMetrics()
         self._has_warned_of_share = False
@@ -96,7 +99,8 @@ class Reporter:
             now: the present time, seconds.
         """
         role = self._role
-        row = self._progress.step_metrics(
+        row: dict[str, float | Mapping[str, float] | Mapping[str, str]] = {}
+        row |= self._progress.step_metrics(
             metrics,
             staleness,
             step=role.step,
@@ -105,6 +109,7 @@ class Reporter:
         )
         row |= self._pace.metrics()
         row |= self._costs.metrics(row, now=now)
+        row |= self._stalls.stepped(now)
         row |= self._progress.lengths.metrics(oldest_open=role.leases.oldest_open)
         row |= self._partial_metrics()
         row |= self._task_code_metrics()
@@ -169,6 +174,7 @@ class Reporter:
         """Draw the present state, if it is displayed."""
         if not self._follower.is_watching:
             return
+        self._stalls.check(now)
         self._follower.show(self.status(now=now))
 
     def status(self, *, now: float) -> RunStatus:
@@ -179,6 +185,7 @@ class Reporter:
             max_steps=self._run.max_steps,
             pace=self._pace,
             cost=self._costs.view(),
+            waiting_for=self._stalls.waiting_for,
             notices=self._follower.notices,
             price_per_h=self._price_per_h,
             at=self._time_of_day(),

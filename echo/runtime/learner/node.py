@@ -18,7 +18,8 @@ node makes its parts, and calls them from `_train`; no part refers to the node:
 
     commits.py                  holds messages until their records are committed
     batches/groups.py           scores, writes and acknowledges groups
-    batches/waiting.py          shows what the learner waits for, and ends a hopeless wait
+    batches/waiting.py          ends a hopeless wait
+    batches/stalls.py           explains waits of the learner and of its workers
     batches/failed_steps.py     ends the groups that made a step fail
     batches/bound.py            moves the bound on staleness
     costs/                      meters costs, and decides which workers are needed
@@ -66,6 +67,7 @@ from echo.runtime.learner.batches.failed_steps import FailedSteps
 from echo.runtime.learner.batches.groups import DeliveredGroups
 from echo.runtime.learner.batches.prompts import PromptsAhead
 from echo.runtime.learner.batches.rewards import LearnerRewards
+from echo.runtime.learner.batches.stalls import Stalls
 from echo.runtime.learner.batches.waiting import BatchWait
 from echo.runtime.learner.commits import Commits
 from echo.runtime.learner.costs.activation import ActivationSettings
@@ -120,6 +122,8 @@ class OpenedRun:
     """Writes a version of the weights as a directory for other programs."""
     samples: SampleLog | None = None
     """Gets rollouts of steps and evaluations as text; None if none is wanted."""
+    is_recomputing: bool = False
+    """Whether a setting has the trainer recompute activations although they would fit."""
     prompts: PromptsAhead | None = None
     """Makes the role's prompts ahead; None if the role never waits for a prompt."""
 
@@ -275,10 +279,15 @@ class LearnerNode(Node):
             settings=run.activation, pace=self.pace, progress=run.progress,
             ledger=run.ledger, now=self.now, log=log,
         )  # fmt: skip
+        self._stalls = Stalls(
+            run.role, self._delivered, run.progress, is_recomputing=run.is_recomputing,
+            write=follower.write_metrics, log=log, now=self.now,
+        )  # fmt: skip
         self._reporter = Reporter(
             follower, run.role, self.transport, run=sections.run, progress=run.progress,
             pace=self.pace, bound=self.bound, costs=self.costs, rewards=run.rewards,
-            price_per_h=sections.learner.price_per_h, time_of_day=run.ledger.now, log=log,
+            price_per_h=sections.learner.price_per_h, time_of_day=run.ledger.now,
+            stalls=self._stalls, log=log,
         )  # fmt: skip
         self._shutdown = RunShutdown(
             run.role, self.transport, report=self.report, wait_until=self.wait_until,
@@ -342,6 +351,7 @@ class LearnerNode(Node):
         if self._reporter.is_watching:
             self.spawn(self._reporter.run(), name="display")
         self.spawn(self._watch_costs(), name="activation")
+        self.spawn(self._watch_stalls(), name="stalls")
         if len(self.role.lineages) > 1:  # a run that goes on
             self._shutdown.expect_former_nodes()
         try:
@@ -387,6 +397,13 @@ class LearnerNode(Node):
             if question is not None:
                 answer = await pool.run(question.solve)
                 self.perform(costs.decide(question, answer, now=self.now))
+
+    async def _watch_stalls(self) -> None:
+        """Observe the fleet once per heartbeat interval, and explain long waits."""
+        heartbeat_s = self.role.settings.leases.heartbeat_s
+        while True:
+            await asyncio.sleep(heartbeat_s)
+            self._stalls.check(self.now)
 
     async def _train(self) -> None:
         role = self.role

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -169,6 +169,11 @@ class Progress:
         """
         self.activity = "starting"
         """The learner's present activity; empty while it waits for groups."""
+        self.on_turn: Callable[[str, float], None] = lambda activity, now: None
+        """Called with each new activity and the time."""
+        self.num_accepted = 0
+        self.useless_reasons: Counter[str] = Counter()
+        """Reason -> number of delivered or failed groups that are not trained on."""
         self._waits: deque[tuple[float, float]] = deque()
         """(start, end) of the last waits for groups, about one per step; loop's time."""
         self._waiting_since: float | None = None
@@ -177,6 +182,7 @@ class Progress:
     def begin(self, activity: str, *, now: float) -> None:
         """Record what the learner does from now on; an empty string means waiting for groups."""
         self.activity = activity
+        self.on_turn(activity, now)
         if not activity:
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
         elif self._waiting_since is not None:
@@ -210,6 +216,7 @@ class Progress:
 
     def accepted(self, group: Group, *, now: float) -> None:
         """Count a group that was stored in the ledger; empty `zero_signal`."""
+        self.num_accepted += 1
         newest = group.versions[-1]
         self.newest_sampled = max(self.newest_sampled or newest, newest)
         self.zero_signal = GroupStats()
@@ -222,6 +229,7 @@ class Progress:
         stats = GroupStats.of([group])
         self._reasons[reason] += 1
         self._zero_signal_reasons[reason] += 1
+        self.useless_reasons[reason] += 1
         self._left_out += stats
         self.zero_signal += stats
         self._count_tokens(group)
@@ -231,6 +239,7 @@ class Progress:
         stats = GroupStats(num_groups=1, num_unscored=1)
         self._reasons["no_opinion"] += 1
         self._zero_signal_reasons["no_opinion"] += 1
+        self.useless_reasons["no_opinion"] += 1
         self._left_out += stats
         self.zero_signal += stats
         self._count_tokens(group)
@@ -244,6 +253,7 @@ class Progress:
     def failed(self, reason: str, cause: str) -> None:
         """Count a group that could not be finished, for example because its reward raised."""
         self._zero_signal_reasons[reason] += 1
+        self.useless_reasons[reason] += 1
         self._num_failed += 1
         self._cause = cause
         self.zero_signal += GroupStats(num_groups=1)
@@ -364,21 +374,11 @@ class Progress:
         self._published_s = 0.0
         return row
 
-    def _describe_wait(self, role: Learner) -> str:
-        """Return a text on what the learner waits for, and whether the last groups were useless."""
-        waiting, num_zero_signal = role.describe_wait(), self.zero_signal.num_groups
-        if not waiting or num_zero_signal < role.settings.leases.groups_per_step:
-            return waiting
-        return (
-            f"{waiting}; nothing could be learned from the last {num_zero_signal} groups "
-            f"({self._reasons_text})"
-        )
-
     def describe_zero_signal(self, step: int) -> str:
         """Return a log line for the end at `step`: why nothing could be learned, and a remedy."""
         what = (
             f"nothing could be learned from the last {self.zero_signal.num_groups} groups "
-            f"({self._reasons_text}): the run ends at step {step}"
+            f"({self.zero_signal_text}): the run ends at step {step}"
         )
         return f"{what}; {self._zero_signal_advice()}"
 
@@ -420,12 +420,13 @@ class Progress:
             return None
         return (
             f"{self._num_failed} of the last {num_groups} groups could not be finished "
-            f"({self._reasons_text}): the run ends at step {step} and is saved; mend what fails "
+            f"({self.zero_signal_text}): the run ends at step {step} and is saved; mend what fails "
             f"and continue with --resume. The last one, {self._cause}"
         )
 
     @property
-    def _reasons_text(self) -> str:
+    def zero_signal_text(self) -> str:
+        """The numbers of the groups since the last useful one, by reason, as text."""
         return ", ".join(f"{n} {reason}" for reason, n in self._zero_signal_reasons.most_common())
 
     @property
@@ -448,6 +449,7 @@ class Progress:
         max_steps: int,
         pace: PublishPace,
         cost: CostStatus | None = None,
+        waiting_for: str = "",
         notices: tuple[str, ...] = (),
         price_per_h: float | None = None,
         at: float = 0.0,
@@ -461,6 +463,7 @@ class Progress:
             max_steps: number of steps at which the run is finished.
             pace: the pace of publishing.
             cost: the costs of the run; None if no machine has a price.
+            waiting_for: what the learner waits for; empty if it does not wait.
             notices: the newest log lines.
             price_per_h: the price of the learner's machine, $ per hour; None if it is not stated.
             at: the time of day, Unix seconds.
@@ -481,7 +484,7 @@ class Progress:
             publish_period=pace.period,
             resumed_at=self._first_step,
             activity=self.activity,
-            waiting_for="" if self.activity else self._describe_wait(role),
+            waiting_for=waiting_for,
             eta_s=self._pace.eta_s(max_steps - role.step, now=now),
             nodes=(learner, *others),
             reward_history=self._curve,

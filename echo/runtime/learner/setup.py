@@ -483,6 +483,17 @@ def with_checkpointing(
     return config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
 
 
+def is_recomputing(config: Config, data: Data, budget: Budget | None) -> bool:
+    """Return whether the user has the trainer recompute activations that memory would hold."""
+    if budget is None or config.learner.gradient_checkpointing not in (True, "offload"):
+        return False
+    section = config.learner.model_copy(update={"gradient_checkpointing": False})
+    plain = config.model_copy(update={"learner": section})
+    base_dir = data.model_dir if data.lora is None else data.lora.base_dir
+    other = budget_here(plain, base_dir, prompt_tokens=data.prompts.longest)
+    return other is not None and other.fits
+
+
 def budget_here(
     config: Config, model_dir: Path, rank_group: RankGroup | None = None, *, prompt_tokens: int = 0
 ) -> Budget | None:
@@ -671,6 +682,7 @@ class RunParts:
             samples=sample_log(config, options, data.text.decode),
             evaluator=evaluator,
             export=partial(export_directory, config, data),
+            is_recomputing=is_recomputing(config, data, self.budget),
         )
 
     def _trainer(self, start: StartingPoint) -> AnyTrainer:

@@ -111,7 +111,10 @@ class WorkerParts:
     prompt_bound: str = "the model's window"
     """What bounds `max_prompt_tokens`: the model's window, or this worker's memory."""
     groups_per_batch: int
-    """Number of groups that the engine's memory holds at the same time."""
+    """Number of groups that the engine samples at the same time."""
+    num_fit: int = 0
+    """Number of groups that memory would hold at the same time, whatever the settings are; 0 if
+    unknown."""
     note: str = ""
     """Notice about the engine for the user; "" if there is none."""
     rules: PartialRules
@@ -135,6 +138,7 @@ class WorkerParts:
         return EngineFacts(
             group_size=self.group_size,
             groups_per_batch=self.groups_per_batch,
+            num_fit=self.num_fit,
             is_continuous=self.engine.is_continuous,
             takes_patches=self.engine.takes_patches,
             num_versions=self.engine.num_versions,
@@ -386,6 +390,7 @@ class WorkerNode(DialingNode):
 
     def before_expire(self) -> None:
         """Add counts of the task and engine to the role's counters, before a heartbeat."""
+        super().before_expire()
         if self._parts is None:
             return
         for call in self._calls:

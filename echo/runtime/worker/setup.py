@@ -189,8 +189,9 @@ def build_parts(
     max_new = config.sampling.max_completion_tokens
     window = min(context_window(model_dir), engine.window or sys.maxsize)
     in_window = max(1, window - max_new)
+    prompt_tokens, group_size = min(in_window, demand.prompt_tokens), config.batch.group_size
     num_rollouts = min(
-        engine.max_concurrent_rollouts(min(in_window, demand.prompt_tokens), max_new),
+        engine.max_concurrent_rollouts(prompt_tokens, max_new),
         config.worker.max_concurrent_rollouts or DEFAULT_MAX_CONCURRENT_ROLLOUTS,
     )
     in_memory = longest_prompt(engine, in_window, max_new)
@@ -213,10 +214,11 @@ def build_parts(
         runner=make_runner(task.turns, task.host, engine, text),
         decode=text.decode,
         sampling=make_sampling(config.sampling, text, likely_ids=likely_ids),
-        group_size=config.batch.group_size,
+        group_size=group_size,
         max_prompt_tokens=in_memory,
         prompt_bound="the model's window" if in_memory == in_window else "this worker's memory",
-        groups_per_batch=max(1, num_rollouts // config.batch.group_size),
+        groups_per_batch=max(1, num_rollouts // group_size),
+        num_fit=engine.rollouts_in_memory(prompt_tokens, max_new) // group_size,
         note=note,
         rules=make_rules(config),
         partials_path=node_dir / "partials.bin",

@@ -78,6 +78,8 @@ class DeliveredGroups:
         self._perform, self._report = perform, report
         self._spawn, self._wake, self._clock = spawn, wake, clock
         self._unsynced: list[Group] = []
+        self.num_scoring = self.num_storing = 0
+        """Numbers of groups that are being scored here, and written to the disk."""
         self._store_wanted, self._has_stored_all = asyncio.Event(), asyncio.Event()
 
     @property
@@ -100,6 +102,7 @@ class DeliveredGroups:
 
     async def _score(self, rewards: LearnerRewards, group: Group) -> None:
         """Score a group in a thread, then store the group; if scoring fails, end the group."""
+        self.num_scoring += 1
         try:
             scores = await self._scoring.run(rewards.score, group)
         except RewardError as error:
@@ -107,6 +110,8 @@ class DeliveredGroups:
                 text = f"group {group.group_id} on the learner: {error.reason}: {error}"
                 self._end_failed(group, error.reason, text, error.traceback)
             return
+        finally:
+            self.num_scoring -= 1
         rollouts = tuple(
             replace(rollout, reward=reward)
             for rollout, reward in zip(group.rollouts, scores, strict=True)
@@ -129,6 +134,7 @@ class DeliveredGroups:
         if reason is None:
             self._ledger.store(group, action.header, action.arrays)
             self._unsynced.append(group)
+            self.num_storing += 1
             self._store_wanted.set()
         elif reason == "reward_too_large":
             largest = max(group.rewards, key=abs)
@@ -153,6 +159,7 @@ class DeliveredGroups:
 
     def _acknowledge(self, groups: list[Group]) -> None:
         """Put groups that are on the disk into the buffer, and acknowledge them to workers."""
+        self.num_storing -= len(groups)
         for group in groups:
             self._buffer.put(group)
             self._progress.accepted(group, now=self._clock())

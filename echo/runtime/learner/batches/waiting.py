@@ -1,10 +1,9 @@
-"""The wait for a batch: check again, report the reason, and end the run after a time limit.
+"""The wait for a batch: check again, and end the run after a time limit without workers.
 
 Groups are granted and versions published at events: a heartbeat, a result, a step. If no event
 happens, one check per heartbeat interval handles these cases:
 
     no version may be sampled for the next step   the learner publishes at once, due or not
-    no worker can be given a group                logged once per reason, if it lasts
     no worker at all                              logged each minute; after a limit the run ends
 
 Once a worker has joined, the limit is `network.reconnect_for_s`: workers that have lost the learner
@@ -29,18 +28,9 @@ FIRST_WORKER_S = 4 * 3600.0
 WARN_S = 60.0
 """Seconds between two log lines about missing workers."""
 
-_WAIT_REASONS = {
-    "outdated": "nothing can be granted{}: the newest version is too old for the next step",
-    "no_weights": "nothing can be granted{}: no worker holds weights that the next step may be "
-    "trained on",
-    "no_agent": "no agent has asked for a group{}: have agents call a worker's endpoint",
-    "busy": "nothing can be granted{}: no worker takes a group",
-}
-"""Log lines by wait reason; `{}` is replaced by the time for which the reason has held."""
-
 
 class BatchWait:
-    """Waits for groups, logs why none can be granted, and ends a run that has no worker."""
+    """Waits for groups, finds out why none can be granted, and ends a run that has no worker."""
 
     def __init__(
         self,
@@ -57,17 +47,13 @@ class BatchWait:
         self._last_worker: str | None = None
         self._alone_since = 0.0
         self._warned_at = 0.0
-        self._wait_reason: WaitReason = ""
-        self._wait_reason_since = 0.0
-        self._has_warned = False
         self._has_news = asyncio.Event()
         self.check_at = 0.0
         """The loop's time at which `check` is due next, seconds."""
 
     def begin(self, *, now: float) -> None:
-        """Begin a wait; measure from now how long workers are missing or a wait reason holds."""
-        self._alone_since = self._warned_at = self._wait_reason_since = now
-        self._wait_reason, self._has_warned = "", False
+        """Begin a wait; measure from now how long workers are missing."""
+        self._alone_since = self._warned_at = now
         self.check_at = now + self._role.settings.leases.heartbeat_s
 
     def wake(self) -> None:
@@ -99,9 +85,7 @@ class BatchWait:
         else:
             self._last_worker = worker
             self._alone_since = self._warned_at = now
-        wait_reason = self._role.wait_reason()
-        self._note(wait_reason, now)
-        return wait_reason
+        return self._role.wait_reason()
 
     def _alone(self, now: float) -> None:
         alone_s = now - self._alone_since
@@ -120,18 +104,3 @@ class BatchWait:
                 "waiting for workers at %s for %s, %s; without one the run ends in %s",
                 self._address, format_duration(alone_s), since, format_duration(limit_s - alone_s),
             )  # fmt: skip
-
-    def _note(self, wait_reason: WaitReason, now: float) -> None:
-        """Log a wait reason once, after it has held for `dead_after_s`; log "outdated" at once."""
-        if wait_reason != self._wait_reason:
-            self._wait_reason, self._wait_reason_since, self._has_warned = wait_reason, now, False
-        lasted_s = now - self._wait_reason_since
-        dead_after_s = self._role.settings.admission.dead_after_s
-        is_urgent = wait_reason == "outdated" or lasted_s >= dead_after_s
-        what = _WAIT_REASONS.get(wait_reason)
-        if what is None or self._has_warned or not is_urgent:
-            return
-        self._has_warned = True
-        how_long = f" for {format_duration(lasted_s)}" if lasted_s else ""
-        text = what.format(how_long)
-        self._log.warning("%s; waiting for %s", text, self._role.describe_wait())

@@ -1,0 +1,690 @@
+"""Explanations of waits: from what the nodes do to a cause, a resource and a setting.
+
+The learner observes its fleet several times a minute, as a sampling profiler does. Each observation
+divides the time of every worker by what the worker's groups do (`WaitStage`). A `Tally` adds these
+times up, apart for the time in which the learner waits for groups and the time in which it works.
+
+**The learner waits.** The stage with the most time decides. A stage in which groups are blocked
+(rewards, weights, storing, delivering) is preferred to sampling from BLOCKED_SHARE on. Time of
+workers without groups, for which the staleness bound admits none, does not count: it is an effect.
+Each stage then leads to a resource:
+
+    rewards      the task's code, at the workers or at the learner
+    weights      the first link on the path from the learner that is slow, or the disk behind it
+    storing      the learner's disk
+    delivering   the link from a worker
+    sampling     groups from which nothing is learned, one slow worker, a bound that keeps places
+                 of engines empty, a setting or a memory that gives engines few places, or the
+                 number of workers
+    granting     what `Fleet.wait_reason` names
+
+**Workers have no groups** although the learner does not wait: the learner is the bottleneck. The
+longest part of its step decides, or a setting that slows the step down without need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+from typing import TypeVar
+
+from echo.core.units import format_bytes, format_duration
+
+MAX_WORKERS_LISTED = 8
+"""Most workers in the text on what the learner waits for."""
+MAX_NAMES_LISTED = 3
+"""Most nodes that an explanation names; it gives only the number of further ones."""
+BLOCKED_SHARE = 0.35
+"""Share of the workers' time with groups from which on a stage that blocks groups is the cause."""
+STRAGGLER_SHARE = 0.5
+"""Share of all sampling during waits that a straggler does, at least."""
+STRAGGLER_FACTOR = 2.0
+"""How many times slower than the median of the other workers a straggler samples a rollout."""
+FETCHING_SHARE = 0.5
+"""Share of the workers' wait for weights in which they fetch some, if a link or disk is slow."""
+DISK_FACTOR = 1.5
+"""A node writes weights at most this many times as fast as they come if its disk is the limit."""
+EMPTY_SHARE = 0.5
+"""Share of places that are empty from which on the number of groups limits the engines."""
+CLOSED_SHARE = 0.25
+"""Share of waits in which the bound admits no group, if it limits the engines."""
+IDLE_SHARE_IN_WAITS = 0.2
+"""Share of the workers' time without groups from which on more workers would not help."""
+FEW_ROLLOUTS = 16
+"""An engine with at most this many places for rollouts could sample more of them at the same time
+in nearly the same time."""
+USELESS_SHARE = 0.5
+"""Share of delivered groups from which nothing could be learned that makes the learner wait."""
+IDLE_SHARE = 0.6
+"""Share of the workers' time without groups from which on the fleet is too large for the learner.
+"""
+IDLE_SHARE_NEEDLESS = 0.2
+"""The same, if a setting slows the learner down without need."""
+LARGE_PART = 0.4
+"""Share of a step from which on a part beside training is its bottleneck."""
+
+
+class WaitStage(StrEnum):
+    """What a worker's groups do, or why it has none."""
+
+    SAMPLING = "sampling"
+    """The engine samples them."""
+    REWARDS = "rewards"
+    """The task computes their rewards, at the worker or at the learner."""
+    WEIGHTS = "weights"
+    """They wait for a newer version; or the worker's version may sample no further group."""
+    STORING = "storing"
+    """The learner writes them to its disk."""
+    DELIVERING = "delivering"
+    """Their results are on the way to the learner."""
+    ADMISSION = "admission"
+    """The worker has none: the staleness bound admits no further group."""
+    GRANTING = "granting"
+    """The worker has none although the bound admits groups."""
+
+
+BLOCKED = (WaitStage.REWARDS, WaitStage.WEIGHTS, WaitStage.STORING, WaitStage.DELIVERING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedNode:
+    """What the learner knows about a relay or an active worker at one instant."""
+
+    name: str
+    role: str = "worker"
+    is_dialable: bool = True
+    """Whether other nodes can dial this node to fetch weights."""
+    fetching: str = ""
+    """The version that the node fetches, as text; empty if it fetches none."""
+    num_chunks_held: int = 0
+    num_chunks: int = 0
+    parent: str = "-"
+    """The node from which this node gets weights."""
+    bytes_per_s: float | None = None
+    """Rate at which the node receives weights; None before a measurement."""
+    recent_bytes_per_s: float = 0.0
+    """Bytes of weights that the node received in the last seconds, per second."""
+    write_bytes_per_s: float | None = None
+    """Rate at which the node verifies, decodes and writes received weights; None if unknown."""
+    activity: str = ""
+    """The node's own words on what it does."""
+    engine: str = ""
+    num_leases: int = 0
+    num_here: int = 0
+    """Number of its leases whose results the learner scores or stores."""
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """WaitStage, "queued" or "delivered" -> number of groups, by the worker's last report."""
+    is_fresh: bool = True
+    """Whether the version that the worker has installed may sample the next group."""
+    num_places: int = 0
+    """Number of groups that its engine samples at the same time; 0 if unknown."""
+    num_fit: int = 0
+    """Number of groups that its memory would hold at the same time; 0 if unknown."""
+    speed: float | None = None
+    """Tokens per second of one rollout, of its slowest running group; None if unknown."""
+    reward_s: float | None = None
+    """Mean seconds of the calls of the task's code that returned recently; None if none did."""
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether the node fetches a version from a parent."""
+        return bool(self.fetching) and self.parent != "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedFleet:
+    """What the learner knows about its wait and its fleet at one instant."""
+
+    num_missing: int
+    """Number of groups that the next step lacks."""
+    groups_per_step: int
+    group_size: int = 1
+    max_staleness: int = 0
+    hedge_factor: float | None = None
+    is_closed: bool = False
+    """Whether the staleness bound admits no further group, whatever version a worker has."""
+    wait_reason: str = ""
+    """Why no group of the next step can be granted, as the scheduler names it; "" if one can."""
+    num_scoring: int = 0
+    """Number of groups for which the learner computes rewards."""
+    num_storing: int = 0
+    """Number of groups that the learner writes to its disk."""
+    num_standby: int = 0
+    nodes: tuple[ObservedNode, ...] = ()
+    """Relays, and workers that are not on standby."""
+    num_useless: int = 0
+    """Number of groups in a row from which nothing could be learned, up to the newest."""
+    useless: str = ""
+    """The numbers of these groups by reason, as text."""
+
+    @property
+    def workers(self) -> list[ObservedNode]:
+        return [node for node in self.nodes if node.role == "worker"]
+
+    def node(self, name: str) -> ObservedNode | None:
+        """Return the node of a name; None for the learner and for unknown nodes."""
+        return next((node for node in self.nodes if node.name == name), None)
+
+    def path(self, worker: ObservedNode) -> list[ObservedNode]:
+        """Return the nodes that fetch on the path of the weights, from a worker upwards.
+
+        The parent of the last node has what this node fetches, or is the learner.
+        """
+        path = [worker]
+        while (parent := self.node(path[-1].parent)) is not None and parent.is_fetching:
+            if parent in path:
+                break
+            path.append(parent)
+        return path
+
+    def shares(self, worker: ObservedNode) -> dict[WaitStage, float]:
+        """Return how a worker's present time is divided by stages; the shares add up to 1."""
+        if not worker.num_leases:
+            if self.is_closed:
+                return {WaitStage.ADMISSION: 1.0}
+            return {WaitStage.GRANTING if worker.is_fresh else WaitStage.WEIGHTS: 1.0}
+        counts: Counter[WaitStage] = Counter()
+        for stage in (WaitStage.SAMPLING, WaitStage.REWARDS, WaitStage.WEIGHTS):
+            counts[stage] = worker.groups.get(stage, 0)
+        out = worker.num_leases - worker.num_here
+        # A group that was acknowledged since the last report is no lease any longer.
+        rest = out - counts.total() - worker.groups.get("queued", 0)
+        counts[WaitStage.DELIVERING] = max(0, min(worker.groups.get("delivered", 0), rest))
+        is_scoring = self.num_scoring > self.num_storing
+        counts[WaitStage.REWARDS if is_scoring else WaitStage.STORING] += worker.num_here
+        total = counts.total()
+        if not total:
+            is_installing = worker.activity.startswith("installing")
+            return {WaitStage.WEIGHTS if is_installing else WaitStage.SAMPLING: 1.0}
+        return {stage: count / total for stage, count in counts.items() if count}
+
+
+@dataclass(slots=True)
+class Tally:
+    """The time of all workers by stage, while the learner waits and while it works."""
+
+    waited_s: float = 0.0
+    closed_s: float = 0.0
+    """Seconds of waits in which the staleness bound admitted no group."""
+    waits: dict[tuple[WaitStage, str], float] = field(default_factory=dict)
+    """(stage, worker) -> seconds of the worker while the learner waited."""
+    seconds: dict[WaitStage, float] = field(default_factory=dict)
+    """WaitStage -> seconds of all workers, whether the learner waited or worked."""
+    places_s: float = 0.0
+    """Seconds of all places of engines while the learner waited."""
+    used_places_s: float = 0.0
+    """The part of `places_s` in which a group was sampled there."""
+    seen: dict[WaitStage, ObservedFleet] = field(default_factory=dict)
+    """WaitStage -> the last state in a wait in which a worker's groups were in it."""
+    slow_hops: dict[str, float] = field(default_factory=dict)
+    """Node -> seconds in which workers waited for weights while this node fetched them from a node
+    that had them."""
+    seen_hops: dict[str, tuple[ObservedFleet, list[ObservedNode]]] = field(default_factory=dict)
+    """Node -> the last such state, with the path from a worker to the node."""
+    num_accepted: int = 0
+    """Number of groups that were delivered and kept for training."""
+    useless: Counter[str] = field(default_factory=Counter)
+    """Reason -> number of groups from which nothing could be learned."""
+
+    def add(self, fleet: ObservedFleet, seconds: float, *, is_waiting: bool) -> None:
+        """Count the seconds for which the fleet was in a state."""
+        if is_waiting:
+            self.waited_s += seconds
+            self.closed_s += seconds * fleet.is_closed
+        for worker in fleet.workers:
+            for stage, share in fleet.shares(worker).items():
+                _add(self.seconds, stage, share * seconds)
+                if is_waiting:
+                    _add(self.waits, (stage, worker.name), share * seconds)
+                    self.seen[stage] = fleet
+                if is_waiting and stage is WaitStage.WEIGHTS and worker.is_fetching:
+                    path = fleet.path(worker)
+                    _add(self.slow_hops, path[-1].name, share * seconds)
+                    self.seen_hops[path[-1].name] = fleet, path
+            if is_waiting:
+                num_used = worker.groups.get(WaitStage.SAMPLING, 0) if worker.num_leases else 0
+                self.places_s += worker.num_places * seconds
+                self.used_places_s += min(worker.num_places, num_used) * seconds
+
+    def include(self, other: Tally) -> None:
+        """Add the times of a later tally."""
+        for name in ("waited_s", "closed_s", "places_s", "used_places_s", "num_accepted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for waits, seconds in other.waits.items():
+            _add(self.waits, waits, seconds)
+        for stage, seconds in other.seconds.items():
+            _add(self.seconds, stage, seconds)
+        for node, seconds in other.slow_hops.items():
+            _add(self.slow_hops, node, seconds)
+        self.seen |= other.seen
+        self.seen_hops |= other.seen_hops
+        self.useless += other.useless
+
+    def in_waits(self) -> dict[WaitStage, float]:
+        """Return stage -> seconds of all workers while the learner waited, without ADMISSION.
+
+        A worker without groups, for which the bound admits none, is no cause of a wait.
+        """
+        found = dict.fromkeys(WaitStage, 0.0)
+        for (stage, _), seconds in self.waits.items():
+            found[stage] += seconds
+        del found[WaitStage.ADMISSION]
+        return found
+
+    def wait_by_stage(self) -> dict[WaitStage, float]:
+        """Return the learner's waiting seconds by stage; they add up to `waited_s`, or to 0."""
+        by_stage = self.in_waits()
+        total = sum(by_stage.values())
+        return {s: self.waited_s * each / total for s, each in by_stage.items() if each}
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the workers' time in which they had no group and could have sampled one."""
+        total = sum(self.seconds.values())
+        idle_s = self.seconds.get(WaitStage.ADMISSION, 0.0) + self.seconds.get(
+            WaitStage.GRANTING, 0.0
+        )
+        return idle_s / total if total else 0.0
+
+
+Key = TypeVar("Key")
+
+
+def _add(times: dict[Key, float], key: Key, seconds: float) -> None:
+    times[key] = times.get(key, 0.0) + seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A cause of a wait, the resource that it comes from, and what would help."""
+
+    cause: str
+    """A short name, such as "slow_relay"; docs/troubleshooting.md has one row per cause."""
+    resource: str
+    """The node, link, disk or code at fault."""
+    setting: str
+    """The key of the configuration to change; empty if only another machine helps."""
+    chain: str
+    """What is waited for, from the missing groups to the resource."""
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.chain}; {self.remedy}"
+
+
+# --- the wait itself ------------------------------------------------------------------------------
+
+
+def describe_wait(fleet: ObservedFleet) -> str:
+    """Return a text on the groups missing for a step and the workers that have leases.
+
+    The text is empty if no group is missing.
+    """
+    workers = fleet.workers
+    if fleet.num_missing <= 0:
+        return ""
+    if workers:
+        held = sorted(workers, key=lambda worker: -worker.num_leases)
+        parts = [_missing(fleet), *map(_describe, held[:MAX_WORKERS_LISTED])]
+        if others := held[MAX_WORKERS_LISTED:]:
+            parts.append(f"{len(others)} others have {sum(each.num_leases for each in others)}")
+    else:
+        why = "every worker is on standby" if fleet.num_standby else "no worker is connected"
+        parts = [f"{fleet.num_missing} groups", why]
+    if fleet.num_useless >= fleet.groups_per_step:
+        useless = f"nothing could be learned from the last {fleet.num_useless} groups"
+        parts.append(f"{useless} ({fleet.useless})")
+    return "; ".join(parts)
+
+
+def _missing(fleet: ObservedFleet) -> str:
+    return f"{max(1, fleet.num_missing)} of {fleet.groups_per_step} groups"
+
+
+def _describe(worker: ObservedNode) -> str:
+    """Return a few words on a worker's leases, its activity, and the version that it fetches."""
+    if worker.fetching:
+        return f"{worker.name} has {worker.num_leases} and fetches {_fetch(worker)}"
+    return f"{worker.name} has {worker.num_leases} ({worker.activity})"
+
+
+def _fetch(node: ObservedNode) -> str:
+    text = f"{node.num_chunks_held}/{node.num_chunks} chunks from {node.parent}"
+    if node.bytes_per_s is not None:
+        text += f" at {format_bytes(node.bytes_per_s)}/s"
+    return f"{node.fetching} ({text})"
+
+
+def _names(names: Sequence[str]) -> str:
+    """Return names as text; beyond MAX_NAMES_LISTED only the number of further ones."""
+    shown = list(names[:MAX_NAMES_LISTED])
+    if others := len(names) - MAX_NAMES_LISTED:
+        shown += [f"{others} others"] if others > 0 else []
+    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+
+
+def _verb(names: Sequence[str], singular: str, plural: str) -> str:
+    return singular if len(names) == 1 else plural
+
+
+# --- the learner waits ----------------------------------------------------------------------------
+
+
+def explain_wait(tally: Tally, fleet: ObservedFleet) -> Explanation:
+    """Return why the learner waited in the time of a tally; `fleet` is the present state."""
+    if not fleet.workers and not tally.waits:
+        return _no_worker(fleet)
+    by_stage = tally.in_waits()
+    total = sum(by_stage.values())
+    blocked = max(BLOCKED, key=lambda stage: by_stage[stage])
+    if not total:
+        return _granting(tally, fleet)
+    if by_stage[blocked] >= BLOCKED_SHARE * total:
+        names = _by_time(tally, blocked)
+        if blocked is WaitStage.WEIGHTS:
+            return _weights(tally, names)
+        explain = {
+            WaitStage.REWARDS: _rewards,
+            WaitStage.STORING: _storing,
+            WaitStage.DELIVERING: _delivering,
+        }[blocked]
+        return explain(tally.seen[blocked], names)
+    if by_stage[WaitStage.GRANTING] > by_stage[WaitStage.SAMPLING]:
+        return _granting(tally, tally.seen[WaitStage.GRANTING])
+    return _sampling(tally, tally.seen.get(WaitStage.SAMPLING, fleet))
+
+
+def _by_time(tally: Tally, stage: WaitStage) -> list[str]:
+    """Return the workers whose groups were in a stage, longest first, without short times."""
+    times = {name: s for (at, name), s in tally.waits.items() if at is stage}
+    least = max(times.values()) / 10
+    return sorted((n for n, s in times.items() if s >= least), key=lambda name: -times[name])
+
+
+def _no_worker(fleet: ObservedFleet) -> Explanation:
+    why = "every worker is on standby" if fleet.num_standby else "no worker is connected"
+    return Explanation(
+        "no_worker", "workers", "activation.mode" if fleet.num_standby else "",
+        f"{_missing(fleet)}: {why}",
+        'set activation.mode = "off" or raise activation.margin' if fleet.num_standby
+        else "start workers with the join string of the run",
+    )  # fmt: skip
+
+
+def _granting(tally: Tally, fleet: ObservedFleet) -> Explanation:
+    chain = f"{_missing(fleet)}: no worker is given one"
+    if fleet.wait_reason == "no_agent":
+        return Explanation(
+            "no_agent", "agents", "agent.listen",
+            f"{_missing(fleet)}: no agent has asked for a group",
+            "have agents call a worker's endpoint",
+        )  # fmt: skip
+    if fleet.wait_reason == "outdated" or (not fleet.wait_reason and fleet.is_closed):
+        return Explanation(
+            "outdated", "learner", "sync.publish_period",
+            f"{chain}: the newest version is too old for the next step",
+            "lower sync.publish_period, or raise sync.max_staleness",
+        )  # fmt: skip
+    if fleet.wait_reason == "busy":
+        names = [worker.name for worker in fleet.workers]
+        return Explanation(
+            "busy", _names(names), "",
+            f"{chain}: {_names(names)} {_verb(names, 'takes', 'take')} none",
+            "look at the log of such a worker: its engine hangs, or it is full of results that "
+            "nobody wants; restart it",
+        )  # fmt: skip
+    return Explanation(
+        "slow_prompts", "learner", "",
+        f"{chain}: prompts are not ready",
+        "make the task's examples cheaper to build",
+    )  # fmt: skip
+
+
+def _rewards(fleet: ObservedFleet, names: Sequence[str]) -> Explanation:
+    workers = [worker for worker in fleet.workers if worker.name in names]
+    times = [worker.reward_s for worker in workers if worker.reward_s is not None]
+    call = f"a call takes {format_duration(max(times))}" if times else "no call has returned"
+    if fleet.num_scoring > fleet.num_storing:
+        return Explanation(
+            "slow_reward", "task at the learner", "reward.where",
+            f"{_missing(fleet)}: {fleet.num_scoring} wait for their reward at the learner",
+            'make the reward faster, or set reward.where = "worker"',
+        )  # fmt: skip
+    num = sum(worker.groups.get(WaitStage.REWARDS, 0) for worker in workers)
+    return Explanation(
+        "slow_reward", f"task at {_names(names)}", "task.reward_timeout_s",
+        f"{_missing(fleet)}: {num} wait for their reward at {_names(names)}, where {call}",
+        "make the reward faster, or lower task.reward_timeout_s so that a call that hangs ends "
+        "sooner",
+    )  # fmt: skip
+
+
+def _storing(fleet: ObservedFleet, names: Sequence[str]) -> Explanation:
+    return Explanation(
+        "slow_disk", "disk of the learner", "run.dir",
+        f"{_missing(fleet)}: results of {_names(names)} are being written to the learner's disk",
+        "set run.dir to a faster disk of this machine",
+    )  # fmt: skip
+
+
+def _delivering(fleet: ObservedFleet, names: Sequence[str]) -> Explanation:
+    return Explanation(
+        "slow_delivery", f"uplink of {_names(names)}", "",
+        f"{_missing(fleet)}: results of {_names(names)} are on the way to the learner",
+        "give such a worker a faster uplink, or a relay nearby",
+    )  # fmt: skip
+
+
+# --- the path of the weights ----------------------------------------------------------------------
+
+
+def _weights(tally: Tally, names: Sequence[str]) -> Explanation:
+    """Explain a wait for weights by the hop of their path that took longest, if any fetched."""
+    fleet = tally.seen[WaitStage.WEIGHTS]
+    start = f"{_missing(fleet)}: {_names(names)} {_verb(names, 'waits', 'wait')} for"
+    waited_s = tally.in_waits()[WaitStage.WEIGHTS]
+    if sum(tally.slow_hops.values()) < FETCHING_SHARE * waited_s:
+        waiting = [worker for worker in fleet.workers if worker.name in names]
+        installing = [each for each in waiting if each.activity.startswith("installing")]
+        if installing:
+            name, activity = installing[0].name, installing[0].activity
+            return Explanation(
+                "slow_install", f"engine of {name}", "sync.publish_period",
+                f"{start} new weights; {name} is {activity}",
+                "raise sync.publish_period, so that versions come less often",
+            )  # fmt: skip
+        return Explanation(
+            "no_weights", _names(names), "sync.max_staleness",
+            f"{start} weights that the next step may be trained on",
+            "raise sync.max_staleness, or lower sync.publish_period",
+        )  # fmt: skip
+    slowest = max(tally.slow_hops, key=lambda name: tally.slow_hops[name])
+    fleet, path = tally.seen_hops[slowest]
+    hops = [f"{path[0].name} fetches {_fetch(path[0])}"]
+    hops += [f"{node.name} takes it from {node.parent}" for node in path[1:]]
+    if len(path) > 1 and path[-1].bytes_per_s is not None:
+        hops[-1] += f" at {format_bytes(path[-1].bytes_per_s)}/s"
+    return _slow_hop(fleet, path[-1], f"{start} {path[0].fetching}: {', and '.join(hops)}")
+
+
+def _slow_hop(fleet: ObservedFleet, node: ObservedNode, chain: str) -> Explanation:
+    """Explain why a node whose parent holds the version, or is the learner, gets it slowly."""
+    writes = node.write_bytes_per_s
+    # If the disk is slower than the link, chunks come in bursts, whose rate may be unknown.
+    comes = node.bytes_per_s or node.recent_bytes_per_s
+    if writes is not None and writes <= DISK_FACTOR * comes:
+        return Explanation(
+            "slow_disk", f"disk of {node.name}", "network.store_dir",
+            f"{chain}, which writes {format_bytes(writes)}/s",
+            f"set network.store_dir on {node.name} to a faster disk",
+        )  # fmt: skip
+    beside = [
+        each
+        for each in fleet.nodes
+        if each.parent == node.parent and each.name != node.name and each.is_fetching
+    ]
+    parent = fleet.node(node.parent)
+    if parent is not None:
+        return Explanation(
+            "slow_relay", parent.name, "worker.connect" if parent.role == "relay" else "",
+            f"{chain}; {parent.name} has all of it, so its uplink is the bottleneck",
+            f"add a relay beside {parent.name} and name it in worker.connect, or raise "
+            "sync.publish_period",
+        )  # fmt: skip
+    leaves = [each.name for each in (node, *beside) if not each.is_dialable]
+    has_relay = any(each.role == "relay" or each.is_dialable for each in fleet.nodes)
+    if len(leaves) > 1 and not has_relay:
+        return Explanation(
+            "no_relay", "uplink of the learner", "worker.advertise",
+            f"{chain}; {len(leaves)} workers cannot be dialled, so the learner's uplink sends each "
+            "a copy",
+            "start a relay near them, or set worker.listen and worker.advertise where they can be "
+            "reached",
+        )  # fmt: skip
+    return Explanation(
+        "slow_weights", f"link from the learner to {node.name}", "sync.publish_period",
+        chain,
+        "raise sync.publish_period, or give the learner a faster uplink",
+    )  # fmt: skip
+
+
+# --- sampling takes long --------------------------------------------------------------------------
+
+
+def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
+    num_useless = tally.useless.total()
+    if num_useless > USELESS_SHARE * (num_delivered := tally.num_accepted + num_useless):
+        reasons = ", ".join(f"{n} {reason}" for reason, n in tally.useless.most_common())
+        return Explanation(
+            "useless_groups", "task", "batch.group_size",
+            f"{_missing(fleet)}: nothing could be learned from {num_useless} of the last "
+            f"{num_delivered} groups ({reasons})",
+            "choose prompts of middle difficulty, or raise batch.group_size"
+            if "zero_variance" in tally.useless
+            else "docs/troubleshooting.md says what each reason means",
+        )  # fmt: skip
+    straggler = _straggler(tally, fleet)
+    if straggler is not None:
+        return straggler
+    names = _by_time(tally, WaitStage.SAMPLING)
+    samplers = [worker for worker in fleet.workers if worker.name in names]
+    places = [worker.num_places for worker in samplers if worker.num_places]
+    used = tally.used_places_s / tally.places_s if tally.places_s else 1.0
+    chain = f"{_missing(fleet)}: {_names(names)} {_verb(names, 'samples', 'sample')}"
+    is_idle = tally.idle_share > IDLE_SHARE_IN_WAITS
+    if is_idle or (used < 1 - EMPTY_SHARE and tally.closed_s > CLOSED_SHARE * tally.waited_s):
+        remedy = "raise sync.max_staleness or batch.groups_per_step"
+        return Explanation(
+            "few_in_flight", "staleness bound", "sync.max_staleness",
+            f"{chain} with {used:.0%} of the engines' places used: sync.max_staleness = "
+            f"{fleet.max_staleness} admits no more groups",
+            remedy if is_idle else f"{remedy}, or add workers",
+        )  # fmt: skip
+    if places and used >= 1 - EMPTY_SHARE and max(places) * fleet.group_size <= FEW_ROLLOUTS:
+        few = _few_places(fleet, [worker for worker in samplers if worker.num_places], chain)
+        if few is not None:
+            return few
+    return Explanation(
+        "few_workers", "workers", "",
+        f"{chain} all the time, which takes longer than a step",
+        "add workers, or lower sampling.max_completion_tokens",
+    )  # fmt: skip
+
+
+def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:
+    """Return an explanation if one slow worker does most of what is waited for, else None."""
+    times = {name: s for (at, name), s in tally.waits.items() if at is WaitStage.SAMPLING}
+    name = max(times, key=lambda each: times[each], default="")
+    worker = fleet.node(name)
+    others = [w.speed for w in fleet.workers if w.name != name and w.speed is not None]
+    if worker is None or worker.speed is None or not others:
+        return None
+    usual, share = median(others), times[name] / sum(times.values())
+    if share < STRAGGLER_SHARE or usual < STRAGGLER_FACTOR * worker.speed:
+        return None
+    off = fleet.hedge_factor is None
+    hedge = "set leases.hedge_factor = 2 so that a faster worker samples such groups, too, or "
+    return Explanation(
+        "straggler", name, "leases.hedge_factor" if off else "",
+        f"{_missing(fleet)}: {name} has {worker.num_leases} and samples {worker.speed:.3g} tokens "
+        f"per second and rollout, the others {usual:.3g}",
+        f"{hedge if off else ''}stop {name}",
+    )  # fmt: skip
+
+
+def _few_places(
+    fleet: ObservedFleet, samplers: Sequence[ObservedNode], chain: str
+) -> Explanation | None:
+    """Return an explanation if engines have few places, by a setting or for lack of memory."""
+    worker = min(samplers, key=lambda each: each.num_places)
+    num = worker.num_places * fleet.group_size
+    text = f"{chain} all the time, and {worker.name}'s engine samples only {num} rollouts at once"
+    if worker.num_fit >= 2 * worker.num_places:
+        fits = worker.num_fit * fleet.group_size
+        return Explanation(
+            "few_in_flight", f"engine of {worker.name}", "worker.max_concurrent_rollouts",
+            f"{text}, while its memory holds {fits}",
+            f"raise worker.max_concurrent_rollouts on {worker.name}",
+        )  # fmt: skip
+    if not worker.num_fit:
+        return None
+    is_vllm = worker.engine.startswith("vllm")
+    setting = "engine.options.kv_cache_memory_bytes" if is_vllm else "worker.dtype"
+    remedy = f"raise {setting}" if is_vllm else 'set worker.dtype = "bfloat16"'
+    return Explanation(
+        "small_kv_cache", f"memory of {worker.name}", setting,
+        f"{text}, as its KV cache holds no more",
+        f"{remedy}, lower sampling.max_completion_tokens, or take a machine with more memory",
+    )  # fmt: skip
+
+
+# --- workers are idle -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """The mean seconds of a step's parts, and settings that decide how long they take."""
+
+    step_s: float
+    train_s: float = 0.0
+    publish_s: float = 0.0
+    save_s: float = 0.0
+    is_recomputing: bool = False
+    """Whether activations are recomputed although they would fit into the memory."""
+
+
+def explain_idle(tally: Tally, parts: StepParts) -> Explanation | None:
+    """Return why workers had no groups in the time of a tally; None if they had enough."""
+    share = tally.idle_share
+    if share < (IDLE_SHARE_NEEDLESS if parts.is_recomputing else IDLE_SHARE):
+        return None
+    chain = (
+        f"workers have no groups {share:.0%} of the time: the learner is the bottleneck, its step "
+        f"takes {format_duration(parts.step_s)}"
+    )
+    if parts.is_recomputing:
+        return Explanation(
+            "needless_checkpointing", "learner", "learner.gradient_checkpointing",
+            f"{chain} and recomputes activations that would fit into its memory",
+            'set learner.gradient_checkpointing = "auto"',
+        )  # fmt: skip
+    if parts.publish_s > LARGE_PART * parts.step_s:
+        return Explanation(
+            "slow_publishing", "learner", "sync.publish_period",
+            f"{chain}, {format_duration(parts.publish_s)} of it to make versions",
+            "raise sync.publish_period",
+        )  # fmt: skip
+    if parts.save_s > LARGE_PART * parts.step_s:
+        return Explanation(
+            "slow_checkpoints", "disk of the learner", "checkpoint.interval_steps",
+            f"{chain}, {format_duration(parts.save_s)} of it to write checkpoints",
+            "raise checkpoint.interval_steps",
+        )  # fmt: skip
+    return Explanation(
+        "slow_learner", "learner", "learner.num_threads",
+        chain,
+        "give it a faster device or more threads (learner.num_threads), or stop workers",
+    )  # fmt: skip

@@ -1,0 +1,249 @@
+"""Stalls: when the learner waits longer than usual, or workers have no groups, and why.
+
+The learner observes its fleet at every change of its own activity and once in LOOK_S. The times
+between two observations are added up by step (`echo/fleet/explain.py`), and explained
+
+    during a wait    once it lasts longer than `limit_s`
+    after a step     if it waited that long, or if the last NUM_STEPS steps waited for a large share
+                     of their time; or if the learner hardly waits and workers have no groups
+
+A wait is longer than usual if it takes USUAL_FACTOR times the median of the last waits, a share of
+LONG_SHARE of the usual step, and MIN_WAIT_S. The explanation is logged when its cause changes, at
+most once in LOG_S. A row of metrics has it, and the times by stage, also while a wait goes on, so
+that the files of a crashed run tell what it waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median
+
+from echo.core.units import format_duration
+from echo.fleet.explain import (
+    Explanation,
+    ObservedFleet,
+    StepParts,
+    Tally,
+    describe_wait,
+    explain_idle,
+    explain_wait,
+)
+from echo.roles.learner import Learner
+from echo.runtime.learner.batches.groups import DeliveredGroups
+from echo.runtime.learner.report import Progress
+
+LOOK_S = 0.5
+"""Least seconds between two observations of the fleet while the learner's activity is the same."""
+LOOK_S_PER_NODE = 1e-3
+"""The same, for each node of a large fleet."""
+MIN_WAIT_S = 10.0
+"""A shorter wait is never longer than usual."""
+START_S = 60.0
+"""The same, for the first WARM_UP_STEPS steps, in which nodes join and build their engines."""
+WARM_UP_STEPS = 2
+USUAL_FACTOR = 2.0
+LONG_SHARE = 0.25
+"""Share of the usual step, or of the time of the last steps, from which on a wait is long."""
+SHORT_SHARE = 0.1
+"""Share of the time of the last steps up to which the learner hardly waits."""
+NUM_STEPS = 8
+"""Number of the last steps whose times are added up."""
+NUM_USUAL = 20
+"""Number of the last steps whose waits are the usual ones."""
+LOG_S = 60.0
+"""Least seconds between two logged explanations."""
+
+Activities = defaultdict[str, float]
+"""The learner's activity -> seconds."""
+Fields = Mapping[str, float | Mapping[str, float] | Mapping[str, str]]
+
+
+class Stalls:
+    """Observes the fleet, and explains waits of the learner and of its workers."""
+
+    def __init__(
+        self,
+        role: Learner,
+        delivered: DeliveredGroups,
+        progress: Progress,
+        *,
+        is_recomputing: bool,
+        write: Callable[[int, Fields], None],
+        log: logging.Logger,
+        now: float,
+    ) -> None:
+        """Start without times.
+
+        Args:
+            role: the fleet of this role is observed.
+            delivered: the groups that the learner scores and stores.
+            progress: counts groups from which nothing could be learned; its activities are timed.
+            is_recomputing: whether a setting has the trainer recompute activations needlessly.
+            write: writes a row of metrics, of a step, with an explanation.
+            log: gets the explanations.
+            now: the present time, seconds.
+        """
+        self._role, self._delivered, self._progress = role, delivered, progress
+        self._is_recomputing, self._write, self._log = is_recomputing, write, log
+        self.current: Explanation | None = None
+        """The explanation of the present wait or of the last steps; None if nothing stalls."""
+        self._activity = "starting"
+        self._at = self._looked_at = self._waits_from = now
+        self._fleet = self._observe()
+        self._tally, self._activities = Tally(), Activities(float)
+        """The times of the step under way."""
+        self._last: deque[tuple[Tally, Activities]] = deque(maxlen=NUM_STEPS)
+        self._usual: deque[tuple[float, float]] = deque(maxlen=NUM_USUAL)
+        """(seconds waited, seconds) of each of the last steps."""
+        self._num_steps = 0
+        self._waited_s = 0.0
+        """Seconds that the step under way has waited before the present wait."""
+        self._cause, self._logged_at = "", -LOG_S
+        self._num_accepted, self._useless = 0, Counter[str]()
+        progress.on_turn = self.turn
+
+    # --- observing -------------------------------------------------------------------------------
+
+    def turn(self, activity: str, now: float) -> None:
+        """Note what the learner does from now on; an empty text means that it waits for groups."""
+        self._count(now)
+        if not self._activity:
+            self._waited_s += now - self._waits_from
+        if not activity:
+            self._waits_from = now
+        self._activity = activity
+        self._look(now)
+
+    def check(self, now: float) -> None:
+        """Observe the fleet if it is time to, and explain the present wait if it is long."""
+        if now < self._looked_at + max(LOOK_S, LOOK_S_PER_NODE * len(self._fleet.nodes)):
+            return
+        self._count(now)
+        self._look(now)
+        if self._activity:
+            return
+        waited_s = self._waited_s + now - self._waits_from
+        if waited_s < self._limit_s or self._fleet.num_missing <= 0:
+            return
+        found = explain_wait(self._tally, self._fleet)
+        if self._report(found, f"waits {format_duration(waited_s)} for {found}", now):
+            self._write(self._role.step, {"explain": _as_row(found)})
+
+    def _count(self, now: float) -> None:
+        """Add the time since the last call to what the learner and the fleet did."""
+        seconds, self._at = now - self._at, now
+        self._activities[self._activity] += seconds
+        self._tally.add(self._fleet, seconds, is_waiting=not self._activity)
+
+    def _look(self, now: float) -> None:
+        self._looked_at, self._fleet = now, self._observe()
+
+    def _observe(self) -> ObservedFleet:
+        progress = self._progress
+        return replace(
+            self._role.fleet.observe(),
+            num_scoring=self._delivered.num_scoring,
+            num_storing=self._delivered.num_storing,
+            num_useless=progress.zero_signal.num_groups,
+            useless=progress.zero_signal_text,
+        )
+
+    @property
+    def _limit_s(self) -> float:
+        """Seconds from which on a wait of a step is longer than usual."""
+        if len(self._usual) < WARM_UP_STEPS:
+            return START_S
+        waited_s = median(waited_s for waited_s, _ in self._usual)
+        step_s = median(step_s for _, step_s in self._usual)
+        return max(MIN_WAIT_S, USUAL_FACTOR * waited_s, LONG_SHARE * step_s)
+
+    # --- explaining ------------------------------------------------------------------------------
+
+    @property
+    def waiting_for(self) -> str:
+        """A text on what the learner waits for, and what would help if it is long; or empty."""
+        if self._activity:
+            return ""
+        text = describe_wait(self._fleet)
+        return f"{text}; {self.current.remedy}" if text and self.current is not None else text
+
+    def stepped(self, now: float) -> Fields:
+        """Explain the step that has just been made; return its fields of the row of metrics."""
+        self._count(now)
+        self._num_steps += 1
+        tally, activities = self._tally, self._activities
+        tally.num_accepted = self._progress.num_accepted - self._num_accepted
+        tally.useless = self._progress.useless_reasons - self._useless
+        self._num_accepted = self._progress.num_accepted
+        self._useless = self._progress.useless_reasons.copy()
+        row: dict[str, float | Mapping[str, float] | Mapping[str, str]] = {
+            f"time/wait/{stage}": seconds for stage, seconds in tally.wait_by_stage().items()
+        }
+        if tally.seconds:
+            row["rollouts/idle_ratio"] = tally.idle_share
+        self._tally, self._activities, self._waited_s = Tally(), Activities(float), 0.0
+        is_long = tally.waited_s >= self._limit_s
+        if self._num_steps > WARM_UP_STEPS:
+            self._last.append((tally, activities))
+        if self._num_steps > 1:
+            self._usual.append((tally.waited_s, sum(activities.values())))
+        text = self._explain_steps(tally, is_long=is_long)
+        if self.current is not None:
+            row["explain"] = _as_row(self.current)
+            self._report(self.current, text, now)
+        return row
+
+    def _explain_steps(self, tally: Tally, *, is_long: bool) -> str:
+        """Explain the last step if its wait was long, else the last steps; return a text."""
+        self.current = None
+        if is_long:
+            self.current = explain_wait(tally, self._fleet)
+            return f"waited {format_duration(tally.waited_s)} for {self.current}"
+        if len(self._last) < NUM_STEPS / 2:
+            return ""
+        total, activities = Tally(), Activities(float)
+        for each, seconds in self._last:
+            total.include(each)
+            for activity, spent_s in seconds.items():
+                activities[activity] += spent_s
+        num_steps, all_s = len(self._last), sum(activities.values())
+        share = total.waited_s / max(all_s, 1e-9)
+        if share > LONG_SHARE and total.waited_s >= MIN_WAIT_S:
+            self.current = explain_wait(total, self._fleet)
+            return f"waited {share:.0%} of the last {num_steps} steps, as for {self.current}"
+        # At first all groups that the bound admits are sampled at once; then the workers rest.
+        first = WARM_UP_STEPS + min(self._fleet.max_staleness, NUM_STEPS) + NUM_STEPS
+        if share < SHORT_SHARE and self._num_steps >= first:
+            parts = StepParts(
+                step_s=all_s / num_steps,
+                train_s=activities["training"] / num_steps,
+                publish_s=activities["publishing"] / num_steps,
+                save_s=activities["saving a checkpoint"] / num_steps,
+                is_recomputing=self._is_recomputing,
+            )
+            self.current = explain_idle(total, parts)
+            return str(self.current)
+        return ""
+
+    def _report(self, found: Explanation, text: str, now: float) -> bool:
+        """Log an explanation if its cause is new; return whether it was logged."""
+        self.current = found
+        if found.cause == self._cause or now < self._logged_at + LOG_S:
+            return False
+        self._cause, self._logged_at = found.cause, now
+        is_idle = text == str(found)
+        level = logging.INFO if is_idle else logging.WARNING
+        self._log.log(level, "%s", text if is_idle else f"the learner {text}")
+        return True
+
+
+def _as_row(found: Explanation) -> Mapping[str, str]:
+    return {
+        "cause": found.cause,
+        "resource": found.resource,
+        "setting": found.setting,
+        "text": str(found),
+    }
