@@ -183,17 +183,17 @@ def check_start(
 
 def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> Iterator[str]:
     """Yield an error message for each directory that a node has to write to but cannot."""
-    if why := why_unwritable(config.run_dir):
+    if why := find_write_fault(config.run_dir):
         remedy = "set run.dir to a directory that can be"
         yield f"run.dir = {show(config.run.dir)} cannot be written: {why}; {remedy}"
     store = config.network.store_dir
-    if role != "learner" and store is not None and (why := why_unwritable(Path(store))):
+    if role != "learner" and store is not None and (why := find_write_fault(Path(store))):
         yield f"network.store_dir = {show(store)} cannot be written: {why}"
-    if log_events is not None and (why := why_unwritable(log_events.parent, is_made=False)):
+    if log_events is not None and (why := find_write_fault(log_events.parent, is_made=False)):
         yield f"--log-events: {log_events} cannot be written: {why}"
 
 
-def why_unwritable(directory: Path, *, is_made: bool = True) -> str:
+def find_write_fault(directory: Path, *, is_made: bool = True) -> str:
     """Return the reason why no file can be written into a directory; "" if files can be.
 
     Args:
@@ -916,7 +916,7 @@ def _check_changes(saved: Config, config: Config, *, accept_unsafe: bool) -> Non
     changes = diff_configs(saved, config)
     for change in changes:
         print(change, file=sys.stderr)
-    unsafe = [change.key for change in changes if change.why_unsafe]
+    unsafe = [change.key for change in changes if change.unsafe_reason]
     if unsafe and not accept_unsafe:
         raise ConfigError(
             f"the change of {', '.join(unsafe)} is not safe for this run; leave it as it was, "

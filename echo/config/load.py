@@ -543,11 +543,11 @@ class Change:
     key: str
     old: Any
     new: Any
-    why_unsafe: str | None
+    unsafe_reason: str | None
 
     def __str__(self) -> str:
         text = f"{self.key}: {show(self.old)} -> {show(self.new)}"
-        return f"UNSAFE {text} ({self.why_unsafe})" if self.why_unsafe else f"safe   {text}"
+        return f"UNSAFE {text} ({self.unsafe_reason})" if self.unsafe_reason else f"safe   {text}"
 
 
 def diff_configs(old: Config, new: Config) -> list[Change]:
@@ -557,8 +557,8 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
     for path, leaf in {**leaves(kinds_of(old)), **leaves(kinds_of(new))}.items():
         was, now = _at(before, path), _at(after, path)
         if was != now:
-            why_unsafe = _UNSAFE.get(leaf.key) or _UNSAFE.get(path[0])
-            changes.append(Change(leaf.key, was, now, why_unsafe))
+            unsafe_reason = _UNSAFE.get(leaf.key) or _UNSAFE.get(path[0])
+            changes.append(Change(leaf.key, was, now, unsafe_reason))
     return changes
 
 

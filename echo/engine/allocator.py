@@ -95,15 +95,15 @@ class Trimmer:
 
     def __init__(self) -> None:
         """Measure growth from the present memory of the process."""
-        self._is_here = _glibc() is not None and _RESIDENT.exists()
-        self._num_pages = _resident_pages() if self._is_here else 0
+        self._is_usable = _glibc() is not None and _RESIDENT.exists()
+        self._num_pages = _resident_pages() if self._is_usable else 0
         """Number of resident pages from which growth is measured: the fewest since memory was last
         returned.
         """
 
     def __call__(self) -> None:
         """Return freed memory to the system if the process has grown by `GROWN_BYTES`."""
-        if not self._is_here:
+        if not self._is_usable:
             return
         now = _resident_pages()
         self._num_pages = min(self._num_pages, now)

@@ -537,7 +537,7 @@ class DeviceDelta:
         self._word_bytes = [word_bytes_of(tensors, *span) for span in self._spans]
         self._plan = list(self._split())
         found = [self._count(piece) for piece in self._plan]
-        [counts] = _bring([torch.cat(found)]) if found else [np.empty(0, np.int32)]
+        [counts] = copy_to_host([torch.cat(found)]) if found else [np.empty(0, np.int32)]
         self._counts: list[int] = counts.tolist()
 
     @property
@@ -628,7 +628,7 @@ class DeviceDelta:
         found = [self._find(piece) for piece in sparse]
         crossing = [each for pair in found for each in pair]
         crossing += [self._new[slice(*self._spans[index])] for index in whole]
-        copied = _bring(crossing)
+        copied = copy_to_host(crossing)
         images = dict(zip(whole, copied[len(crossing) - len(whole) :], strict=True))
         changes: dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
         for number, piece in enumerate(sparse):
@@ -655,7 +655,7 @@ class DeviceDelta:
         yield from map(code, indices) if pool is None else pool.map(code, indices)
 
 
-def _bring(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+def copy_to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """Copy tensors of one device to arrays on the host, waiting for the device once."""
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
@@ -831,7 +831,7 @@ class VersionImages:
         device = self.device_of(weights)
         if device is not None:
             try:
-                return self._make_there(specs, tensors, version, device)
+                return self._make_on_device(specs, tensors, version, device)
             except torch.OutOfMemoryError:
                 self._leave(device)
         self._last = self._ready = self._spare = None
@@ -863,7 +863,7 @@ class VersionImages:
         )
         self._is_on_device = False
 
-    def _make_there(
+    def _make_on_device(
         self,
         specs: tuple[TensorSpec, ...],
         tensors: Weights,
@@ -886,17 +886,17 @@ class VersionImages:
                 # Of high priority: its few kernels would otherwise wait behind the step's kernels.
                 self._comparing = torch.cuda.Stream(device, priority=-1)
             self._comparing.wait_stream(torch.cuda.current_stream(device))
-        self._ready = self._thread.submit(self._bring, self._last, last)
+        self._ready = self._thread.submit(self._export, self._last, last)
         return VersionImage(specs, memory, self._ready)
 
-    def _bring(self, made: _Last, last: _Last | None) -> CodedDelta | None:
+    def _export(self, made: _Last, last: _Last | None) -> CodedDelta | None:
         """Copy an image to the host; return its delta if the device has coded it, else None."""
         # Without a stream the block runs as usual. When it ends, the device has run all of its
         # work.
         with torch.cuda.stream(self._comparing):
-            return self._bring_there(made, last)
+            return self._export_on_stream(made, last)
 
-    def _bring_there(self, made: _Last, last: _Last | None) -> CodedDelta | None:
+    def _export_on_stream(self, made: _Last, last: _Last | None) -> CodedDelta | None:
         try:
             if last is not None:
                 delta = DeviceDelta(

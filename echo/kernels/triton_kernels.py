@@ -401,13 +401,13 @@ def _on_its_device(launch: _Launcher) -> _Launcher:
     """Return a launcher that runs on the GPU of its first argument, not on Triton's current GPU."""
 
     @wraps(launch)
-    def launch_there(first: Tensor | LiveRows, *rest: Any, **options: Any) -> Any:
+    def launch_on_device(first: Tensor | LiveRows, *rest: Any, **options: Any) -> Any:
         tensor = first if isinstance(first, Tensor) else first.states
         # This has no effect for a tensor on the CPU.
         with torch.cuda.device_of(tensor):
             return launch(first, *rest, **options)
 
-    return cast("_Launcher", launch_there)
+    return cast("_Launcher", launch_on_device)
 
 
 @_on_its_device

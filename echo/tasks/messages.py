@@ -14,7 +14,7 @@ from typing import Any
 Message = dict[str, Any]
 """A chat message: the text `role`, the `content`, and other keys that the chat template reads."""
 
-_SAYS_WITHOUT_CONTENT = ("tool_calls", "reasoning_content")
+_OTHER_CONTENT = ("tool_calls", "reasoning_content")
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """The types of text parts in OpenAI's two interfaces."""
@@ -43,8 +43,8 @@ def fault_of_message(part: object) -> str:
         return f"has the role {part['role']!r}: write {meant!r}, which chat templates know"
     content = part.get("content")
     if content is None:
-        says = any(part.get(key) for key in _SAYS_WITHOUT_CONTENT)
-        return "" if says else "has neither `content` nor `tool_calls`"
+        has_content = any(part.get(key) for key in _OTHER_CONTENT)
+        return "" if has_content else "has neither `content` nor `tool_calls`"
     if isinstance(content, list):
         return next(filter(None, map(_fault_of_part, content)), "")
     return "" if isinstance(content, str) else f"has a `content` of {type(content).__name__}"

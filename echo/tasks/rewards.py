@@ -55,7 +55,7 @@ from echo.tasks.processes.main import (
     Pipe,
     TaskCall,
     TaskSpec,
-    what_it_raised,
+    describe_raised,
 )
 from echo.tasks.task import Example, Task, code_of, search_path
 
@@ -371,7 +371,7 @@ class InlineHost(TaskHost):
         except EchoError:
             raise
         except Exception as error:  # a task's code raises anything
-            what = f"{self.name}.prepare raised {what_it_raised(error)}"
+            what = f"{self.name}.prepare raised {describe_raised(error)}"
             raise ConfigError(f"the task cannot be prepared: {what}") from error
         self._performer = Performer(task)
         self._idle: list[_CallingThread] = []

@@ -153,7 +153,7 @@ class _Session:
         self._environment = environment
         self._requests: queue.SimpleQueue[list[Any] | BaseException | None] = queue.SimpleQueue()
         self._turn: asyncio.Future[str | None] | None = None
-        self._said: list[Message] = []
+        self._conversation: list[Message] = []
         self._state: Any = None
         row = {**example.info["row"], "prompt": example.prompt}
         self._task = asyncio.run_coroutine_threadsafe(self._run(row), _loop())
@@ -167,16 +167,16 @@ class _Session:
         if isinstance(request, BaseException):
             raise request
         if request is not None:
-            self._said = _plain(request)
+            self._conversation = _plain(request)
         return request
 
     def reply(self, text: str) -> list[Message] | None:
-        before = self._said
+        before = self._conversation
         self._answer(text)
         request = self.next_request()
         if request is None:
             return None
-        now = self._said
+        now = self._conversation
         turn = now[len(before) : len(before) + 1]
         if now[: len(before)] != before or [m.get("role") for m in turn] != ["assistant"]:
             raise RuntimeError(

@@ -22,7 +22,7 @@ from echo.engine.lora import draw_adapter
 from echo.train.models.policy import Policy
 from echo.train.optimizer import AdamW, OptimizerSettings
 from echo.train.ranks import sharding
-from echo.train.weights import SetAside, TrainedWeights
+from echo.train.weights import AdapterSnapshot, TrainedWeights
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,7 +67,7 @@ class Adapters:
         """Name of the adapter in use; None if all weights are trained."""
         self.progress = TrainingProgress(optimizer=weights.new_optimizer(), settings=settings)
         """Progress of the adapter in use."""
-        self._others: dict[str, tuple[SetAside, TrainingProgress]] = {}
+        self._others: dict[str, tuple[AdapterSnapshot, TrainingProgress]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ class Adapters:
             sharding.copy_local(sharding.like(part, own[key]), tensors[key])
         moments = self._weights.new_optimizer()
         self._others[name] = (
-            SetAside(weights=weights, gradients={}),
+            AdapterSnapshot(weights=weights, gradients={}),
             TrainingProgress(optimizer=moments, settings=optimizer),
         )
 
@@ -144,11 +144,11 @@ class Adapters:
                 f"adapter {name!r}: this trainer has {', '.join(self.names)}; adapters.add() "
                 "adds another one"
             )
-        own = (self._weights.set_aside(), self.progress)
+        own = (self._weights.snapshot_adapter(), self.progress)
         other, self.progress = self._others.pop(name)
         self._others[self.in_use] = own
         self.in_use = name
-        self._weights.take_back(other)
+        self._weights.restore_adapter(other)
 
     def check_gradient(self) -> None:
         """Raise if the adapter in use has no gradient to apply, but another adapter has a gradient.

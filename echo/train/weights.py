@@ -38,7 +38,7 @@ class Backup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SetAside:
+class AdapterSnapshot:
     """The weights and gradients of an adapter while another adapter is in the model."""
 
     weights: Mapping[str, Tensor]
@@ -169,9 +169,9 @@ class TrainedWeights:
         self._policy.round()
         optimizer.load(backup.moments)
 
-    def set_aside(self) -> SetAside:
+    def snapshot_adapter(self) -> AdapterSnapshot:
         """Return copies of the weights, and the gradients themselves, of the model's adapter."""
-        return SetAside(
+        return AdapterSnapshot(
             weights={name: shard.detach().clone() for name, shard in self.shards.items()},
             gradients={
                 name: tensor.grad
@@ -181,12 +181,12 @@ class TrainedWeights:
         )
 
     @torch.no_grad()
-    def take_back(self, aside: SetAside) -> None:
-        """Overwrite the weights and gradients with the values that `set_aside` returned."""
+    def restore_adapter(self, saved: AdapterSnapshot) -> None:
+        """Overwrite the weights and gradients with the values that `snapshot_adapter` returned."""
         self.wait_for_copies()
         for name, shard in self.shards.items():
-            shard.copy_(aside.weights[name])
-            self.parameters[name].grad = aside.gradients.get(name)
+            shard.copy_(saved.weights[name])
+            self.parameters[name].grad = saved.gradients.get(name)
         self._policy.round()
 
     def cut_as_parameters(self, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:

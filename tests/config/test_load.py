@@ -517,7 +517,7 @@ def test_a_change_is_classed_with_its_reason(override: str, is_safe: bool) -> No
     old, new = parse_config({}), parse_config({}, [override])
     (change,) = diff_configs(old, new)
     assert override.startswith(change.key)
-    assert bool(change.why_unsafe) is not is_safe
+    assert bool(change.unsafe_reason) is not is_safe
     assert str(change).startswith("safe" if is_safe else "UNSAFE")
 
 

@@ -142,14 +142,14 @@ def test_the_host_waits_twice_and_the_device_launches_little() -> None:
     new[9 * block_bytes : 10 * block_bytes] ^= 255
     tensors = [TensorSpec("a", "bfloat16", (old.size // 2,), 0, old.size)]
     waits: list[int] = []
-    bring = weights._bring
+    bring = weights.copy_to_host
 
     def counted(found: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
         waits.append(sum(each.numel() * each.element_size() for each in found))
         return bring(found)
 
     with (
-        mock.patch.object(weights, "_bring", counted),
+        mock.patch.object(weights, "copy_to_host", counted),
         mock.patch.object(weights, "PIECE_BYTES", 32 * block_bytes),
         Operations() as operations,  # type: ignore[no-untyped-call]
     ):

@@ -630,13 +630,13 @@ def test_only_a_number_and_what_changed_cross(begun: Begun) -> None:
     learner, images = begun
     learner.step(1.0, 1e-4)
     crossed: list[int] = []
-    bring = engine_weights._bring
+    bring = engine_weights.copy_to_host
 
     def counted(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
         crossed.extend(tensor.numel() * tensor.element_size() for tensor in tensors)
         return bring(tensors)
 
-    with mock.patch.object(engine_weights, "_bring", counted):
+    with mock.patch.object(engine_weights, "copy_to_host", counted):
         made = publish(images, learner.weights, 1)
     assert 0 < sum(crossed) < 0.2 * made.manifest.num_bytes
 
@@ -656,9 +656,9 @@ def test_two_images_on_the_device_are_written_in_turns(begun: Begun) -> None:
 def test_an_image_is_overwritten_once_it_has_arrived_and_nothing_reads_it(begun: Begun) -> None:
     """With a slow copy and a slow reader. Until then `prepare` is False, and nothing waits."""
     (learner, images), gate = begun, threading.Event()
-    bring = engine_weights._bring
+    bring = engine_weights.copy_to_host
     with mock.patch.object(
-        engine_weights, "_bring", lambda tensors: gate.wait(10) and bring(tensors)
+        engine_weights, "copy_to_host", lambda tensors: gate.wait(10) and bring(tensors)
     ):
         late = unsealed(images, learner.weights, 1)
         assert not images.prepare()
@@ -716,13 +716,13 @@ def test_weights_may_change_while_a_version_on_the_device_is_looked_at(begun: Be
     (learner, images), gate = begun, threading.Event()
     learner.step(1.0, 1e-4)
     expected = published_whole(learner, 1)
-    bring = engine_weights._bring
+    bring = engine_weights.copy_to_host
 
     def late(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
         gate.wait(10)
         return bring(tensors)
 
-    with mock.patch.object(engine_weights, "_bring", late):
+    with mock.patch.object(engine_weights, "copy_to_host", late):
         made = unsealed(images, learner.weights, 1)
         learner.step(1.0, 1e-4)
         assert made.ready is not None

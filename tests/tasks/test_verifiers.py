@@ -100,7 +100,7 @@ def test_it_runs_in_a_process_of_its_own() -> None:
 @pytest.mark.parametrize("said", [[], ["user"], ["user", "user"], ["system", "assistant"]])
 def test_an_environment_that_rewrites_what_was_said_is_refused(said: list[str]) -> None:
     session = _Session.__new__(_Session)
-    session._said = [{"role": "user", "content": "1"}]
+    session._conversation = [{"role": "user", "content": "1"}]
     session._requests = queue.SimpleQueue()
     session._requests.put([{"role": role, "content": "1"} for role in said])
     session._answer = lambda text: None  # type: ignore[method-assign]

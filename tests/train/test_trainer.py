@@ -345,8 +345,8 @@ def test_no_step_waits_for_a_version_that_is_compared_on_the_device(
     first = images.make(trainer.tensors(), PolicyVersion(1, 0))
     assert first.ready is not None
     first.ready.result()
-    bring = weights._bring
-    monkeypatch.setattr(weights, "_bring", lambda tensors: gate.wait(10) and bring(tensors))
+    bring = weights.copy_to_host
+    monkeypatch.setattr(weights, "copy_to_host", lambda tensors: gate.wait(10) and bring(tensors))
     trainer.step(make_groups())
     _, expected = weights.publish_image(trainer.tensors(), "bfloat16")
     made = images.make(trainer.tensors(), PolicyVersion(1, 1))

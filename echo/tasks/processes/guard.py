@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 """Seconds between two checks of whether the node lives."""
 
 # From linux/prctl.h. Other systems have no such call; orphans there are not adopted.
@@ -63,7 +63,7 @@ def _watch(node: int, task: int) -> None:
     """
     status = None
     while status is None:
-        received = signal.sigtimedwait(_WATCHED, LOOK_S)
+        received = signal.sigtimedwait(_WATCHED, CHECK_S)
         is_over = os.getppid() != node or (
             received is not None and received.si_signo == signal.SIGTERM
         )

@@ -206,7 +206,7 @@ class Performer:
             return CallAnswer(fault=refused.fault)
         except BaseException as error:  # noqa: BLE001 -- every error goes to the caller as a fault
             advice = _LOOP_ADVICE if _is_about_loop(error) else ""
-            text = f"{where} raised {what_it_raised(error)}{advice}"
+            text = f"{where} raised {describe_raised(error)}{advice}"
             fault = CallFault("reward_error", text, is_transient(error), _traceback(error))
             return CallAnswer(fault=fault)
 
@@ -384,7 +384,7 @@ def _is_about_loop(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and is_loop is not None
 
 
-def what_it_raised(error: BaseException) -> str:
+def describe_raised(error: BaseException) -> str:
     """Return text on an error that a task's code raised: its type, its text, file and line."""
     return f"{type(error).__name__}: {error}{raised_at(error)}"
 
@@ -431,7 +431,7 @@ def main(fd: int, node: int) -> None:
             task = load_task(spec.kind, spec.options)
             task.prepare()
         except Exception as error:  # noqa: BLE001 -- a task's code raises anything
-            what = error if isinstance(error, EchoError) else what_it_raised(error)
+            what = error if isinstance(error, EchoError) else describe_raised(error)
             text = f"the task's process cannot build it: {what}"
             pipe.send(CallAnswer(fault=CallFault("reward_lost", text)))
             return

@@ -267,7 +267,7 @@ def _read_columns(
                 raise DataError(
                     f"{path}: has two columns `{twice[0]}`; rename one of them, or drop it"
                 )
-            own = {field.name: _what_cannot_travel(pyarrow, field.type) for field in schema}
+            own = {field.name: _find_unsendable(pyarrow, field.type) for field in schema}
             new = {name: own[name] for name in own if name not in {*names, *leave_out}}
             _warn_of_columns(dataset, new)
             names |= own
@@ -285,18 +285,18 @@ def _warn_of_columns(path: str, columns: Mapping[str, str]) -> None:
         _log.warning("%s: left out columns that cannot travel to a worker: %s", path, unable)
 
 
-def _what_cannot_travel(pyarrow: Any, kind: Any) -> str:
+def _find_unsendable(pyarrow: Any, kind: Any) -> str:
     """Return which values of an Arrow type a lease cannot carry: "bytes", "durations" or ""."""
     types = pyarrow.types
     if types.is_struct(kind):
-        inner = (_what_cannot_travel(pyarrow, field.type) for field in kind)
+        inner = (_find_unsendable(pyarrow, field.type) for field in kind)
         return next(filter(None, inner), "")
     if types.is_map(kind):
-        return _what_cannot_travel(pyarrow, kind.item_type)
+        return _find_unsendable(pyarrow, kind.item_type)
     if hasattr(kind, "value_type") and not types.is_dictionary(kind):  # lists of all sizes
-        return _what_cannot_travel(pyarrow, kind.value_type)
+        return _find_unsendable(pyarrow, kind.value_type)
     if types.is_dictionary(kind):
-        return _what_cannot_travel(pyarrow, kind.value_type)
+        return _find_unsendable(pyarrow, kind.value_type)
     checks = {
         "bytes": (
             *(types.is_binary, types.is_large_binary, types.is_fixed_size_binary),

@@ -617,7 +617,7 @@ class Policy:
             recomputes = input_ids.numel() > self.compute.recompute_above
             if recomputes != self.model.training:  # layers recompute only in training mode
                 self.model.train(recomputes)
-        with _without_a_look_at_positions():
+        with _positions_unchecked():
             output = self._backbone(
                 input_ids=input_ids, use_cache=False, **self._row_arguments(segments, dtype)
             )
@@ -751,7 +751,7 @@ def _begin_to_bring_back(offloaded: tuple[torch.device, Tensor]) -> Tensor:
 
 
 @contextmanager
-def _without_a_look_at_positions() -> Iterator[None]:
+def _positions_unchecked() -> Iterator[None]:
     """Keep transformers from checking whether positions start again within a padded row.
 
     Positions never do that here, and the check would make the host wait for a GPU.

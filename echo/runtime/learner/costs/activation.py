@@ -185,10 +185,10 @@ class Activation:
         if train_s is None or not any(member.price.per_h for member in members):
             return None
         active = frozenset(member.node_id for member in members if not member.is_standby)
-        is_one_gone = not self._active <= active
-        if now < self._asked_at + self.dwell_s and not is_one_gone:
+        has_left = not self._active <= active
+        if now < self._asked_at + self.dwell_s and not has_left:
             return None
-        if is_one_gone:
+        if has_left:
             self._steps_since_change = 0
         rates = self._rates(members)
         if not rates:
