@@ -20,21 +20,36 @@ INSTEAD = {
     "anew": "again",
     "arena": "version store",
     "barren": "zero-signal",
+    "bears": "has",
+    "calm": "idle",
+    "complaint": "error, fault",
     "composite": "encoded version",
+    "crew": "rank group",
     "dismissal": "release of the machine",
     "draft": "partial group",
+    "far_rows": "remote shard",
     "farewell": "shutdown",
     "fence": "version barrier",
+    "foreseen": "predicted",
+    "forsake": "abandon",
     "freshen": "apply the staleness policy",
+    "hand_out": "grant",
     "handover": "one of its two meanings",
     "heard": "received",
+    "heard_at": "last_seen",
     "heed": "the event that it handles",
+    "hope": "estimate",
     "intake": "accept",
     "judge": "reward call",
     "lane": "connection",
     "last_words": "crash reason",
+    "loudest": "dominant",
+    "make_way": "preempt",
     "metering": "cost meter",
+    "near_rank": "local shard",
     "nobody": "no node, no user",
+    "obstacle": "fault, reason",
+    "outlook": "prediction, forecast",
     "outrun": "superseded",
     "parcel": "encoded version",
     "parked": "interrupted, standby",
@@ -43,6 +58,7 @@ INSTEAD = {
     "reception": "admission",
     "retirement": "release of the machine",
     "room": "space",
+    "second_opinion": "quorum",
     "settle": "close, finish, release",
     "settled": "finished groups",
     "skeleton": "meta-device model",
@@ -53,6 +69,7 @@ INSTEAD = {
     "told": "logged, reported",
     "wave": "static batch",
     "whoever": "any node",
+    "why_unplaced": "placement fault",
 }
 ALL = "|".join(INSTEAD).replace("_", ".")
 HINT = re.compile(rf"(?<![A-Za-z])({ALL})|{ALL.title()}|{ALL.upper()}")
@@ -73,17 +90,14 @@ def sources(*folders: str) -> dict[str, str]:
 
 
 def named(node: ast.AST) -> Iterator[str]:
-    """Yield what a part of a module names: a class, function, parameter, attribute or constant."""
+    """Yield what a part of a module names: a class, function, parameter, attribute or variable."""
     match node:
         case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
             yield name
         case ast.arg(arg=name) | ast.Attribute(attr=name, ctx=ast.Store()):
             yield name
-    if isinstance(node, ast.Module | ast.ClassDef):
-        for item in node.body:
-            targets = item.targets if isinstance(item, ast.Assign) else []
-            targets = [item.target] if isinstance(item, ast.AnnAssign) else targets
-            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        case ast.Name(id=name, ctx=ast.Store()):
+            yield name
 
 
 def told(node: ast.AST) -> Iterator[str]:
@@ -128,6 +142,8 @@ def test_nothing_is_called_as_it_was() -> None:
 def test_a_word_of_before_is_found() -> None:
     assert gone("class LaneLink: ...") == ["LaneLink: say connection"]
     assert gone("class A:\n    num_strays: int") == ["num_strays: say unknown leases"]
+    assert gone("def f():\n    told = why_unplaced()") == ["told: say logged, reported"]
+    assert gone("class RankCrew: ...") == ["RankCrew: say rank group"]
     assert gone("log.info('the %s leaves its last words', x)") != []
     assert gone("counters.add('groups/barren')") == ["groups/barren: say zero-signal"]
     assert gone("def plane(): 'No lane.'") == []
