@@ -72,7 +72,7 @@ def _fewest(
     The number of rounds is found by bisection with `_fill`. Each unit is (work, tokens, rows).
     """
     total = sum(min(tokens, max_tokens) for _, tokens, _ in units)
-    num_alone = sum(2 * tokens > max_tokens for _, tokens, _ in units)  # a bin holds one at most
+    num_alone = sum(2 * tokens > max_tokens for _, tokens, _ in units)  # one per bin
     num_rounds = -(-max(-(-total // max_tokens), num_alone) // num_ranks)
     too_few, more = num_rounds - 1, 1
     while (bins := _fill(units, num_rounds * num_ranks, max_tokens)) is None:

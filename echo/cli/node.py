@@ -693,7 +693,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if check.problems:
                     raise ConfigError(in_one("start", check.problems))
             return 0
-        if arguments.role == "worker":  # a learner's rows have few lengths, and more shapes at once
+        if arguments.role == "worker":
+            # Not for a learner: its rows have few lengths, but more shapes are in use at once.
             allocator.bound_onednn(os.environ)
         code = run_role(
             config,

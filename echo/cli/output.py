@@ -96,7 +96,7 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
     Raises:
         StorageError: if the file cannot be written.
     """
-    from echo.ui.worker_status import StatusLine  # here, since --help answers without rich
+    from echo.ui.worker_status import StatusLine  # imported here: --help needs no rich
 
     log = logging.getLogger(f"echo.{name}")
     log.setLevel(logging.INFO)
@@ -130,7 +130,7 @@ def others_in_log(log: logging.Logger) -> Iterator[None]:
     terminal such a warning would break the status line, and the next status would erase it. Without
     a status line nothing is redirected.
     """
-    from echo.ui.worker_status import StatusLine  # here, since --help answers without rich
+    from echo.ui.worker_status import StatusLine  # imported here: --help needs no rich
 
     line = next((h for h in log.handlers if isinstance(h, StatusLine) and h.is_live), None)
     file = next((h for h in log.handlers if isinstance(h, logging.FileHandler)), None)
@@ -161,7 +161,7 @@ def _moved(stream: TextIO, to: int, line: StatusLine) -> Iterator[None]:
         yield
     finally:
         stream.flush()
-        if terminal.isatty():  # else it was closed, and errors are left to the file, too
+        if terminal.isatty():  # if it was closed, errors stay in the file
             os.dup2(terminal.fileno(), number)
         # Each stream still has to flush the text that it could not show.
         with suppress(OSError):

@@ -397,7 +397,7 @@ def run_nodes(
                 started = [*([] if learner is None else [learner]), *nodes]
                 stop(started, grace_s=GRACE_S if final.exists() else 0.0)
             if learner is None and small is not None:
-                shutil.rmtree(config.run_dir, ignore_errors=True)  # it holds keys and logs only
+                shutil.rmtree(config.run_dir, ignore_errors=True)  # only keys and logs are in it
     if code:
         return report_failure(code, nodes, failed, config.run_dir, console)
     show_summary(config.run_dir, console, commands=next_commands(config))

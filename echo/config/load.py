@@ -92,7 +92,7 @@ def _describe_unknown(path: KeyPath) -> str:
     elsewhere = [".".join(path) for path in paths if path[-1] == alike]
     with_unit = [".".join(path) for path in paths if path[-1].startswith(f"{name}_")]
     if alike != name and 0 < len(with_unit) <= MAX_GUESSES:
-        elsewhere = with_unit  # it may stand for any of them
+        elsewhere = with_unit  # the name may mean any of these keys
     if len(elsewhere) == 1 or elsewhere is with_unit:
         # A similar name in another section is only a guess; the key may be another framework's.
         others = "" if alike == name else f"; {OTHER_NAMES}"
@@ -370,7 +370,7 @@ def _locate(
     """Return the path and the key of the place that a pydantic error names."""
     path = tuple(map(str, place))
     if path[0] in KINDS:
-        path = (path[0], *path[2:])  # without the class of the section
+        path = (path[0], *path[2:])  # pydantic puts the class of the section second
     leaf = _leaf_at(path[:2], known)
     return path if leaf is None else leaf.path, leaf
 

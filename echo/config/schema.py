@@ -890,5 +890,5 @@ def expected_text(fragment: Mapping[str, Any], name: str) -> str:
     if "maxLength" in fragment:
         bounds.append(f"at most {fragment['maxLength']} characters")
     if fragment.get("maximum", fragment.get("exclusiveMaximum", 0)) == 2**63:
-        bounds.pop()  # what fits into 64 bits, not worth a word
+        bounds.pop()  # the bound of a 64-bit integer tells a user nothing
     return ", ".join([base, *bounds])

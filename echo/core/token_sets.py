@@ -113,7 +113,8 @@ class TokenSets:
 
     def within(self, max_ids: int) -> TokenSets:
         """Return the sets; a set of more than `max_ids` ids becomes TOO_LARGE, without ids."""
-        is_kept = np.repeat(self.sizes <= max_ids, self.counts)  # what a set lacks is short
+        # A mask over the ids: those of a set that is kept.
+        is_kept = np.repeat(self.sizes <= max_ids, self.counts)
         return TokenSets(
             sizes=np.where(self.sizes > max_ids, np.int32(TOO_LARGE), self.sizes),
             ids=self.ids[is_kept],

@@ -102,7 +102,7 @@ def head_widths(layer: Any) -> tuple[int, int]:
     num_heads = getattr(layer, "num_attention_heads", None)
     if not num_heads:
         return 0, 0
-    if getattr(layer, "kv_lora_rank", None):  # latent attention has a field for each
+    if getattr(layer, "kv_lora_rank", None):  # latent attention: a field for each width
         return layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
     width = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
     return width, width
@@ -453,7 +453,7 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
         DataError: naming these weights.
     """
     layers = {name for name, _ in model.named_modules()} - {""}
-    layers |= {name.partition(".")[2] for name in layers}  # their names in files without the prefix
+    layers |= {name.partition(".")[2] for name in layers}  # names in files that lack the prefix
     buffers = {name for name, _ in model.named_buffers()}
     ignored = model._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001 -- no public attribute
     foreign = [

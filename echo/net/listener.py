@@ -112,7 +112,7 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
     host = str(bound.getsockname()[0])
     if name is None or host == "::1" or host.startswith("127."):
         return
-    with contextlib.suppress(OSError):  # `costly_settings` says what that costs
+    with contextlib.suppress(OSError):  # `costly_settings` warns of the cost
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
 
 
@@ -212,7 +212,7 @@ class Listener:
             self._accepted.discard(descriptor)
             inbound = self._by_descriptor.pop(descriptor, None)
             if inbound is not None:
-                inbound.descriptor = -1  # the next connection may get the number
+                inbound.descriptor = -1  # the next connection may reuse the number
                 self._ended.append(inbound)
                 self._host.note(self)
 

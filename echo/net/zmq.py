@@ -300,7 +300,7 @@ class ZmqTransport(Transport):
             self._drain(burst)
             if burst.events:
                 return burst.events
-            if self._noted:  # a burst of discarded messages only
+            if self._noted:  # all messages of the burst were discarded
                 await asyncio.sleep(0)
             else:
                 self._waiter = self.loop.create_future()

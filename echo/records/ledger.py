@@ -489,7 +489,7 @@ class Ledger(LedgerQueue):
             with _named(self.run_dir):
                 self._write_rows(records, durably=durably)
         except StorageError:
-            self._leave_file()  # it has bytes of this batch that belong to no record
+            self._leave_file()  # the file has bytes of this batch without a record
             with self._queue_lock:
                 self._queue = queue + self._queue
             raise

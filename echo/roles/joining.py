@@ -854,7 +854,7 @@ class Admission:
     ) -> None:
         self.settings = settings
         self.lineages = lineages
-        self._assets = describe_assets(settings.assets)  # once: it hashes all of them
+        self._assets = describe_assets(settings.assets)  # hashed only once
         self.roster = roster
         self.counters = counters
         self._routes = routes

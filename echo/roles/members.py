@@ -316,7 +316,7 @@ class Roster:
             return "restarted"
         first_at, last_at = known.contested or (now, now)
         if now - last_at > self.dead_after_s:
-            first_at = now  # the earlier claim was of another process
+            first_at = now  # another process made the earlier claim
         known.contested = first_at, now
         return "name_taken" if now - first_at > self.dead_after_s else "wait"
 

@@ -197,7 +197,7 @@ class RowsTask(Task):
 
     @functools.cached_property
     def _read(self) -> Callable[[str], list[Example]]:
-        return functools.cache(self._read_file)  # `data_problems` reads first, then `_examples`
+        return functools.cache(self._read_file)  # both `data_problems` and `_examples` read
 
     def _read_file(self, path: str) -> list[Example]:
         """Return the examples of all good rows of a dataset.
@@ -234,7 +234,7 @@ class RowsTask(Task):
     def _example_of(self, row: DatasetRow) -> Example:
         try:
             example = replace(self.read_row(row.columns), source=row.source)
-            num_bytes = len(msgspec.msgpack.encode(example))  # as in a lease
+            num_bytes = len(msgspec.msgpack.encode(example))  # encoded as in a lease
         except KeyError as error:
             raise DataError(f"{row.source}: malformed row: no column {error}") from error
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:

@@ -207,7 +207,7 @@ class OffloadedAdamW(AdamW):
         """Allocate moments (at 0) and two buffers as large as the largest shard, on the host."""
         super().__init__(shards)
         largest = max((shard.numel() for shard in shards.values()), default=0)
-        is_pinned = any(shard.is_cuda for shard in shards.values())  # this memory copies faster
+        is_pinned = any(shard.is_cuda for shard in shards.values())  # pinned memory copies faster
         self._staging = torch.empty(2, largest, device="cpu", pin_memory=is_pinned)
 
     def _new(self, shard: Tensor) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ class TrainerState:
 
         def save_adapter(name: str) -> None:
             if self._ranks.rank == 0:
-                with suppress(OSError):  # `_save_one` fails then, on all ranks
+                with suppress(OSError):  # then `_save_one` fails, on all ranks
                     (directory / name).mkdir(exist_ok=True)
             self._save_one(directory / name)
 

@@ -146,7 +146,7 @@ class TrainedWeights:
         for tensor in (*self.parameters.values(), *self.shards.values()):
             tensor.grad = None
         if self._device.type == "cpu":
-            self._trim()  # freed activations as well: they have other sizes next step
+            self._trim()  # of activations, too: their sizes differ at each step
 
     def wait_for_copies(self) -> None:
         """Have the device change weights only after `copy_stream` has copied them."""

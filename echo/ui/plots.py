@@ -114,7 +114,7 @@ def draw_curves(axes: Axes, history: MetricsHistory) -> None:
         ):
             label = f"{held_out(history.evals_are_rates)}, {name}"
             [line] = axes.plot(evaluated, values, style, color=color, label=label, markersize=4)
-            line.set_clip_on(False)  # a point at step 0 is whole
+            line.set_clip_on(False)  # otherwise the axis would cut a point at step 0 in half
             shown.append(line)
     if all(0 <= value <= 1 for value in (*rewards, *sampled, *greedy)):
         axes.set_ylim(0, 1)

@@ -355,8 +355,8 @@ def _pack_gaps(where: Indices) -> Bytes:
 def _unpack_gaps(packed: Bytes) -> Indices:
     """Return the indices of the changes whose gaps `_pack_gaps` has packed."""
     is_change = packed != _SKIP
-    steps = packed + is_change  # 254 + 1 still is a byte
-    steps[:1] -= 1  # the first change has only its gap before it
+    steps = packed + is_change  # at most 254 + 1, which fits a byte
+    steps[:1] -= 1  # no change precedes the first one
     where: Indices = np.cumsum(steps, dtype=np.int64)[is_change]
     return where
 

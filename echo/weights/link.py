@@ -530,7 +530,7 @@ class ParentLink:
         event = LinkEvent.SILENCE_WITH_SPARE if self.has_spare else LinkEvent.SILENCE
         is_left = TABLE[self.state][event] is LinkState.ALONE
         if is_left:
-            self.num_failures += 1  # `connect` moves on
+            self.num_failures += 1  # the caller leaves the parent, by `connect`
         else:
             self._move(event)
             self.progress_at = now

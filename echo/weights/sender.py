@@ -618,7 +618,7 @@ class Sender:
         """Answer a child that requested an item while the item was unknown on this node."""
         if self.store.get(item) is None:
             return self._lacks(peer, child, item, now)
-        child.awaiting = None  # It has been announced; if that was lost, the child asks again.
+        child.awaiting = None  # The item was announced; the child asks again if that was lost.
         return []
 
     def _send_waiting(self, peer: str, child: Child, item: ItemId, now: float) -> Send:

@@ -109,7 +109,7 @@ class StepFootprint:
         whole = num_groups * tokens
         num_tokens = self.tokens_in_a_pass or max(self.rollout_tokens, min(limit, whole))
         if not self.has_gpu and self.compute_bytes == 2 and num_tokens <= limit:
-            # Filled to one of a few sizes.
+            # Rows are filled to one of a few sizes.
             step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_OCTAVE)
             num_tokens = min(limit, -(-num_tokens // step) * step)
         num_scored = min(num_tokens, num_groups * size * completion)
@@ -177,7 +177,7 @@ class StepFootprint:
         kept = self._activation_bytes()
         forward, backward = self._head_bytes()
         waiting = width * outside
-        made = 4 * outside if now.is_only else 0  # which then counts among the gradients
+        made = 4 * outside if now.is_only else 0  # counted among the gradients once it exists
         # A float32 copy, which becomes the gradient or is added to it; a GPU adds without a copy.
         cast = 4 * outside if width == 2 and (now.is_only or self._keeps_freed) else 0
         final = (4 + width) * facts.hidden_size * now.num_tokens

@@ -421,7 +421,7 @@ class TransformersEngine(Engine):
         if watcher.should_stop():
             return
         logits, cache = self._begin(batch, watcher)
-        mask = batch.final_mask()  # at each step the model gets one more column of it
+        mask = batch.final_mask()  # the model gets one more column at each step
         mask = mask.to(self._device) if mask is not None else None
         for step in range(batch.num_tokens, batch.max_tokens):
             logits = bar_stops(logits, batch.sampling, batch.is_barred(step))

@@ -272,7 +272,7 @@ class FinishTimes:
         record.running_s = state.running_s
         elapsed_s = now - record.seen_at
         if elapsed_s < 0.75 * self._heartbeat_s and not is_first:
-            return  # an extra heartbeat: the worker may not have counted since the one before
+            return  # an early heartbeat: its token count may be unchanged
         progress = max(0, state.num_tokens - record.seen_tokens)
         own = min(speed * elapsed_s, float(progress))
         record.longest += own

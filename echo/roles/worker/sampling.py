@@ -504,7 +504,7 @@ class EngineCalls:
     def _has_enough(self, call: EngineCall, learner: LearnerProgress, now: float) -> bool:
         """Return whether to recall a call, whose unfinished groups are then continued later."""
         if call.num_whole == len(call.groups):
-            return False  # it returns by itself
+            return False  # the call returns soon by itself
         if not any(group.is_sampled for group in call.groups):
             return True  # none of its groups is wanted
         if self.versions.has_several and call.version not in self.versions.usable(learner):

@@ -209,7 +209,7 @@ class Agents:
         bound = self.parts.max_abs_reward
         if reward is not None and abs(reward) > bound:
             raise SessionError(f"a reward of {reward:g} lies beyond task.max_reward = {bound:g}")
-        session = self._episodes.find(session_id, now=self._node.now)  # it may have ended by now
+        session = self._episodes.find(session_id, now=self._node.now)  # the session may have ended
         outcomes = self._episodes.finish(session, judged)
         if outcomes is not None:
             self._finish(session.lease, outcomes)

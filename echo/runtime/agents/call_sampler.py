@@ -90,7 +90,7 @@ class CallSampler:
                     one.answer.set_exception(error)
             return
         for one, completion in zip(batch, completions, strict=True):
-            if not one.answer.done():  # done if its caller is gone
+            if not one.answer.done():  # already done if its caller has gone
                 one.answer.set_result(completion)
 
     async def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:

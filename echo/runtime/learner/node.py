@@ -352,7 +352,7 @@ class LearnerNode(Node):
             self.spawn(self._reporter.run(), name="display")
         self.spawn(self._watch_costs(), name="activation")
         self.spawn(self._watch_stalls(), name="stalls")
-        if len(self.role.lineages) > 1:  # a run that goes on
+        if len(self.role.lineages) > 1:  # the run was resumed
             self._shutdown.expect_former_nodes()
         try:
             try:
@@ -586,7 +586,7 @@ class LearnerNode(Node):
     async def _close_records(self) -> None:
         await self._take_no_more_groups()
         await self._checkpoint()
-        await self._versions.wait()  # it may still record the seal of a version
+        await self._versions.wait()  # publication may still record a version's seal
         await self._disk_pool.run(self.ledger.close)
 
     async def _take_no_more_groups(self) -> None:

@@ -333,7 +333,7 @@ def _advice(value: object) -> str:
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         return ": say `return` in place of `yield`"
     if inspect.iscoroutine(value):
-        value.close()  # or Python warns of it, too
+        value.close()  # otherwise Python warns of it as well
         return ": make the function `async` and await this, several with asyncio.gather"
     if isinstance(value, Mapping) and value:
         return f": return one of its values, such as the one of {_shown(next(iter(value)))}"

@@ -202,7 +202,7 @@ def find_kernel_fault(
 def activate(kernel: Kernel) -> None:
     """If a kernel names an implementation, have torch's varlen operator use it from now on."""
     if kernel.implementation == "FA4":
-        # Imported here: the module is torch's prototype, and may go.
+        # Imported here: torch may remove this prototype module.
         from torch.nn.attention import _fa4
 
         register = partial(_fa4.register_flash_attention_fa4, FA4_ADAPTER)

@@ -116,7 +116,7 @@ def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
     if not number:
         return None
     others, lengths = spans[number:], segments.lengths[:number]
-    start = sum(lengths)  # in the row, and in the keys: a long segment shares no prompt
+    start = sum(lengths)  # the same in row and keys: long segments share no prompt
     return LongSegments(
         lengths=lengths,
         others=(

@@ -88,7 +88,7 @@ class Rescorer:
             kept = self.policy.from_predictors(
                 micro, lambda states, head: log_kept_mass(states, head, token_ids, sampling)
             )
-            if micro.supports is not None:  # scored on what truncation has left
+            if micro.supports is not None:  # these tokens were scored on their supports alone
                 kept = kept.index_fill(0, micro.supports.within, 0.0)
             masses = micro.spread(kept)
         return torch.stack([rows, masses], dim=-1)

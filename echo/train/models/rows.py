@@ -82,7 +82,7 @@ class RowRules:
             plans.append(self._packed(rows, max_tokens, group_index))
         if self.can_pad or not self.can_pack:
             plans.append(self._padded(rows, max_tokens, group_index))
-        return min(plans, key=lambda plan: plan.cost)  # of equal ones the packed one
+        return min(plans, key=lambda plan: plan.cost)  # the packed one, if costs are equal
 
     def _packed(
         self, rows: Sequence[TrainingRow], max_tokens: int, group_index: Sequence[int] | None

@@ -49,7 +49,8 @@ def gather_findings(
         own: dict[str, list[Any]] = {"sums": [], "table": []}
     else:
         table = torch.stack(list(by_group)).sum(0)
-        numbers = torch.cat([torch.stack(values), table.flatten()]).tolist()  # the only wait
+        # The only place that waits for the device.
+        numbers = torch.cat([torch.stack(values), table.flatten()]).tolist()
         cells = iter(numbers[len(names) :])
         own = {
             "sums": list(zip(names, numbers, strict=False)),

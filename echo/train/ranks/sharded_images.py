@@ -404,7 +404,7 @@ class LocalRank:
             self._coding.send_bytes(_encode(asked))
             return answer(self._coding)
         except (OSError, EOFError):
-            self._coding.close()  # otherwise a late answer would be taken for the next one
+            self._coding.close()  # otherwise a late answer would pass for the next one
             return None
 
 

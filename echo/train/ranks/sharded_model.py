@@ -101,7 +101,8 @@ def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
 
     Their rows do not come from the same rows of the files.
     """
-    mapping = get_model_conversion_mapping(shapes)  # a new one, since some conversions keep a state
+    # A new mapping at each call: some conversions keep a state.
+    mapping = get_model_conversion_mapping(shapes)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -118,7 +119,7 @@ def _keeps_rows(operation: ConversionOps) -> bool:
     """Return whether an operation makes each row from the same row of its inputs."""
     match operation:
         case MergeModulelist(dim=dim):
-            return dim == 0  # each input is a row
+            return dim == 0  # then each input becomes a row
         case Concatenate(dim=dim) | Chunk(dim=dim):
             return dim > 0
         case Transpose(dim0=one, dim1=other):
@@ -130,7 +131,7 @@ def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) 
     """Give each tensor of a model on the meta device the shape of the part that this rank reads."""
     for name in _named(shapes):
         tensor = own[name]
-        if name in read_whole and isinstance(tensor, nn.Parameter):  # buffers are whole anyway
+        if name in read_whole and isinstance(tensor, nn.Parameter):  # buffers are never cut
             form = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             _empty(shapes, name, nn.Parameter(form))
         elif sharding.local(tensor).numel():

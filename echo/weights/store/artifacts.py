@@ -189,7 +189,7 @@ class Transfer(Chunked):
         while True:
             known = self.later
             later = known[:]
-            size = later[0].block_bytes if later else 1  # words are put back in whole blocks
+            size = later[0].block_bytes if later else 1  # old words are restored in whole blocks
             first = start - start % size
             piece = np.frombuffer(self.storage, np.uint8)[first : -(-stop // size) * size].copy()
             for patch in reversed(later):

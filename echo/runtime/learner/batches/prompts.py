@@ -168,7 +168,7 @@ class PromptSource:
 
         self._task.examine(fault_of)
         if largest[1] is not None:
-            with suppress(DataError):  # the run raises it when it makes this prompt
+            with suppress(DataError):  # raised again when the run makes this prompt
                 self.longest = max(self.longest, len(self._encode(largest[1])))
         self._num_examples = self._count("train")
 

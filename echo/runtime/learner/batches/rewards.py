@@ -41,7 +41,7 @@ class LearnerRewards:
         texts = [self._text.decode(rollout.token_ids.tolist()) for rollout in group.rollouts]
         try:
             example = self._prompts.example(group.group_id)
-        except DataError as error:  # though it had one when the group was granted
+        except DataError as error:  # it was readable when the group was granted
             raise RewardError(str(error)) from error
         rewards = self._host.score_all(example, texts)
         return [NO_OPINION if reward is None else reward for reward in rewards]
