@@ -468,6 +468,8 @@ class CheckpointSection(Section):
     """Seconds after which a checkpoint is made before `interval_steps`; false is off."""
     keep_last: int = Field(default=3, ge=1)
     """Checkpoints kept; at least one, or nothing could be resumed."""
+    keep_best: bool = True
+    """Keep the checkpoint of the best held-out score, too; each evaluation then makes one."""
 
 
 class EvalSection(Section):

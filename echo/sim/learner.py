@@ -204,6 +204,7 @@ def make_sections(scenario: Scenario, *, scale: float) -> RunSections:
             codec="full",
         ),
         evaluation=EvalSection(),
+        keeps_best=False,
         activation=scenario.activation or ActivationSection(),
     )
 

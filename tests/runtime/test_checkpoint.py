@@ -23,7 +23,9 @@ from echo.runtime.learner.saving.checkpoint import (
     CheckpointInfo,
     Checkpoints,
     FoundCheckpoint,
+    find_checkpoint,
     list_checkpoints,
+    read_best,
 )
 from echo.runtime.learner.saving.resume import SavedRun, StartingPoint, finished_step
 from echo.train import saved_state
@@ -85,6 +87,55 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
     assert [save(tmp_path, step) for step in (10, 20, 30)] == [10, 10, 20]
     assert list(list_checkpoints(tmp_path)) == [20, 30]
     assert latest(tmp_path) == ("1/30", CheckpointInfo(run_id="toy", lineage=1, step=30))
+
+
+def save_with(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(Trainer(f"1/{step}").save_state, lineage=1, step=step, now=0.0)
+
+
+def test_the_best_by_its_held_out_score_is_kept_beside_the_last(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path)
+    checkpoints.expect_score(10)
+    save_with(checkpoints, 10, 20, 30, 40)
+    assert list(list_checkpoints(tmp_path)) == [10, 30, 40], "10 waits for its score"
+    assert checkpoints.score(10, 0.5)
+    assert read_best(tmp_path) == (10, 0.5)
+    assert not checkpoints.score(40, 0.5), "the earlier of two that are as good stays"
+    checkpoints.expect_score(50)
+    save_with(checkpoints, 50, 60)
+    assert list(list_checkpoints(tmp_path)) == [10, 50, 60]
+    assert checkpoints.score(50, 0.75)
+    assert list(list_checkpoints(tmp_path)) == [50, 60], "the best before goes"
+    checkpoints.expect_score(70)
+    save_with(checkpoints, 70, 80, 90)
+    assert not checkpoints.score(70, None), "its evaluation failed"
+    assert list(list_checkpoints(tmp_path)) == [50, 80, 90]
+    assert not checkpoints.score(100, 0.9), "scored before it is saved, as the last step is"
+    save_with(make(tmp_path), 95)  # by another process, which knows no scores
+    save_with(checkpoints, 100)
+    assert read_best(tmp_path) == (100, 0.9)
+    assert latest(tmp_path)[0] == "1/100"
+    found = find_checkpoint(tmp_path, "best")
+    assert found is not None
+    assert found[1].step == 100
+
+
+def test_a_run_can_go_on_from_the_best_which_is_the_best_until_another_is(tmp_path: Path) -> None:
+    """The file `best` can be copied over `latest`; a void best one is forgotten."""
+    checkpoints = make(tmp_path)
+    save_with(checkpoints, 10)
+    checkpoints.score(10, 0.5)
+    save_with(checkpoints, 20, 30)
+    shutil.copy(tmp_path / "best", tmp_path / "latest")
+    assert latest(tmp_path)[0] == "1/10"
+    checkpoints.drop_later(10)
+    assert (list(list_checkpoints(tmp_path)), read_best(tmp_path)) == ([10], (10, 0.5))
+    save_with(checkpoints, 20)
+    checkpoints.score(20, 0.8)
+    checkpoints.drop_later(10)
+    save_with(checkpoints, 20)
+    assert read_best(tmp_path) is None, "this is another step 20"
 
 
 def test_a_failure_leaves_the_old_one_and_no_rubbish(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from echo.leases.grants import rounds
 from echo.roles.plans import Plans
 from echo.runtime.learner.batches.prompts import Prompt, PromptSource
 from echo.runtime.learner.report import Progress
+from echo.runtime.learner.saving.checkpoint import read_best
 from echo.runtime.learner.saving.resume import finished_step, read_uplinks
 from echo.runtime.learner.versions.evaluation import Evaluator
 from echo.train.step import StepResult
@@ -57,6 +58,12 @@ def test_a_run_trains_evaluates_saves_and_ends_everybody_and_another_starts_from
         assert [row["step"] for row in run.ledger("checkpoint")] == [1, 2, 3]
         assert "it ran out of memory" in caplog.text
         assert (run.run_dir / "checkpoints" / "latest").read_text() == "step_000003\n"
+        best, scores = read_best(run.run_dir / "checkpoints"), {}
+        for _, row in run.rows:
+            if "eval/version" in row:
+                scores[row["eval/version"]] = row["eval/addition/reward"]
+        assert best is not None
+        assert best == (best[0], max(scores[step] for step in scores if step))
         AutoModelForCausalLM.from_pretrained(run.run_dir / "final")
         assert finished_step(run.run_dir) == 3
         assert run.snapshots[-1].step == 3

@@ -480,6 +480,7 @@ def test_the_end_waits_for_the_evaluation_that_runs_and_repeats_none() -> None:
             task_kind="addition",
             pool=Mock(run=run),
             spawn=lambda work, name: asyncio.create_task(work, name=name),
+            scored=None,
             should_stop=lambda: False,
             log=logging.getLogger(),
         )

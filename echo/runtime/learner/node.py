@@ -141,6 +141,8 @@ class RunSections:
     learner: LearnerSection
     network: NetworkSection
     evaluation: EvalSection
+    keeps_best: bool
+    """Whether the checkpoint of the best held-out score is kept."""
     activation: ActivationSection
 
 
@@ -264,6 +266,7 @@ class LearnerNode(Node):
                 run.evaluator, schedule, run.progress, follower, run.samples,
                 task_kind=sections.task_kind,
                 pool=self.threads.pool("evaluation"), spawn=self.spawn,
+                scored=self._saver.score if sections.keeps_best else None,
                 should_stop=lambda: self.is_stopping or self.has_ended, log=log,
             )  # fmt: skip
 
@@ -528,8 +531,12 @@ class LearnerNode(Node):
         """Publish the present weights, and begin to evaluate them if an evaluation is due."""
         self._is_put_off = False
         publication = await self._versions.publish()
-        if self._evaluations is not None:
-            self._evaluations.published(publication)
+        if self._evaluations is None or not self._evaluations.published(publication):
+            return
+        # The initial weights are those of the model, and need no checkpoint.
+        if self._sections.keeps_best and self.role.step:
+            self._saver.expect_score(self.role.step)
+            await self._checkpoint()
 
     async def _checkpoint(self) -> None:
         """Write a checkpoint if the weights are not saved yet; NaN in the weights ends the run."""

@@ -944,6 +944,7 @@ def run_sections(config: Config) -> RunSections:
         learner=config.learner,
         network=config.network,
         evaluation=config.eval,
+        keeps_best=config.checkpoint.keep_best,
         activation=config.activation,
     )
 

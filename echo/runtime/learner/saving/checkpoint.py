@@ -3,6 +3,8 @@
     checkpoints/step_000020/   trainer state (echo/train/trainer.py), checkpoint.json,
                                and BLAKE3SUMS, which `b3sum --check` reads, too
     checkpoints/latest         the name of the newest, replaced atomically
+    checkpoints/best           the name and the held-out score of the best, likewise; it is kept
+                               beside the last
 
 A directory is filled under a temporary name, forced onto the disk, then renamed: a full disk or a
 kill at any moment leaves the older checkpoints whole. A checkpoint is used only if each of its
@@ -16,6 +18,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from echo.records.files import hash_file, sync_path, write_file
 FORMAT = 2
 INFO_FILE = "checkpoint.json"
 SUMS_FILE = "BLAKE3SUMS"
+BEST_FILE = "best"
 
 
 class DamagedCheckpointError(StorageError):
@@ -83,6 +87,9 @@ class Checkpoints:
         self._keep_last = keep_last
         self._min_free_bytes = min_free_bytes
         self._tried_at = now
+        self._scores: dict[int, float | None] = {}
+        """Held-out scores of steps that may have a checkpoint, the best so far left out; None while
+        the evaluation of a step runs."""
 
     def is_due(self, step: int, *, now: float) -> bool:
         """Return whether a checkpoint is due after `step`."""
@@ -127,12 +134,62 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         self.saved_step = step
-        steps = list_checkpoints(directory)
-        # Steps above this one belong to an abandoned history, so they are not kept.
-        kept = [each for each in steps if each <= step][-self._keep_last :]
-        for each in steps.keys() - set(kept):
+        with suppress(StorageError):  # then the best before stays
+            self._mark_best()
+        return self._delete_others(step)
+
+    def expect_score(self, step: int) -> None:
+        """Keep the checkpoint of a step until `score` has its held-out score."""
+        self._scores[step] = None
+
+    def score(self, step: int, score: float | None) -> bool:
+        """Note the held-out score of a step; return whether its checkpoint is the best now.
+
+        The step may get its checkpoint later. The score is None if there is none.
+
+        Raises:
+            StorageError: if the file `best` cannot be written.
+        """
+        self._scores.pop(step, None)
+        if score is not None:
+            self._scores[step] = score
+        best = self._mark_best()
+        if self.saved_step is not None:
+            self._delete_others(self.saved_step)
+        return best == step
+
+    def _mark_best(self) -> int | None:
+        """Make the best scored checkpoint the best one; return its step if it has become that."""
+        complete, known = list_checkpoints(self._directory), read_best(self._directory)
+        scored = {
+            step: score
+            for step, score in self._scores.items()
+            if score is not None and step in complete
+        }
+        for step in scored:
+            del self._scores[step]
+        best = max(scored, key=lambda step: (scored[step], -step), default=None)
+        if best is None or (known is not None and scored[best] <= known[1]):
+            return None
+        text = f"{complete[best].name} {scored[best]!r}\n"
+        try:
+            write_file(self._directory / BEST_FILE, text.encode())
+        except OSError as error:
+            raise StorageError(f"cannot write {self._directory / BEST_FILE}: {error}") from error
+        return best
+
+    def _delete_others(self, step: int) -> int:
+        """Delete the checkpoints not to be kept after `step`; return the oldest of the last ones.
+
+        Steps above this one belong to an abandoned history, so they are not kept.
+        """
+        steps, best = list_checkpoints(self._directory), read_best(self._directory)
+        last = [each for each in steps if each <= step][-self._keep_last :]
+        awaited = {each for each, score in self._scores.items() if score is None}
+        kept = {*last, *awaited, *([] if best is None else [best[0]])}
+        for each in steps.keys() - kept:
             shutil.rmtree(steps[each], ignore_errors=True)
-        return kept[0]
+        return last[0]
 
     def _check_space(self) -> None:
         """Check that a checkpoint as large as the newest leaves enough of the disk free.
@@ -164,6 +221,9 @@ class Checkpoints:
                 write_file(directory / "latest", f"{complete[step].name}\n".encode())
             except OSError as error:
                 raise StorageError(f"cannot write {directory / 'latest'}: {error}") from error
+        best = read_best(directory)
+        if best is not None and best[0] > step:
+            (directory / BEST_FILE).unlink(missing_ok=True)  # another one will have its name
         for later, path in complete.items():
             if later > step:
                 shutil.rmtree(path, ignore_errors=True)
@@ -235,6 +295,16 @@ def pointed_name(pointer: Path) -> str:
         OSError, ValueError: if the file cannot be read.
     """
     return (pointer.read_text("utf-8").split() or [""])[0]
+
+
+def read_best(directory: Path) -> tuple[int, float] | None:
+    """Return the step and the held-out score of the best checkpoint; None if none is known."""
+    try:
+        name, score = (directory / BEST_FILE).read_text("utf-8").split()
+        steps = {path.name: step for step, path in list_checkpoints(directory).items()}
+        return steps[name], float(score)
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def find_checkpoint(directory: Path, which: str) -> tuple[Path, CheckpointInfo] | None:

@@ -62,6 +62,20 @@ class StateSaver:
         """Return whether a checkpoint is due after the present step."""
         return self._checkpoints.is_due(self._role.step, now=now)
 
+    def expect_score(self, step: int) -> None:
+        """Keep the checkpoint of a step, which is evaluated, until its score is known."""
+        self._checkpoints.expect_score(step)
+
+    async def score(self, step: int, score: float | None) -> None:
+        """Note the held-out score of a step, None without one; its checkpoint may be the best."""
+        try:
+            is_best = await self._trainer_pool.run(self._checkpoints.score, step, score)
+        except StorageError as error:
+            self._log.warning("%s; the best checkpoint before stays", error)
+            return
+        if is_best:
+            self._log.info("the checkpoint of step %d is the best so far: %.3f", step, score)
+
     async def save(self, *, now: float) -> EngineError | None:
         """Write a checkpoint; return the error that ends the run if weights hold NaN, else None.
 

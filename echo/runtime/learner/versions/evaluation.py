@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -347,6 +347,7 @@ class Evaluations:
         task_kind: str,
         pool: Pool,
         spawn: Callable[..., asyncio.Task[None]],
+        scored: Callable[[int, float | None], Awaitable[None]] | None,
         should_stop: Callable[[], bool],
         log: logging.Logger,
     ) -> None:
@@ -361,26 +362,30 @@ class Evaluations:
             task_kind: the value of task.kind; its last part names the metrics.
             pool: the thread of the evaluator.
             spawn: starts a coroutine as a task of the node.
+            scored: gets the step of each evaluation and its score, None if it has none; None if
+                no one needs it.
             should_stop: returns whether to give up the running evaluation; called in its thread.
             log: gets a line for each evaluation.
         """
         self._evaluator, self._schedule = evaluator, schedule
         self._progress, self._follower, self._samples = progress, follower, samples
         self._task_name = task_kind.rpartition(":")[2]
-        self._pool, self._spawn = pool, spawn
+        self._pool, self._spawn, self._scored = pool, spawn, scored
         self._watcher = _StopWhen(should_stop)
         self._log = log
         self._evaluated_step: int | None = None
         """Step of the last version whose evaluation was begun; None before the first."""
         self._task: asyncio.Task[None] | None = None
 
-    def published(self, publication: Publication) -> None:
-        """Begin to evaluate the version that has just been published, if its evaluation is due."""
+    def published(self, publication: Publication) -> bool:
+        """Begin to evaluate the version that has just been published; return whether it was due."""
         step = publication.manifest.version.step
         is_running = self._task is not None and not self._task.done()
-        if self._schedule.is_due(step, is_running=is_running):
-            self._evaluated_step = step
-            self._task = self._spawn(self._evaluate(publication), name="evaluation")
+        if not self._schedule.is_due(step, is_running=is_running):
+            return False
+        self._evaluated_step = step
+        self._task = self._spawn(self._evaluate(publication), name="evaluation")
+        return True
 
     async def finish(self, last: Publication) -> None:
         """Wait for the running evaluation; then evaluate the last version, unless that was done."""
@@ -390,6 +395,12 @@ class Evaluations:
             await self._evaluate(last)
 
     async def _evaluate(self, publication: Publication) -> None:
+        score = await self._measure(publication)
+        if self._scored is not None and not self._watcher.should_stop():
+            await self._scored(publication.manifest.version.step, score)
+
+    async def _measure(self, publication: Publication) -> float | None:
+        """Evaluate a version and report the result; return its score, None if it has none."""
         version = publication.manifest.version
         began_at = asyncio.get_running_loop().time()
         try:
@@ -402,9 +413,9 @@ class Evaluations:
                 raise
             text = "%s is not evaluated, the run goes on: %s; eval.interval_steps=0 does without"
             self._log.warning(text, version, error)
-            return
+            return None
         if result is None:
-            return
+            return None
         if result.has_figure:
             self._progress.evaluated(
                 version.step,
@@ -421,3 +432,4 @@ class Evaluations:
             self._samples.write(version.step, result.samples)
         level = logging.WARNING if result.num_reward_errors else logging.INFO
         self._log.log(level, "%s, in %s", result, format_duration(seconds))
+        return result.sampled if result.has_figure else None
