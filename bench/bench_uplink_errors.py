@@ -32,10 +32,10 @@ from broadcast.figures import MIB, PAYLOAD_SHARE, uplinks_mbit
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
-from echo.weights import link as weights_link
+from echo.weights import rates as weights_rates
 from echo.weights.broadcast import Broadcast
-from echo.weights.link import UplinkProbe
 from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.rates import UplinkProbe
 from echo.weights.receiver import VersionArrived
 from echo.weights.topology import sites
 from echo.weights.topology.plan import Planner, plan_topology
@@ -65,8 +65,8 @@ def main() -> None:
     arguments = harness.parse(parser, errors=[0.0, 0.1], repeats=1, joined=1, chunk=1 << 20)
     # What the product assumes and probes with, as small as everything here.
     sites.ASSUMED_BYTES_PER_S /= SCALE
-    weights_link.FIRST_BYTES //= SCALE
-    weights_link.MAX_PROBE_BYTES //= SCALE
+    weights_rates.FIRST_BYTES //= SCALE
+    weights_rates.MAX_PROBE_BYTES //= SCALE
     rows = []
     print(f"{'uplinks':>12} {'error':>6} {'promised':>9} {'got':>6} {'worst':>6}  plans")
     for draw, error in itertools.product(DRAWS, arguments.errors):

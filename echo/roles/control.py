@@ -19,8 +19,7 @@ from collections import Counter
 
 from echo.core.errors import RefusedError, TransportError
 from echo.roles.joining import Joining, NodeSettings, NodeState
-from echo.weights.link import Connection
-from echo.weights.parents import CONNECT_TIMEOUT_S, Parents
+from echo.weights.parents import CONNECT_TIMEOUT_S, Connection, Parents
 from echo.wire.actions import Action, Dial, HangUp, Note
 
 MAX_REFUSALS = 3

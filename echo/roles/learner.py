@@ -61,7 +61,8 @@ from echo.roles.node import MAX_PEER_NAMES, Handler, Role
 from echo.roles.plans import Plans, Publishing
 from echo.roles.review import ReviewDue, SamplesTrained, WorkerReview
 from echo.weights.broadcast import Broadcast
-from echo.weights.link import ParentFailed, acknowledge
+from echo.weights.link import ParentFailed
+from echo.weights.rates import acknowledge
 from echo.weights.topology.sites import Site
 from echo.wire.actions import Action, HangUp, Note, PeerFaults, Routes, Send, Work
 from echo.wire.codec import (

@@ -35,8 +35,9 @@ from echo.core.units import one_line
 from echo.roles.control import LOST_LINK, ControlLink
 from echo.roles.joining import Built, Joining, NodeSettings, NodeState
 from echo.weights.broadcast import Broadcast
-from echo.weights.link import ParentFailed, UplinkProbe, acknowledge
+from echo.weights.link import ParentFailed
 from echo.weights.parents import Parents
+from echo.weights.rates import UplinkProbe, acknowledge
 from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action, HangUp, Note, PeerFaults, Send, Work
 from echo.wire.codec import (

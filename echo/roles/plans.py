@@ -17,7 +17,7 @@ from echo.core.bounds import clamped_rate
 from echo.core.timers import Paced
 from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
-from echo.weights.link import UplinkProbe
+from echo.weights.rates import UplinkProbe
 from echo.weights.topology.plan import PLAN_S, Planner
 from echo.weights.topology.sites import Site
 from echo.wire.actions import Action, Routes

@@ -1,4 +1,4 @@
-"""The link to the parent: its states, rate, credit window and patience; and the uplink probe.
+"""The link to the parent: its states, credit window and patience.
 
 **States** (`TABLE`). `disconnect` leads from every state to alone. An event that is not named for a
 state leaves the state unchanged.
@@ -22,22 +22,6 @@ state leaves the state unchanged.
                       --silence--> requested_again     --silence_with_spare--> alone
                       --complete--> idle
 
-**Rate.** A rate is bytes per *busy* time, in which requested bytes were under way. A link is busy
-between the arrivals of two chunks of the same burst. It is not busy before the first chunk, and not
-while the other side has nothing to send (`pause`). So the first chunk after a pause only starts a
-measurement and is not counted, and a burst of a single chunk measures nothing.
-
-* A receiver measures each link, and sizes its window by the rate. It adds chunks as they arrive,
-  and pauses when all requested chunks have arrived or the parent sends Waiting.
-* A sender measures its **uplink** to all children together. It adds bytes as they are acknowledged,
-  and pauses when no child fetches. If children have been sent all held chunks, or if there is only
-  one child, the children may be slower than the uplink. A sample that consists mostly of such time
-  shows only a lower bound of the uplink's rate. A sample in which the uplink was the limit may
-  still be low, because TCP lost time. So the estimate falls only after LOWER_SAMPLES low samples in
-  a row, and then to the highest of these samples. Otherwise the plan would oscillate.
-* The rate of a receiver's **downlink** cannot be inferred from the rate at which it receives,
-  because its parents are usually slower. `topology/sites.py` decides when the downlink is a limit.
-
 **Credit and backpressure.** The window bounds the bytes that are under way or wait to be written:
 1.5 x rate x round trip + 2 chunks for each connection (a long link has several,
 `echo/net/zmq.py`). The rate is the measured rate of this link, so the window grows by half with
@@ -59,8 +43,6 @@ leaves the parent at the second silence. The limits of `patience_s`:
   PROMISE_GRACE_S later.
 * No limit while a chunk of the link is being written: if the disk is slower than the link, the
   parent has no credit and cannot send.
-
-**Probe.** One message measures the uplink of a node that has not served a child yet.
 """
 
 from __future__ import annotations
@@ -70,163 +52,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from echo.core.bounds import num_connections
-from echo.wire.actions import Action, Send
-from echo.wire.codec import encode
-from echo.wire.messages import Probe, ProbeAck
+from echo.weights.rates import RateEstimate
 
-# --- rate and window ------------------------------------------------------------------------------
-
-SAMPLE_S = 0.1
-"""Least busy time of a sample of a rate, seconds."""
-
-SAMPLE_CHUNKS = 4
-"""Least number of chunks of a sample: with fewer, rounding dominates the rate."""
-
-UPLINK_SAMPLE_S = (2.0, 5.0)
-"""Least busy time, in seconds, of a sample of an uplink's rate. The first value is for samples with
-at least UPLINK_SAMPLE_ACKS acknowledgements, the second for samples with fewer."""
-
-UPLINK_SAMPLE_ACKS = 128
-"""Number of acknowledgements with which a sample of an uplink may be short. Each child acknowledges
-several chunks at once, at a time of its own, so with fewer acknowledgements chance dominates the
-rate, and the highest sample is far too high."""
-
-IDLE_SHARE = 0.25
-"""A sample counts as limited by the uplink if the share of children that the uplink does not limit
-(`UplinkEstimate.wait`) is at most this, on average over the time of the sample."""
-
-LOWER_SAMPLES = 4
-"""Number of lower samples in a row, all limited by the uplink, after which the estimate falls."""
-
-RISE_S = 4.0
-"""Busy time, in seconds, in which the weight of an estimate that is too low falls to 1/e."""
+# --- window ---------------------------------------------------------------------------------------
 
 LOOP_S = 0.001
 """Seconds that a busy node takes to answer, in addition to the round trip of the network."""
-
-RATE_WINDOW_S = 1.0
-"""Busy time, in seconds, in which the weight of an old sample falls to 1/e."""
-
-MOST_BYTES_PER_S = 1e12
-"""Largest rate that is estimated, bytes per second: clocks are too coarse to measure more."""
-
-
-class RateEstimate:
-    """An estimate of a link's rate: bytes per busy second, older samples weighing less."""
-
-    def __init__(self) -> None:
-        """Start with no samples and no estimate."""
-        self._rate: float | None = None
-        self._last_at: float | None = None
-        self._began_at = 0.0
-        self._busy_s = 0.0
-        self._num_bytes = 0.0
-        self._num_chunks = 0
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        """The estimated rate in bytes per second; None before the first sample is complete."""
-        return self._rate
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the link has paused, so that the next chunk starts a new measurement.
-
-        The bytes of that chunk are not counted.
-        """
-        return self._last_at is None
-
-    def add(self, num_bytes: float, *, now: float, since: float = math.inf) -> None:
-        """Add bytes that have arrived; the first bytes after a pause only start a measurement.
-
-        Args:
-            num_bytes: number of bytes that have arrived.
-            now: time at which the last byte arrived.
-            since: time at which the first byte arrived, if not all arrived at the same time.
-        """
-        if self._last_at is None:
-            self._last_at = self._began_at = now
-            return
-        if since < self._began_at <= now:
-            # Count only the share of these bytes that was sent after the sample began.
-            num_bytes *= (now - self._began_at) / (now - since)
-        self._busy_s += max(0.0, now - self._last_at)
-        self._last_at = now
-        self._num_bytes += num_bytes
-        self._num_chunks += 1
-        if self._num_chunks >= SAMPLE_CHUNKS and self._busy_s >= self._least_s(self._num_chunks):
-            sample = min(self._num_bytes / self._busy_s, MOST_BYTES_PER_S)
-            self._rate = self._learn(self._rate, sample, self._busy_s)
-            self._busy_s, self._num_bytes, self._num_chunks = 0.0, 0.0, 0
-
-    def pause(self) -> None:
-        """Note that no bytes are under way until the next chunk; this time is not busy time."""
-        self._last_at = None
-
-    def _least_s(self, num_chunks: int) -> float:
-        """Return the shortest busy time that a sample of `num_chunks` must have, in seconds."""
-        return SAMPLE_S
-
-    def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
-        """Return the estimate after a sample of `busy_s` seconds, in bytes per second."""
-        return sample if rate is None else _towards(sample, rate, busy_s / RATE_WINDOW_S)
-
-
-class UplinkEstimate(RateEstimate):
-    """An estimate of the rate at which a node can send to all its children together.
-
-    It is measured by the children's acknowledgements.
-    """
-
-    def __init__(self) -> None:
-        """Start with no samples and no estimate."""
-        super().__init__()
-        self._share = self._shared_at = self._waited_s = 0.0
-        self._lower: list[float] = []
-        self.is_measured = False
-        """Whether the uplink was the limit in at least one sample; if not, the estimate is a lower
-        bound."""
-
-    def wait(self, share: float, *, now: float) -> None:
-        """Note which share of the children, 0 to 1, the uplink does not limit from now on."""
-        if not self.is_paused:
-            since = max(self._shared_at, self._began_at)
-            self._waited_s += self._share * max(0.0, now - since)
-        self._share, self._shared_at = share, now
-
-    def show(self, bytes_per_s: float) -> None:
-        """Raise the estimate to a rate that another measurement, such as a probe, has shown."""
-        self._rate = bytes_per_s if self._rate is None else max(self._rate, bytes_per_s)
-
-    def _least_s(self, num_chunks: int) -> float:
-        """Return the shortest busy time, in seconds, of a sample of this many acknowledgements."""
-        return UPLINK_SAMPLE_S[num_chunks < UPLINK_SAMPLE_ACKS]
-
-    def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
-        """Return the estimate after a sample of `busy_s` seconds, in bytes per second."""
-        idle_share, self._waited_s = self._waited_s / busy_s, 0.0
-        was_limit = idle_share <= IDLE_SHARE
-        self.is_measured |= was_limit
-        if rate is None:
-            return sample
-        if sample >= rate:
-            self._lower.clear()
-            return _towards(sample, rate, busy_s / RISE_S)
-        if was_limit:
-            self._lower.append(sample)
-        if len(self._lower) < LOWER_SAMPLES:
-            return rate
-        rate = max(self._lower)
-        self._lower.clear()
-        return rate
-
-
-def _towards(sample: float, rate: float, age: float) -> float:
-    """Return a weighted average of a sample and an older rate.
-
-    The weight of `rate` is exp(-age).
-    """
-    return rate + (1 - math.exp(-age)) * (sample - rate)
 
 
 def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, first: int) -> int:
@@ -583,116 +414,3 @@ class ParentLink:
         assert min(self.window, self.unspent_bytes, self.writing_bytes) >= 0, "negative bytes"
         assert self.window > 0 or not self.awaits_chunks, "chunks are awaited without credit"
         assert has_parent or not self.writing_bytes, "bytes of no parent are being written"
-
-
-# --- uplink probe: one message, and the time in which it arrives ----------------------------------
-#
-#     node  -> parent    Probe, with meaningless bytes
-#     parent -> node     ProbeAck
-#
-# Transfers measure the uplinks of nodes that serve children, up to the rate at which the children
-# receive. A fleet that has just joined is planned as if all uplinks were equal. Then slow nodes
-# delay fast ones, whose uplinks are never measured in full. In the simulation of
-# bench/bench_uplink_errors.py three such fleets ended at 0.72, 0.46 and 0.89 of the rate that their
-# uplinks allow, and at 0.83, 0.89 and 0.89 with probes.
-#
-# So a node that can serve, and whose uplink has not been the limit of a transfer, sends a probe up
-# its control link when the learner welcomes it, and when it holds a version. The learner sends its
-# own probe a heartbeat after a node has reported a result, so the two probes are never under way
-# together. After a probe that is acknowledged within QUICK_S, a probe four times as large follows,
-# up to MAX_PROBE_BYTES. On a slow link the first probe is enough, and other messages of the node
-# wait for one second at most. The measured time includes the round trip and the start of a
-# connection, so a probe never overestimates. It underestimates a fast link, and transfers raise the
-# estimate. Other traffic lowers the result of a probe, so it is repeated after the next versions,
-# MAX_PROBES times in all.
-
-FIRST_BYTES, MAX_PROBE_BYTES = 256 << 10, 4 << 20
-GROWTH = 4
-QUICK_S = 0.25
-PAYLOAD_SHARE = 1 / 8
-"""Largest size of a probe, as a share of the version that is sent next."""
-MAX_PROBES = 3
-UNANSWERED_S = 3.0
-"""Seconds after which an answer to a probe is not awaited further, and another peer may be probed.
-"""
-
-
-class UplinkProbe:
-    """Measures the uplink of this node by probes that it sends."""
-
-    def __init__(self, uplink: UplinkEstimate, *, node_id: str) -> None:
-        """Start with no probe sent; results raise the estimate `uplink`."""
-        self._uplink = uplink
-        self._node_id = node_id
-        self.num_probes = 0
-        """Measurements begun; each is a probe, and larger ones while they are fast."""
-        self._awaited: tuple[str, int, float] | None = None
-        """(peer that must acknowledge the probe, bytes of the probe, time of sending); None if no
-        probe is under way."""
-        self._most_bytes = 0
-
-    @property
-    def is_awaiting(self) -> bool:
-        """Whether the acknowledgement of a probe is awaited."""
-        return self._awaited is not None
-
-    def begin(self, peer: str, *, payload_bytes: int, now: float) -> list[Action]:
-        """Send a probe to `peer`, unless the uplink is known or a probe is under way.
-
-        Args:
-            peer: the link to the node that acknowledges the probe.
-            payload_bytes: size of a version. If the version is small, no probe is sent, because a
-                probe would cost more than a bad plan.
-            now: the present time.
-        """
-        self._most_bytes = min(MAX_PROBE_BYTES, int(PAYLOAD_SHARE * payload_bytes))
-        is_under_way = self._awaited is not None and (
-            self._awaited[0] == peer or now < self._awaited[2] + UNANSWERED_S
-        )
-        is_known = self._uplink.is_measured or self.num_probes >= MAX_PROBES
-        if is_under_way or is_known or self._most_bytes < FIRST_BYTES:
-            return []
-        self.num_probes += 1
-        return self._send(peer, FIRST_BYTES, now)
-
-    def _send(self, peer: str, num_bytes: int, now: float) -> list[Action]:
-        self._awaited = peer, num_bytes, now
-        return [Send(peer, encode(Probe(), [bytes(num_bytes)], source=self._node_id))]
-
-    def acknowledged(self, peer: str, *, now: float) -> list[Action]:
-        """Raise the estimate when a probe is acknowledged; if that was fast, send a larger probe.
-
-        An acknowledgement that is not awaited is ignored.
-        """
-        if self._awaited is None or self._awaited[0] != peer:
-            return []
-        _, num_bytes, sent_at = self._awaited
-        self._awaited = None
-        took_s = now - sent_at
-        self._uplink.show(num_bytes / max(took_s, 1e-3))
-        if took_s > QUICK_S or num_bytes >= self._most_bytes:
-            return []
-        return self._send(peer, min(GROWTH * num_bytes, self._most_bytes), now)
-
-
-def acknowledge(peer: str, *, source: str) -> list[Action]:
-    """Return the action that acknowledges another node's probe."""
-    return [Send(peer, encode(ProbeAck(), source=source))]
-
-
-# --- connection -----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Connection:
-    """A connection that a node has dialled, to its control peer or to a parent."""
-
-    address: str
-    peer: str = ""
-    node_id: str = ""
-    """The id of the node that answered; empty until Greeted arrives."""
-    dialled_at: float = 0.0
-    greeted_at: float = 0.0
-    """Time at which this node sent Greet."""
-    rtt_s: float | None = None
-    """Seconds from Greet to Greeted; None until Greeted arrives."""

@@ -23,10 +23,11 @@ fails as well, a quarantine ends after ALONE_S, because no other parent is left.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from echo.core.timers import earliest
 from echo.weights.broadcast import Broadcast
-from echo.weights.link import Connection, ParentFailed
+from echo.weights.link import ParentFailed
 from echo.wire.actions import Action, Dial, HangUp, Note
 from echo.wire.messages import LEARNER_ID, TopologyPlan
 
@@ -36,6 +37,21 @@ handshake takes less than 1."""
 QUARANTINE_S = 600.0
 ALONE_S = 10.0
 """Seconds of quarantine if no other parent serves this node: the parent's fault may have passed."""
+
+
+@dataclass(slots=True)
+class Connection:
+    """A connection that a node has dialled, to its control peer or to a parent."""
+
+    address: str
+    peer: str = ""
+    node_id: str = ""
+    """The id of the node that answered; empty until Greeted arrives."""
+    dialled_at: float = 0.0
+    greeted_at: float = 0.0
+    """Time at which this node sent Greet."""
+    rtt_s: float | None = None
+    """Seconds from Greet to Greeted; None until Greeted arrives."""
 
 
 class Parents:

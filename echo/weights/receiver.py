@@ -49,8 +49,9 @@ from dataclasses import dataclass
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
-from echo.weights.link import MAX_BAD_CHUNKS, LinkState, ParentFailed, ParentLink, RateEstimate
+from echo.weights.link import MAX_BAD_CHUNKS, LinkState, ParentFailed, ParentLink
 from echo.weights.offers import Offers
+from echo.weights.rates import RateEstimate
 from echo.weights.requests import Requests
 from echo.weights.store import eviction
 from echo.weights.store.artifacts import AuditChunks, Transfer

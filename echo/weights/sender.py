@@ -35,7 +35,8 @@ from echo.core.bounds import MAX_CHUNKS
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
-from echo.weights.link import MAX_WINDOW_BYTES, SAMPLE_S, UplinkEstimate
+from echo.weights.link import MAX_WINDOW_BYTES
+from echo.weights.rates import SAMPLE_S, UplinkEstimate
 from echo.weights.store.artifacts import Chunked, Transfer
 from echo.weights.store.encoded import EncodedVersion
 from echo.weights.store.store import ItemStore

@@ -117,7 +117,7 @@ class Greeted(Message, frozen=True):
 
 
 class Probe(Message, frozen=True):
-    """Zero bytes whose transfer measures the rate of a link (`weights/link.py`)."""
+    """Zero bytes whose transfer measures the rate of a link (`weights/rates.py`)."""
 
 
 class ProbeAck(Message, frozen=True):

@@ -15,7 +15,7 @@ import pytest
 from echo.core.errors import RefusedError
 from echo.core.rollout import PolicyVersion
 from echo.roles.members import RunEnded
-from echo.weights.link import FIRST_BYTES
+from echo.weights.rates import FIRST_BYTES
 from echo.weights.sender import Child
 from echo.wire import codec
 from echo.wire.actions import Action, Stop

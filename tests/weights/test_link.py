@@ -13,26 +13,28 @@ from hypothesis import strategies as st
 from echo.core.bounds import num_connections
 from echo.weights import link as link_module
 from echo.weights.link import (
-    FIRST_BYTES,
     LOOP_S,
     MAX_PATIENCE_S,
-    MAX_PROBE_BYTES,
-    MAX_PROBES,
     MAX_PROMISE_S,
     MAX_WINDOW_BYTES,
     MIN_PATIENCE_S,
-    MOST_BYTES_PER_S,
     TABLE,
-    UNANSWERED_S,
-    UPLINK_SAMPLE_S,
     LinkEvent,
     LinkState,
     ParentLink,
+    window_bytes,
+)
+from echo.weights.rates import (
+    FIRST_BYTES,
+    MAX_PROBE_BYTES,
+    MAX_PROBES,
+    MOST_BYTES_PER_S,
+    UNANSWERED_S,
+    UPLINK_SAMPLE_S,
     RateEstimate,
     UplinkEstimate,
     UplinkProbe,
     acknowledge,
-    window_bytes,
 )
 from echo.wire.actions import Send
 from echo.wire.messages import Probe, ProbeAck
@@ -131,7 +133,7 @@ def test_the_table_is_total_and_from_each_state_leads_to_each() -> None:
 def test_the_drawing_in_the_docstring_is_the_table() -> None:
     """But for `disconnect`, which leads from each state to alone."""
     drawn, state = set(), ""
-    block = (link_module.__doc__ or "").split("**States**")[1].split("**Rate.**")[0]
+    block = (link_module.__doc__ or "").split("**States**")[1].split("**Credit")[0]
     for line in block.splitlines():
         state = (re.match(r" {4}(\w+)", line) or [state, state])[1]
         drawn |= {(state, event, then) for event, then in re.findall(r"--(\w+)--> (\w+)", line)}

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from echo.weights.link import Connection, ParentFailed
+from echo.weights.link import ParentFailed
 from echo.weights.parents import (
     ALONE_S,
     QUARANTINE_S,
+    Connection,
     Parents,
 )
 from echo.wire.actions import Dial, HangUp, Note

@@ -10,7 +10,7 @@ import pytest
 
 from echo.core.errors import RemoteProtocolError
 from echo.weights import sender
-from echo.weights.link import RISE_S
+from echo.weights.rates import RISE_S
 from echo.weights.sender import FORGET_STALLS, MAX_LEAD_CHUNKS, PIN_STALLS, WAITING_PERIOD_S, Sender
 from echo.weights.store.artifacts import Transfer
 from echo.weights.store.encoded import EncodedVersion

@@ -49,7 +49,7 @@ class Site:
     has measured it."""
     downlink_bytes_per_s: float | None = None
     """Rate of the node's downlink, bytes per second; None unless the node took less than its parent
-    could send (`weights/link.py`)."""
+    could send (`weights/rates.py`)."""
     region: str = ""
     """Name of the node's region; empty if it is unknown, so that no link of the node counts as a
     link between regions."""
