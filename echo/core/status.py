@@ -177,6 +177,9 @@ class RunStatus:
     """The learner's activity, such as "training"; empty while it waits for groups."""
     waiting_for: str = ""
     """The reason why the learner waits; empty while it does not wait."""
+    explanation: str = ""
+    """Why the learner waited long in the last steps, or why workers have no groups, and the setting
+    to change; empty if nothing stalls."""
     eta_s: float | None = None
     """Estimated seconds until the last step; None before two steps were timed."""
     nodes: tuple[NodeStatus, ...] = ()

@@ -369,6 +369,8 @@ def _waiting(snapshot: RunStatus, width: int, num_rows: int) -> list[Text]:
     state = f"waits for {clean(snapshot.waiting_for)}"
     if not snapshot.waiting_for:
         state = snapshot.activity or "training"
+        if snapshot.explanation:
+            state += f"; {clean(snapshot.explanation)}"
     wrapped = textwrap.wrap(
         f"idle {idle_shares(snapshot)}   {state}",
         max(width - _LABEL_WIDTH, 20),

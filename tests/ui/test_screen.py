@@ -54,6 +54,13 @@ def test_everything_worth_knowing_is_on_the_screen(make_status: MakeStatus) -> N
     assert {"echo", "reward", "groups", "weights", "learner", "node", "refused", "·"} <= starts
 
 
+def test_a_stall_is_explained_beside_the_activity(make_status: MakeStatus) -> None:
+    status = make_status(activity="training", explanation="workers have no groups 85%\x1bc")
+    text = "\n".join(lines_of(render_live(status, 200, height=30), 200))
+    assert "training; workers have no groups 85%" in text
+    assert "\x1b" not in text
+
+
 def test_names_from_the_network_cannot_steer_the_terminal(make_status: MakeStatus) -> None:
     evil = NodeStatus(node_id="w\x1b[2J", role="worker", state="gen\x1b]0;x\x07", parent="[bold]")
     snapshot = make_status(nodes=(evil,), notices=("\x1b[31mred",), waiting_for="\x1bc")

@@ -450,6 +450,7 @@ class Progress:
         pace: PublishPace,
         cost: CostStatus | None = None,
         waiting_for: str = "",
+        explanation: str = "",
         notices: tuple[str, ...] = (),
         price_per_h: float | None = None,
         at: float = 0.0,
@@ -464,6 +465,7 @@ class Progress:
             pace: the pace of publishing.
             cost: the costs of the run; None if no machine has a price.
             waiting_for: what the learner waits for; empty if it does not wait.
+            explanation: why the run stalls; empty if it does not.
             notices: the newest log lines.
             price_per_h: the price of the learner's machine, $ per hour; None if it is not stated.
             at: the time of day, Unix seconds.
@@ -485,6 +487,7 @@ class Progress:
             resumed_at=self._first_step,
             activity=self.activity,
             waiting_for=waiting_for,
+            explanation=explanation,
             eta_s=self._pace.eta_s(max_steps - role.step, now=now),
             nodes=(learner, *others),
             reward_history=self._curve,
