@@ -25,7 +25,7 @@ from rich.text import Text
 from echo.cli.output import run_command
 from echo.cli.parsers import plan_parser
 from echo.config.fields import override_of
-from echo.config.fleet_file import MBIT, FleetRequest, load_fleet
+from echo.config.fleet_file import MBIT, FleetRequest, parse_fleet, read_files
 from echo.config.fleet_schema import OfferRow
 from echo.core.errors import ConfigError, DataError, PlanError, StorageError
 from echo.core.extras import command, import_extra
@@ -516,7 +516,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if not arguments.files:
         return show_run(arguments, console)
     import_extra("scipy", extra="planner", wanted_by="echo-rl plan")
-    request = load_fleet(arguments.files)
+    request = parse_fleet(read_files(arguments.files))
     if arguments.run is not None:
         request = calibrate(request, read_rates(arguments.run))
     if arguments.hetero:

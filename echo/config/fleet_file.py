@@ -256,18 +256,13 @@ class FleetRequest:
     """Lines for the user: which figures are estimates, and which offers were left out."""
 
 
-def load_fleet(paths: Sequence[Path]) -> FleetRequest:
-    """Read and check the files of a fleet and a job; return the planner's request.
+def parse_fleet(files: Sequence[Source]) -> FleetRequest:
+    """Check the tables of a fleet and a job; return the planner's request.
 
     Raises:
         ConfigError: if anything is wrong; the text lists every problem with its row.
     """
-    return _request(_load(FleetFile, read_files(paths), (), fleet_rules))
-
-
-def parse_fleet(tables: Table, source: str = "fleet.toml") -> FleetRequest:
-    """Check the tables of a fleet and a job, as `load_fleet` checks files; return the request."""
-    return _request(_load(FleetFile, [(source, tables)], (), fleet_rules))
+    return _request(_load(FleetFile, files, (), fleet_rules))
 
 
 def parse_scenario(

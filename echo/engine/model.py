@@ -427,7 +427,7 @@ def check_weight_files(directory: Path, model: Any) -> None:
     unknown = shapes.keys() - own.keys()
     if unknown and not has_other_names_on_disk(model):
         check_owners(directory, unknown, model)
-        if len(unknown) == len(shapes) and not _without_prefix(unknown, model) & own.keys():
+        if len(unknown) == len(shapes) and not _with_prefix(unknown, model) & own.keys():
             raise lacking(directory, own)
     if not unknown:
         there = {id(own[name]) for name in shapes}
@@ -470,8 +470,8 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
         )
 
 
-def _without_prefix(names: Iterable[str], model: Any) -> set[str]:
-    """Map names in a file that holds only the base of a model to the model's own names."""
+def _with_prefix(names: Iterable[str], model: Any) -> set[str]:
+    """Return the names with the prefix of the model's base, which a file of the base leaves out."""
     return {f"{model.base_model_prefix}.{name}" for name in names}
 
 

@@ -773,9 +773,8 @@ class VersionImages:
     """Makes the image of each version, one after the other."""
 
     helpers = ()
-    """Processes that map the images and help to code them: none here (see
-    `learner/versions/publish.py`).
-    """
+    """Processes that map the images and help to code them. Only a learner of several ranks has such
+    processes (`train/ranks/sharded_images.py`)."""
 
     def __init__(
         self,

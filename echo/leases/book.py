@@ -137,8 +137,11 @@ class LeaseBook:
             if record.granted_at == now:
                 record.num_beside = len(records)
 
-    def load(self, worker_id: str, group_id: int, attempt: int) -> float:
-        """Return the mean of two numbers: the worker's leases right after this grant, and now."""
+    def mean_leases(self, worker_id: str, group_id: int, attempt: int) -> float:
+        """Return how many leases the worker has had, on average, since it was granted this one.
+
+        The average is that of two numbers: of the leases right after the grant, and of those now.
+        """
         now = max(1, self.num_leases(worker_id))
         record = self.group(group_id).find(attempt, worker_id)
         return now if record is None else (record.num_beside + now) / 2

@@ -166,7 +166,7 @@ class Results:
             node_id,
             num_tokens=max(rollout.num_tokens for rollout in group.rollouts),
             seconds=message.seconds,
-            load=leases.load(node_id, group.group_id, group.attempt),
+            load=leases.mean_leases(node_id, group.group_id, group.attempt),
             now=now,
         )
         return [StoreGroup(group, header, arrays)]

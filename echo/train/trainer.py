@@ -338,10 +338,10 @@ class Trainer:
         return metrics | means, by_group
 
     def _scaled(self, settings: OptimizerSettings, sums: Sums) -> OptimizerSettings:
-        """Return the settings of an update whose gradient has these sums.
+        """Return an update's settings, with the learning rate for the effective sample size.
 
-        eta = eta_0 sqrt(ess), with ess the share of `rollout_ess`: 1 on-policy, so the rate is only
-        ever lowered.
+        eta = eta_0 sqrt(ess), where ess is `rollout_ess` of the gradient's sums: a share from 0 to
+        1, which is 1 on-policy. So the rate is never raised.
 
         Source: VCPO, arXiv:2602.17616, with the square root for optimizers like AdamW and the
         unclipped weights of its code. Differs from the paper: its off-policy baseline is left out,

@@ -14,7 +14,7 @@ import pytest
 
 from echo.cli.parsers import node_parser
 from echo.cli.plan import _learner_commands, _signed, main, selection_text, to_json
-from echo.config.fleet_file import load_fleet
+from echo.config.fleet_file import parse_fleet, read_files
 from echo.config.load import load_config, parse_config
 from echo.fleet.hetero import Division, RolloutPlan
 from echo.fleet.overlap import Resource
@@ -147,7 +147,7 @@ def test_the_learner_of_a_division_is_started_by_torchrun(number: int, text: str
         train_gpu="RTX 4090", num_train_gpus=number, rollouts=RolloutPlan(), train_s=1.0,
         rollout_s=1.0, update_s=0.0,
     )  # fmt: skip
-    request = load_fleet([EXAMPLE])
+    request = parse_fleet(read_files([EXAMPLE]))
     assert "\n".join(_learner_commands(request, division)).startswith(text)
 
 

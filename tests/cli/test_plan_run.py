@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from echo.cli.plan import calibrate, main, read_rates, run_report
-from echo.config.fleet_file import parse_fleet
 from echo.core.errors import ConfigError, DataError, StorageError
-from tests.config.test_fleet import changed
+from tests.config.test_fleet import changed, parsed
 from tests.records.rows import write_ledger
 
 
@@ -87,7 +86,7 @@ def test_the_report_sets_the_prediction_beside_the_record(
 
 def test_a_plan_takes_the_rates_of_the_workers_that_carry_an_offers_name(tmp_path: Path) -> None:
     rates = read_rates(write_run(tmp_path / "run", LEDGER))
-    request = calibrate(parse_fleet(changed()), rates)
+    request = calibrate(parsed(changed()), rates)
     [offer] = request.fleet.offers
     assert (offer.tokens_per_s, offer.concurrency) == pytest.approx((150, 6))
     # 8 s for 8 rollouts there, 64 rollouts of the same length here.
@@ -101,7 +100,7 @@ def test_a_run_of_other_workers_is_refused_with_both_lists(tmp_path: Path) -> No
     with pytest.raises(
         ConfigError, match=r"its workers are RTX-4090-1, RTX-4090-2, the offers box"
     ):
-        calibrate(parse_fleet(changed(("offers.0.name", "box"))), rates)
+        calibrate(parsed(changed(("offers.0.name", "box"))), rates)
 
 
 def test_a_run_without_steps_or_with_damage_is_refused(tmp_path: Path) -> None:

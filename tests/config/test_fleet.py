@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.config.fleet_file import load_fleet, parse_fleet, parse_scenario, read_files
+from echo.config.fleet_file import FleetRequest, parse_fleet, parse_scenario, read_files
 from echo.config.fleet_schema import ScenarioFile, tables_of
 from echo.core.errors import ConfigError
 
@@ -58,14 +58,18 @@ def changed(*edits: tuple[str, Any]) -> dict[str, Any]:
     return table
 
 
+def parsed(tables: dict[str, Any]) -> FleetRequest:
+    return parse_fleet([("fleet.toml", tables)])
+
+
 def problems(*edits: tuple[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        parse_fleet(changed(*edits))
+        parsed(changed(*edits))
     return str(caught.value)
 
 
 def test_the_example_is_complete_and_may_stand_in_two_files(tmp_path: Path) -> None:
-    request = load_fleet([EXAMPLE])
+    request = parse_fleet(read_files([EXAMPLE]))
     names = [offer.name for offer in request.fleet.offers]
     assert names == ["fra-4090", "ore-4090-spot", "ore-a100"]
     assert request.periods == (1, 2, 3, 4, 5, 6, 7)
@@ -73,14 +77,14 @@ def test_the_example_is_complete_and_may_stand_in_two_files(tmp_path: Path) -> N
     job, rest = EXAMPLE.read_text(encoding="utf-8").split("[learner]")
     (tmp_path / "job.toml").write_text(job)
     (tmp_path / "fleet.toml").write_text("[learner]" + rest)
-    apart = load_fleet([tmp_path / "fleet.toml", tmp_path / "job.toml"])
+    apart = parse_fleet(read_files([tmp_path / "fleet.toml", tmp_path / "job.toml"]))
     assert apart.job == request.job
     with pytest.raises(ConfigError, match=r"job.toml: \[job\] stands in another file, too"):
-        load_fleet([EXAMPLE, tmp_path / "job.toml"])
+        parse_fleet(read_files([EXAMPLE, tmp_path / "job.toml"]))
 
 
 def test_units_become_bytes_and_seconds() -> None:
-    request = parse_fleet(GOOD)
+    request = parsed(GOOD)
     [offer] = request.fleet.offers
     assert (offer.down_bytes_per_s, offer.up_bytes_per_s) == (50e6, 10e6)
     assert request.fleet.uplink_bytes_per_s == 100e6
@@ -91,16 +95,16 @@ def test_units_become_bytes_and_seconds() -> None:
 
 def test_a_rate_that_is_not_given_is_estimated_and_said_so() -> None:
     left_out = ("offers.0.tokens_per_s", "offers.0.concurrency", "learner.train_s")
-    request = parse_fleet(changed(*((place, ...) for place in left_out)))
+    request = parsed(changed(*((place, ...) for place in left_out)))
     assert request.fleet.offers[0].tokens_per_s > 1000
     told = [notice.partition(":")[0] for notice in request.notices]
     assert told == ["RTX 4090 in frankfurt", "learner"]
     with pytest.raises(ConfigError, match="no node on offer can run the model"):
-        parse_fleet(changed(*((place, ...) for place in left_out), ("job.model", "Qwen3-32B")))
+        parsed(changed(*((place, ...) for place in left_out), ("job.model", "Qwen3-32B")))
 
 
 def test_ones_own_machines_cost_nothing() -> None:
-    request = parse_fleet(changed(("offers.0.price_per_h", 0)))
+    request = parsed(changed(("offers.0.price_per_h", 0)))
     assert request.fleet.offers[0].price_per_h == 0
     assert request.notices == ()
 
@@ -111,7 +115,7 @@ OWN_GPU = {"name": "X1", "tflops": 100, "gb_per_s": 1000, "memory_gib": 24}
 def test_the_files_own_gpus_and_models_are_known() -> None:
     sizes = {"num_params": 1e9, "num_layers": 20, "hidden_size": 2048, "num_kv_heads": 8}
     table = changed(("offers.0.gpu", "X1"), ("job.model", "mine"))
-    request = parse_fleet({**table, "gpus": [OWN_GPU], "models": [{"name": "mine", **sizes}]})
+    request = parsed({**table, "gpus": [OWN_GPU], "models": [{"name": "mine", **sizes}]})
     assert request.model.num_params == 1e9
     assert request.fleet.offers[0].name == "X1"
 
@@ -224,7 +228,7 @@ def test_names_must_differ() -> None:
     text = problems(("regions", regions), ("offers", offers))
     assert "a second offer of nodes called RTX-4090; give each a name of its own" in text
     offers[1]["name"] = "oregon"
-    assert len(parse_fleet(changed(("regions", regions), ("offers", offers))).offers) == 2
+    assert len(parsed(changed(("regions", regions), ("offers", offers))).offers) == 2
 
 
 # --- where a value is from ------------------------------------------------------------------------

@@ -165,12 +165,12 @@ def test_the_load_of_a_group_is_the_mean_of_what_its_worker_held_at_its_start_an
     book.note_load("w1", now=1.0)
     book.grant(4, "w1", now=2.0)
     book.note_load("w1", now=2.0)
-    assert book.load("w1", 0, 0) == 4.5  # 4 when it was granted, 5 now
-    assert book.load("w1", 4, 0) == 5
+    assert book.mean_leases("w1", 0, 0) == 4.5  # 4 when it was granted, 5 now
+    assert book.mean_leases("w1", 4, 0) == 5
     for group_id in (1, 2, 3):
         book.finish(group_id)
-    assert book.load("w1", 0, 0) == 3
-    assert book.load("w2", 77, 0) == 1  # not in the book any more: only itself is known of
+    assert book.mean_leases("w1", 0, 0) == 3
+    assert book.mean_leases("w2", 77, 0) == 1  # not in the book any more: only itself is known of
 
 
 def test_a_lease_that_was_given_back_does_not_come_back_by_an_old_list() -> None:

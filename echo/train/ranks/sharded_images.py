@@ -323,7 +323,10 @@ def _remote_group(ranks: Ranks, num_local: int) -> dist.ProcessGroup | None:
 
 
 def accept(ranks: Ranks) -> Rendezvous:
-    """Return the connections of rank 0 to the ranks of its machine, which call `reach`."""
+    """Wait until the ranks on rank 0's machine have connected, and return the connections.
+
+    Rank 0 calls this function while every other rank calls `reach`.
+    """
     found: dict[int, dict[str, _Socket]] = {}
     # A socket's path has at most some 100 bytes, and schedulers of clusters set longer TMPDIRs.
     place = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
@@ -341,7 +344,10 @@ def accept(ranks: Ranks) -> Rendezvous:
 
 
 def reach(ranks: Ranks) -> Rendezvous:
-    """Return the connection to rank 0 if rank 0, which calls `accept`, is on this machine."""
+    """Connect to rank 0, which calls `accept`, and return the connection.
+
+    There is none if rank 0 is on another machine.
+    """
     address = ranks.gather(b"")[0].decode()
     links = {}
     with suppress(OSError):
