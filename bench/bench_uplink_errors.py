@@ -234,7 +234,6 @@ class Fleet:
         manifest = build_manifest(
             run_id="run",
             version=version,
-            model_digest="model",
             tensors=[TensorSpec("w", "uint8", (size,), 0, size)],
             image=image,
             chunk_bytes=chunk_bytes,

@@ -173,7 +173,7 @@ class ContentPublisher:
         """Return the present weights as a version."""
         tensors, image = self._content.image(version)
         manifest = build_manifest(
-            run_id="bench", version=version, model_digest="", image=image, chunk_bytes=1 << 16,
+            run_id="bench", version=version, image=image, chunk_bytes=1 << 16,
             tensors=tensors,
         )  # fmt: skip
         return Publication(sign(manifest, self._key), manifest, image)

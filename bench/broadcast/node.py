@@ -329,7 +329,6 @@ def make_publication(
     manifest = build_manifest(
         run_id=identity.run_id,
         version=PolicyVersion(1, step),
-        model_digest="",
         tensors=[TensorSpec("weights", "bfloat16", (num_bytes // 2,), 0, num_bytes)],
         image=image,
         chunk_bytes=chunk_bytes,

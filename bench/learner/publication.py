@@ -97,7 +97,6 @@ class Publications:
             self._trainer.tensors(),
             PolicyVersion(1, self._trainer.step_count),
             run_id="bench",
-            model_digest="",
             images=self._images,
             chunk_bytes=CHUNK_BYTES,
         )

@@ -108,7 +108,6 @@ async def run(config: Config, arguments: argparse.Namespace) -> None:
         identity,
         encrypts=config.security.curve,
         chunk_bytes=config.network.chunk_bytes,
-        model_digest="",
         images=make_images(config.model.dtype, config.network),
     )
     weights = Weights(arguments.shape, arguments.share)

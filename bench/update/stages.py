@@ -83,7 +83,6 @@ class Learner:
             self._weights.state,
             PolicyVersion(1, step),
             run_id=RUN,
-            model_digest="",
             images=self._images,
             chunk_bytes=CHUNK_BYTES,
         )

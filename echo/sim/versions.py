@@ -53,7 +53,6 @@ class Versions:
         manifest = Manifest(
             run_id=self._identity.run_id,
             version=version,
-            model_digest="",
             tensors=(TensorSpec("w", "uint8", (self.num_bytes,), 0, self.num_bytes),),
             num_bytes=self.num_bytes,
             chunk_bytes=CHUNK_BYTES,

@@ -60,8 +60,6 @@ class Manifest(msgspec.Struct, frozen=True):
 
     run_id: str
     version: PolicyVersion
-    model_digest: str
-    """Hash of the model configuration that the tensors belong to."""
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
     """Number of bytes of the image."""
@@ -193,7 +191,6 @@ def build_manifest(
     *,
     run_id: str,
     version: PolicyVersion,
-    model_digest: str,
     tensors: Sequence[TensorSpec],
     image: bytes | bytearray | memoryview,
     chunk_bytes: int,
@@ -204,7 +201,6 @@ def build_manifest(
     Args:
         run_id: the run that the version belongs to.
         version: the name of the version.
-        model_digest: hash of the model configuration.
         tensors: types and places of the tensors in the image.
         image: the bytes of the image.
         chunk_bytes: size of a chunk, between MIN_CHUNK_BYTES and MAX_CHUNK_BYTES.
@@ -213,7 +209,6 @@ def build_manifest(
     manifest = Manifest(
         run_id=run_id,
         version=version,
-        model_digest=model_digest,
         tensors=tuple(tensors),
         num_bytes=len(image),
         chunk_bytes=chunk_bytes,

@@ -1165,7 +1165,6 @@ class World:
         manifest = build_manifest(
             run_id=run or real.run_id,
             version=PolicyVersion(real.version.lineage, real.version.step + 1),
-            model_digest=real.model_digest,
             tensors=real.tensors,
             image=image,
             chunk_bytes=CHUNK_BYTES,

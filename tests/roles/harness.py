@@ -39,7 +39,6 @@ def make_version(
     manifest = build_manifest(
         run_id=run,
         version=version,
-        model_digest="model",
         tensors=[TensorSpec("w", "uint8", (len(image),), 0, len(image))],
         image=image,
         chunk_bytes=CHUNK_BYTES,

@@ -464,7 +464,6 @@ def describe(image: bytes, chunk_bytes: int = CHUNK_BYTES, step: int = 1) -> Man
     return build_manifest(
         run_id="run",
         version=PolicyVersion(1, step),
-        model_digest="",
         tensors=[],
         image=image,
         chunk_bytes=chunk_bytes,

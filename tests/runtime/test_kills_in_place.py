@@ -53,7 +53,6 @@ def described(step: int, image: bytes) -> bytes:
     manifest = build_manifest(
         run_id=RUN,
         version=PolicyVersion(1, step),
-        model_digest="model",
         tensors=tensors,
         image=image,
         chunk_bytes=CHUNK_BYTES,

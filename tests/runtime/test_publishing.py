@@ -86,7 +86,6 @@ def publication_of(step: int, image: bytearray) -> Publication:
     manifest = build_manifest(
         run_id="run",
         version=PolicyVersion(1, step),
-        model_digest="model",
         tensors=[spec],
         image=image,
         chunk_bytes=CHUNK_BYTES,
@@ -292,7 +291,7 @@ def special_publications() -> list[Publication]:
     for step in (0, 1):
         image = bytearray(b"".join(part[step] for part in parts))
         manifest = build_manifest(
-            run_id="run", version=PolicyVersion(1, step), model_digest="model", tensors=tensors,
+            run_id="run", version=PolicyVersion(1, step), tensors=tensors,
             image=image, chunk_bytes=16 << 10,
         )  # fmt: skip
         publications.append(Publication(sign(manifest, KEY), manifest, image))
@@ -492,7 +491,6 @@ def unsealed(images: VersionImages, weights: Weights, step: int) -> Publication:
         weights,
         PolicyVersion(1, step),
         run_id="run",
-        model_digest="model",
         images=images,
         chunk_bytes=DEVICE_CHUNK_BYTES,
     )

@@ -480,7 +480,6 @@ class Learner:
             weights,
             version,
             run_id="run",
-            model_digest="model",
             images=self.images,
             chunk_bytes=CHUNK_BYTES,
         )

@@ -21,7 +21,6 @@ def publication(step: int, lineage: int = 1) -> tuple[Manifest, bytearray, Weigh
     manifest = build_manifest(
         run_id="r",
         version=PolicyVersion(lineage, step),
-        model_digest="m",
         tensors=specs,
         image=image,
         chunk_bytes=1024,

@@ -73,7 +73,6 @@ def described(step: int, num_bytes: int = IMAGE_BYTES) -> tuple[SignedManifest, 
     manifest = build_manifest(
         run_id="run",
         version=v(step),
-        model_digest="model",
         tensors=[TensorSpec("w", "uint8", (num_bytes,), 0, num_bytes)],
         image=weights(step, num_bytes),
         chunk_bytes=CHUNK_BYTES,

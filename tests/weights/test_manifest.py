@@ -65,7 +65,6 @@ def test_a_manifest_commits_to_the_key_of_its_chunks() -> None:
     manifest = build_manifest(
         run_id="run",
         version=MANIFEST.version,
-        model_digest="",
         tensors=MANIFEST.tensors,
         image=IMAGE,
         chunk_bytes=MANIFEST.chunk_bytes,
@@ -159,7 +158,7 @@ def test_tensors_may_be_scalars_and_empty_and_end_with_the_image() -> None:
 
 def test_an_image_that_cannot_be_described_is_refused_at_home() -> None:
     fields: dict[str, Any] = {
-        "run_id": "run", "version": PolicyVersion(1, 0), "model_digest": "m", "chunk_bytes": 1024,
+        "run_id": "run", "version": PolicyVersion(1, 0), "chunk_bytes": 1024,
     }  # fmt: skip
     with pytest.raises(RemoteProtocolError, match="past the image's 23 bytes"):
         build_manifest(**fields, tensors=spec(), image=bytes(23))

@@ -732,7 +732,6 @@ class RunParts:
             self.identity,
             encrypts=self.config.security.curve,
             chunk_bytes=self.config.network.chunk_bytes,
-            model_digest=self.data.digests["model"],
             images=images,
             attribution=attribution,
         )

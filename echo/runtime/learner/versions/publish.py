@@ -149,7 +149,6 @@ def make_publication(
     version: PolicyVersion,
     *,
     run_id: str,
-    model_digest: str,
     images: Images,
     chunk_bytes: int,
 ) -> Publication:
@@ -158,7 +157,6 @@ def make_publication(
     manifest = Manifest(
         run_id=run_id,
         version=version,
-        model_digest=model_digest,
         tensors=made.specs,
         num_bytes=len(made.memory),
         chunk_bytes=chunk_bytes,
@@ -211,7 +209,6 @@ class Publisher:
         *,
         encrypts: bool,
         chunk_bytes: int,
-        model_digest: str,
         images: Images,
         attribution: Attribution | None = None,
     ) -> None:
@@ -223,7 +220,6 @@ class Publisher:
         self._identity = identity
         self._images = images
         self._chunk_bytes = chunk_bytes
-        self._model_digest = model_digest
         self._attribution = attribution
 
     def prepare(self) -> bool:
@@ -239,7 +235,6 @@ class Publisher:
             weights,
             version,
             run_id=self._identity.run_id,
-            model_digest=self._model_digest,
             images=self._images,
             chunk_bytes=self._chunk_bytes,
         )
