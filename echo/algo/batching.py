@@ -69,12 +69,9 @@ class TrainingRow:
     @property
     def tree(self) -> Tree | None:
         """The pieces of the rollout's completion; None if it has one chain."""
-        rollout = self.rollout
-        if not len(rollout.branches):
+        if not len(self.rollout.branches):
             return None
-        return Tree(
-            rollout.branches, num_tokens=rollout.num_tokens, num_prompt=len(self.prompt_ids)
-        )
+        return Tree.of(self.rollout, num_prompt=len(self.prompt_ids))
 
     @property
     def num_inputs(self) -> int:

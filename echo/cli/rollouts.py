@@ -157,13 +157,8 @@ def _shown(
         prompt=prompt,
         parts=list(_parts(group, rollout, decode)),
         branches=rollout.branches.tolist(),
-        num_chains=len(_tree(group, rollout).chains),
+        num_chains=len(Tree.of(rollout, num_prompt=len(group.prompt_ids)).chains),
     )
-
-
-def _tree(group: Group, rollout: Rollout) -> Tree:
-    num_prompt = len(group.prompt_ids)
-    return Tree(rollout.branches, num_tokens=rollout.num_tokens, num_prompt=num_prompt)
 
 
 def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
@@ -172,13 +167,14 @@ def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
     The tokens of a part follow each other; a chain that branches off begins a part.
     """
     ids = [*group.prompt_ids.tolist(), *rollout.token_ids.tolist()]
-    num_prompt, tree = len(group.prompt_ids), _tree(group, rollout)
+    num_prompt = len(group.prompt_ids)
     kinds = [
         (*version, is_sampled)
         for version, is_sampled in zip(
             rollout.policy_versions.tolist(), rollout.completion_mask.tolist(), strict=True
         )
     ]
+    tree = Tree.of(rollout, num_prompt=num_prompt)
     for piece in tree.pieces:
         way = tree.way_to(piece)
         before = [each for start, end in way for each in ids[num_prompt + start : num_prompt + end]]

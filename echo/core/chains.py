@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -71,8 +71,23 @@ def predecessors(branches: Branches, *, num_tokens: int) -> npt.NDArray[np.int64
     return before
 
 
+class HasBranches(Protocol):
+    """A completion whose tokens may form a tree: a rollout."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def branches(self) -> Branches: ...
+
+
 class Tree:
     """The pieces of a completion, with the way to each of them."""
+
+    @classmethod
+    def of(cls, rollout: HasBranches, *, num_prompt: int) -> Self:
+        """Return the tree of a rollout's completion after a prompt of `num_prompt` tokens."""
+        return cls(rollout.branches, num_tokens=rollout.num_tokens, num_prompt=num_prompt)
 
     def __init__(self, branches: Branches, *, num_tokens: int, num_prompt: int) -> None:
         """Divide a completion of `num_tokens` after a prompt of `num_prompt` tokens into pieces."""

@@ -47,7 +47,7 @@ def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSetting
             return "malformed"
         if num_tokens > settings.max_tree_tokens:
             return "too_long"
-        tree = Tree(rollout.branches, num_tokens=num_tokens, num_prompt=num_prompt)
+        tree = Tree.of(rollout, num_prompt=num_prompt)
         longest = max(map(num_tokens_of, tree.chains)) - num_prompt
     return "too_long" if longest > settings.max_completion_tokens else None
 

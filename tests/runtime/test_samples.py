@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 
 from echo.cli.node import NoticeBoard
 from echo.core.samples import TextSample, spread_over
-from echo.runtime.learner.samples import MAX_CHARACTERS, SAMPLE_STEPS, SampleLog
+from echo.runtime.learner.samples import MAX_CHARACTERS, NEW_CHAIN, SAMPLE_STEPS, SampleLog
 from tests.core.groups import make_group, make_rollout
 from tests.runtime.harness import Play, Run, running
 
@@ -53,6 +55,17 @@ def test_every_tenth_step_its_best_and_its_worst_rollout_are_told(
     assert "\x1b" not in caplog.messages[0]
     assert "characters ...]" in caplog.messages[0]
     assert board.lines == []  # they are for the log's file
+
+
+def test_chains_of_an_agent_are_told_apart() -> None:
+    follower: Any = Noting()
+    log = logging.getLogger("test.samples")
+    samples = SampleLog(1, follower, decode=lambda ids: "-" * len(ids), log=log)
+    rollout = make_rollout([(1, 0)] * 5, reward=1.0)
+    rollout = dataclasses.replace(rollout, branches=np.array([[3, 0]], np.int32))
+    samples.trained(SAMPLE_STEPS, [make_group(rollout, rollout)])
+    [(_, sample)] = follower.samples
+    assert sample.completion == f"---{NEW_CHAIN}--"
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from echo.core.rollout import Group
+from echo.core.chains import Tree
+from echo.core.rollout import Group, Rollout
 from echo.core.samples import TextSample, spread_over
 from echo.core.units import one_line
 from echo.runtime.learner.follower import Follower
@@ -15,6 +16,9 @@ SAMPLE_STEPS = 10
 MAX_CHARACTERS = 2000
 """Most characters of a prompt or completion in the log; of longer ones the beginning and the end
 are logged."""
+
+NEW_CHAIN = "\n[another chain]\n"
+"""Text before a chain of an agent's rollout that branches off an earlier one."""
 
 Decode = Callable[[list[int]], str]
 """The type of a function that returns the text of token ids."""
@@ -41,13 +45,19 @@ class SampleLog:
                 TextSample(
                     kind="train",
                     prompt=self._decode(group.prompt_ids.tolist()),
-                    completion=self._decode(rollout.token_ids.tolist()),
+                    completion=self._completion(group, rollout),
                     reward=rollout.reward,
                     source=group.worker_id,
                 )
                 for group, rollout in spread_over(rollouts, self._number)
             ],
         )
+
+    def _completion(self, group: Group, rollout: Rollout) -> str:
+        """Return the text of a completion, with NEW_CHAIN where an agent's chain branches off."""
+        tree = Tree.of(rollout, num_prompt=len(group.prompt_ids))
+        ids = rollout.token_ids.tolist()
+        return NEW_CHAIN.join(self._decode(ids[piece.start : piece.end]) for piece in tree.pieces)
 
     def write(self, step: int, samples: Sequence[TextSample]) -> None:
         """Write samples of a step to the log and the follower; further ones are left out."""
