@@ -28,7 +28,7 @@ from echo.core.token_sets import TokenSets
 from echo.engine import allocator, weights
 from echo.engine.weights import write_image
 from echo.train.batch import AdvantageSettings
-from echo.train.models import policy
+from echo.train.models import activations
 from echo.train.optimizer import OptimizerSettings
 from echo.train.step import NonfiniteWeightsError, StepError
 from echo.train.trainer import Trainer
@@ -257,8 +257,8 @@ def test_gradient_checkpointing_changes_nothing_and_offloaded_inputs_no_bit(
         kept.append(tensor.shape)
         return tensor
 
-    monkeypatch.setattr(policy, "_begin_to_offload", pack)
-    monkeypatch.setattr(policy, "_begin_to_bring_back", lambda tensor: tensor)
+    monkeypatch.setattr(activations, "begin_to_offload", pack)
+    monkeypatch.setattr(activations, "begin_to_restore", lambda tensor: tensor)
     trainer = make_trainer(gradient_checkpointing="offload")
     assert equal(gradients(trainer, groups), expected)
     config = trainer.policy.model.config

@@ -21,7 +21,8 @@ from echo.algo import batching
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.engine.lora import Lora
 from echo.kernels import logprob
-from echo.train.models import attention, packing, policy
+from echo.train.models import attention, packing
+from echo.train.models.activations import checkpoint_offloaded
 from echo.train.models.attention import VARLEN
 from echo.train.models.masters import Masters
 from echo.train.models.policy import ModelSource
@@ -246,7 +247,7 @@ def test_offloaded_inputs_are_copied_without_a_wait() -> None:
     layer = torch.nn.Linear(3, 3)
     inputs = torch.ones(2, 3, requires_grad=True)
     with Copies():  # type: ignore[no-untyped-call] # torch's
-        policy._checkpoint_offloaded(layer, inputs).sum().backward()
+        checkpoint_offloaded(layer, inputs).sum().backward()
     assert is_waited_for == [False]
     assert inputs.grad is not None
     assert torch.equal(inputs.grad, layer.weight.sum(0).expand(2, 3))

@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,11 +33,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, masking_utils
 from transformers.initialization import no_init_weights
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from echo.algo.batching import MicroBatch, Segments, TrainingRow, collate
@@ -46,7 +42,6 @@ from echo.algo.row_sizes import Fills, RowSizes
 from echo.config.schema import LearnerSection, ModelSection, OptimizerSection
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.core.rollout import Rollout
-from echo.engine import allocator
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import (
     BUILDING,
@@ -75,6 +70,7 @@ from echo.kernels.logprob import (
     without_ids,
 )
 from echo.train.models import packing
+from echo.train.models.activations import decoder_layers, enable_training
 from echo.train.models.attention import LayerShape, choose_kernel, plain_kernel
 from echo.train.models.compiling import MIN_STEPS, compile_layers
 from echo.train.models.flops import model_flops
@@ -271,9 +267,14 @@ class Policy:
             and self._compute(packing.can_share_prompts, self.model, compute.dtype)
         )
         """Whether a packed row may hold a prompt once for all of its rollouts."""
-        self._enable_training(gradient_checkpointing=compute.gradient_checkpointing)
+        _check_layers(self.model, compute)
+        enable_training(
+            self.model,
+            is_on_cpu=self.device.type == "cpu",
+            gradient_checkpointing=compute.gradient_checkpointing,
+        )
         self._check_and_round()
-        if compute.compile_layers and (layers := _layers(self.model)):
+        if compute.compile_layers and (layers := decoder_layers(self.model)):
             compile_layers(layers, must=compute.compile_layers is True)
 
     def _fill(self, source: ModelSource, model_dir: Path) -> None:
@@ -649,24 +650,6 @@ class Policy:
             self._kernel = choose_kernel(self.device, dtype, frozenset(shapes))
         return fault
 
-    def _enable_training(self, *, gradient_checkpointing: bool | str) -> None:
-        _check_layers(self.model, self.compute)
-        if self.device.type == "cpu":
-            hook = partial(_give_back_beside, allocator.Trimmer())
-            for layer in _layers(self.model):
-                layer.register_forward_hook(hook)
-        if not gradient_checkpointing:
-            self.model.eval()  # switches dropout off; gradients are computed nevertheless
-            return
-        # transformers 5 renamed this method between releases.
-        enable = getattr(self.model, "activation_checkpointing_enable", None)
-        (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
-        self.model.train()
-        if gradient_checkpointing == "offload":
-            for layer in _layers(self.model):
-                # transformers itself has just set this attribute.
-                layer._gradient_checkpointing_func = _checkpoint_offloaded  # noqa: SLF001
-
     def _check_logits(self, dtype: torch.dtype) -> None:
         """Raise if the logits of a few tokens differ from hidden states times LM head."""
         try:
@@ -726,28 +709,6 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
         compile_layers=False,
     )
     return Policy(source, compute, is_frozen=True)
-
-
-def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute a layer with checkpointing; the host keeps its inputs until the backward pass.
-
-    The offloading hooks get only the inputs: the checkpoint drops other saved tensors.
-    """
-    with saved_tensors_hooks(_begin_to_offload, _begin_to_bring_back):
-        return checkpoint(layer, *inputs, use_reentrant=False)
-
-
-def _begin_to_offload(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Begin to copy a tensor to the host; unlike torch's own hook, do not wait for the device."""
-    kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    kept.copy_(tensor, non_blocking=True)
-    return tensor.device, kept
-
-
-def _begin_to_bring_back(offloaded: tuple[torch.device, Tensor]) -> Tensor:
-    """Begin to copy a tensor back to its device, on the stream that copied it to the host."""
-    device, kept = offloaded
-    return kept.to(device, non_blocking=True)
 
 
 @contextmanager
@@ -867,24 +828,8 @@ def _check_layers(model: Any, compute: Compute) -> None:
         "learner.compile_layers = false": compute.compile_layers is True,
     }
     for remedy in [remedy for remedy, is_asked_for in remedies.items() if is_asked_for]:
-        if not _layers(model):
+        if not decoder_layers(model):
             raise EngineError(f"{name} has no decoder layers of transformers' kind: set {remedy}")
-
-
-def _layers(model: Any) -> list[Any]:
-    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _give_back_beside(trim: Callable[[], None], layer: Any, inputs: Any, output: Any) -> None:
-    """Give freed memory back to the system after a layer's forward, and before its backward.
-
-    Without a gradient no activation is kept, so there is nothing to give back.
-    """
-    states = output[0] if isinstance(output, tuple) else output
-    if states.requires_grad:
-        trim()
-        states.register_hook(lambda _: trim())
 
 
 def _switch_off_dropout(config: Any) -> None:

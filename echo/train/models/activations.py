@@ -1,0 +1,80 @@
+"""Activations of a model's layers: recomputed, offloaded, and given back to the system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from echo.engine import allocator
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """Return the layers of a model whose activations can be recomputed."""
+    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def enable_training(model: Any, *, is_on_cpu: bool, gradient_checkpointing: bool | str) -> None:
+    """Set up what a model's layers do with their activations, and switch dropout off.
+
+    Args:
+        model: a model of transformers, whose layers can do what is asked.
+        is_on_cpu: whether the model is on the CPU, where freed memory is given back.
+        gradient_checkpointing: True to recompute activations, "offload" to keep the layers' inputs
+            on the host as well.
+    """
+    if is_on_cpu:
+        hook = partial(_give_back_beside, allocator.Trimmer())
+        for layer in decoder_layers(model):
+            layer.register_forward_hook(hook)
+    if not gradient_checkpointing:
+        model.eval()  # switches dropout off; gradients are computed nevertheless
+        return
+    # transformers 5 renamed this method between releases.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    model.train()
+    if gradient_checkpointing == "offload":
+        for layer in decoder_layers(model):
+            # transformers itself has just set this attribute.
+            layer._gradient_checkpointing_func = checkpoint_offloaded  # noqa: SLF001
+
+
+def checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
+    """Compute a layer with checkpointing; the host keeps its inputs until the backward pass.
+
+    The offloading hooks get only the inputs: the checkpoint drops other saved tensors.
+    """
+    with saved_tensors_hooks(begin_to_offload, begin_to_restore):
+        return checkpoint(layer, *inputs, use_reentrant=False)
+
+
+def begin_to_offload(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    """Begin to copy a tensor to the host; unlike torch's own hook, do not wait for the device."""
+    kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    kept.copy_(tensor, non_blocking=True)
+    return tensor.device, kept
+
+
+def begin_to_restore(offloaded: tuple[torch.device, Tensor]) -> Tensor:
+    """Begin to copy a tensor back to its device, on the stream that copied it to the host."""
+    device, kept = offloaded
+    return kept.to(device, non_blocking=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _give_back_beside(trim: Callable[[], None], layer: Any, inputs: Any, output: Any) -> None:
+    """Give freed memory back to the system after a layer's forward, and before its backward.
+
+    Without a gradient no activation is kept, so there is nothing to give back.
+    """
+    states = output[0] if isinstance(output, tuple) else output
+    if states.requires_grad:
+        trim()
+        states.register_hook(lambda _: trim())
