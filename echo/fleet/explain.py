@@ -67,6 +67,10 @@ LARGE_PART = 0.4
 """Share of a step from which on a part beside training is its bottleneck."""
 
 
+SERVING_AGENTS = "serving agents"
+"""The activity of a worker whose rollouts are made by agents."""
+
+
 class WaitStage(StrEnum):
     """What a worker's groups do, or why it has none."""
 
@@ -159,6 +163,10 @@ class ObservedFleet:
     """Number of groups in a row from which nothing could be learned, up to the newest."""
     useless: str = ""
     """The numbers of these groups by reason, as text."""
+    _by_name: dict[str, ObservedNode] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {node.name: node for node in self.nodes})
 
     @property
     def workers(self) -> list[ObservedNode]:
@@ -166,7 +174,7 @@ class ObservedFleet:
 
     def node(self, name: str) -> ObservedNode | None:
         """Return the node of a name; None for the learner and for unknown nodes."""
-        return next((node for node in self.nodes if node.name == name), None)
+        return self._by_name.get(name)
 
     def path(self, worker: ObservedNode) -> list[ObservedNode]:
         """Return the nodes that fetch on the path of the weights, from a worker upwards.
@@ -566,6 +574,12 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
             if "zero_variance" in tally.useless
             else "docs/troubleshooting.md says what each reason means",
         )  # fmt: skip
+    if all(worker.activity == SERVING_AGENTS for worker in fleet.workers if worker.num_leases):
+        return Explanation(
+            "slow_agents", "agents", "",
+            f"{_missing(fleet)}: agents play them",
+            "run more agents at the workers' endpoints, or faster ones",
+        )  # fmt: skip
     straggler = _straggler(tally, fleet)
     if straggler is not None:
         return straggler
@@ -663,24 +677,24 @@ def explain_idle(tally: Tally, parts: StepParts) -> Explanation | None:
         return None
     chain = (
         f"workers have no groups {share:.0%} of the time: the learner is the bottleneck, its step "
-        f"takes {format_duration(parts.step_s)}"
+        f"takes {format_duration(parts.step_s)}, training {format_duration(parts.train_s)} of it"
     )
     if parts.is_recomputing:
         return Explanation(
             "needless_checkpointing", "learner", "learner.gradient_checkpointing",
-            f"{chain} and recomputes activations that would fit into its memory",
+            f"{chain}, and recomputes activations that would fit into its memory",
             'set learner.gradient_checkpointing = "auto"',
         )  # fmt: skip
     if parts.publish_s > LARGE_PART * parts.step_s:
         return Explanation(
             "slow_publishing", "learner", "sync.publish_period",
-            f"{chain}, {format_duration(parts.publish_s)} of it to make versions",
+            f"{chain} and making versions {format_duration(parts.publish_s)}",
             "raise sync.publish_period",
         )  # fmt: skip
     if parts.save_s > LARGE_PART * parts.step_s:
         return Explanation(
             "slow_checkpoints", "disk of the learner", "checkpoint.interval_steps",
-            f"{chain}, {format_duration(parts.save_s)} of it to write checkpoints",
+            f"{chain} and writing checkpoints {format_duration(parts.save_s)}",
             "raise checkpoint.interval_steps",
         )  # fmt: skip
     return Explanation(

@@ -19,6 +19,7 @@ from echo.core.price import Price
 from echo.core.rollout import PolicyVersion
 from echo.core.status import NodeStatus
 from echo.core.timers import Deadlines, RecentMap
+from echo.core.units import one_line
 from echo.fleet.explain import ObservedNode
 from echo.leases.book import LeasedWorker
 from echo.weights.topology.sites import PlannedNode
@@ -188,11 +189,11 @@ class Member:
             fetching="" if stats.fetching is None else str(stats.fetching),
             num_chunks_held=stats.num_chunks_held,
             num_chunks=stats.num_chunks,
-            parent=stats.parent,
+            parent=one_line(stats.parent),
             bytes_per_s=stats.downlink_bytes_per_s,
             recent_bytes_per_s=self.rates()[1],
             write_bytes_per_s=1 / write_s if write_s else None,
-            activity=self._state(num_leases),
+            activity=one_line(self._state(num_leases)),
             engine=stats.engine,
             num_leases=num_leases,
             groups=stats.groups,

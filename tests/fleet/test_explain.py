@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from echo.fleet.explain import (
+    SERVING_AGENTS,
     Explanation,
     ObservedFleet,
     ObservedNode,
@@ -184,6 +185,10 @@ def test_idle_workers_have_a_part_of_the_step_to_thank(parts: dict[str, Any], ca
     assert found.cause == cause
     assert "no groups 90% of the time" in found.chain
     assert explain_idle(Tally(), StepParts(step_s=10.0, **parts)) is None
+
+
+def test_groups_that_agents_play_wait_for_agents() -> None:
+    assert explained(fleet(worker(activity=SERVING_AGENTS))).cause == "slow_agents"
 
 
 def test_a_long_list_of_workers_is_cut() -> None:

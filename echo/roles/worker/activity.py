@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from echo.fleet.explain import SERVING_AGENTS
 from echo.leases.worker.held import GroupState, HeldLeases
 from echo.roles.members import IDLE
 from echo.roles.worker.departure import Departure
@@ -21,7 +22,7 @@ def describe_activity(calls: EngineCalls | None, held: HeldLeases, departure: De
     if calls is None:
         return "starting"
     if calls.engine.sampler == "agents":
-        return "serving agents"
+        return SERVING_AGENTS
     if calls.is_sampling:
         return "sampling"
     if held.of(GroupState.SCORING):

@@ -234,6 +234,8 @@ class Stalls:
         if found.cause == self._cause or now < self._logged_at + LOG_S:
             return False
         self._cause, self._logged_at = found.cause, now
+        if found.cause == "no_worker":
+            return True  # `BatchWait` logs it each minute
         is_idle = text == str(found)
         level = logging.INFO if is_idle else logging.WARNING
         self._log.log(level, "%s", text if is_idle else f"the learner {text}")
