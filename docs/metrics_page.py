@@ -25,12 +25,14 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "reward/mean": "Mean reward of the groups that the step trained on, and of those that were "
         "left out since the step before.",
         "reward/std": "Standard deviation of the same rewards.",
+        "reward/*/mean": "Mean of a part of the rewards, where the task returns parts.",
         "completions/mean_length": "Mean length of a completion, tokens.",
         "completions/clipped_ratio": "Share of completions that ran into "
         "`sampling.max_completion_tokens`.",
         "eval/*/reward": "Mean held-out reward at the run's temperature; the middle is the task.",
         "eval/*/avg@*": "The same, where `eval.num_samples` answers were sampled for each prompt.",
         "eval/*/pass@*": "Probability that one of k answers is right, if every reward is 0 or 1.",
+        "eval/*/reward/*": "Mean of a part of the held-out rewards.",
         "eval/*/greedy": "Mean held-out reward of the likeliest answers.",
         "eval/version": "Step of the weights that were evaluated.",
         "eval/seconds": "How long the evaluation took. On a CPU it shares the cores with training.",
@@ -137,6 +139,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "env/retries": "Calls that were made again.",
         "env/latency": "Seconds per call.",
         "env/no_opinion": "Answers for which the task gave None, left out of their groups.",
+        "env/turns": "Turns of the policy per episode of an environment.",
+        "env/tool_calls": "Results of tools per episode of an environment.",
         "env/turn_limit": "Episodes ended at `task.max_turns`.",
         "env/token_limit": "Episodes ended at `sampling.max_completion_tokens`.",
         "agents/trained_share": "Share of the tokens sampled in agents' sessions that are "
@@ -206,6 +210,7 @@ _NOT_MEASURED = ("cli", "config", "sim", "ui")
 _OTHER_NAMES = {
     *("application/json", "refs/convert/parquet"),  # no metrics at all
     "env/milliseconds",  # becomes env/latency
+    "env/episodes",  # what env/turns and env/tool_calls are divided by
     # Become shares.
     *("agents/tokens_sampled", "agents/tokens_trained", "agents/tokens_abandoned"),
     *("agents/num_episodes", "agents/num_chains"),

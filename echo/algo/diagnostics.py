@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from echo.core.reward_parts import MAX_PARTS
 from echo.core.rollout import Group
 
 if TYPE_CHECKING:
@@ -124,6 +125,10 @@ class GroupStats:
     """Number of groups whose rewards are all equal, and 0 or less."""
     num_unscored: int = 0
     """Number of groups with fewer than two rewards; such groups count here and in no other sum."""
+    part_sums: Mapping[str, float] = field(default_factory=dict)
+    """Sum of each part of rewards, by its name."""
+    part_counts: Mapping[str, int] = field(default_factory=dict)
+    """Number of rewards that have each part."""
     num_mixed: int = 0
     """Number of groups whose tokens were sampled by more than one policy version."""
 
@@ -134,7 +139,10 @@ class GroupStats:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rewards = [rollout.reward for rollout in rollouts]
         equal = [each[0] for group in groups if min(each := group.rewards) == max(each)]
+        parts = [part for rollout in rollouts for part in rollout.reward_parts.items()]
         return cls(
+            part_sums=_summed(parts),
+            part_counts=_summed((name, 1) for name, _ in parts),
             num_groups=len(groups),
             num_rollouts=len(rollouts),
             reward_sum=math.fsum(rewards),
@@ -147,12 +155,12 @@ class GroupStats:
         )
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(
-            **{
-                field.name: getattr(self, field.name) + getattr(other, field.name)
-                for field in fields(self)
-            }
-        )
+        sums: dict[str, Any] = {}
+        for each in fields(self):
+            own, new = getattr(self, each.name), getattr(other, each.name)
+            is_table = isinstance(own, Mapping)
+            sums[each.name] = _summed([*own.items(), *new.items()]) if is_table else own + new
+        return type(self)(**sums)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics reward/*, completions/* and groups/*; empty if there are no groups."""
@@ -165,6 +173,10 @@ class GroupStats:
         return {
             "reward/mean": mean,
             "reward/std": math.sqrt(max(0.0, variance)),
+            **{
+                f"reward/{name}/mean": self.part_sums[name] / self.part_counts[name]
+                for name in sorted(self.part_counts)[:MAX_PARTS]
+            },
             "completions/mean_length": self.num_tokens / self.num_rollouts,
             "completions/clipped_ratio": self.num_cut_off / self.num_rollouts,
             "groups/all_right": self.num_all_right / self.num_groups,
@@ -172,6 +184,17 @@ class GroupStats:
             "groups/useful": num_useful / self.num_groups,
             "groups/mixed": self.num_mixed / self.num_groups,
         }
+
+
+T = TypeVar("T", int, float)
+
+
+def _summed(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Return, for each name, the sum of its numbers."""
+    sums: dict[str, T] = {}
+    for name, number in pairs:
+        sums[name] = sums[name] + number if name in sums else number
+    return sums
 
 
 # --- mismatch -------------------------------------------------------------------------------------

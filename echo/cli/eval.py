@@ -187,6 +187,7 @@ def score_lines(target: EvalTarget, result: EvalResult) -> list[str]:
     if result.is_rate:
         rows += [(f"pass@{k}", str(scores.pass_at(k))) for k in scores.ks]
     rows.append(("greedy", str(result.greedy_scores.mean)))
+    rows += [(f"reward/{name}", f"{mean:.3f}") for name, mean in result.part_means.items()]
     width = max(len(name) for name, _ in rows)
     lines = [
         f"{target.name}: {_task_name(config)}, {len(scores.by_prompt)} held-out prompts, "
@@ -222,6 +223,7 @@ def score_report(target: EvalTarget, result: EvalResult) -> dict[str, Any]:
         if result.is_rate
         else None,
         "greedy": _interval(result.greedy_scores.mean),
+        "reward_parts": result.part_means,
         "num_reward_errors": result.num_reward_errors,
         "num_unscored": result.num_unscored,
     }

@@ -151,6 +151,7 @@ def _shown(
         end=stored.end,
         step=stored.step,
         reward=rollout.reward,
+        reward_parts=rollout.reward_parts,
         group_mean=float(np.mean(group.rewards)),
         finish_reason=rollout.finish_reason,
         staleness=staleness,
@@ -224,6 +225,9 @@ def _row(rollout: ShownRollout) -> dict[str, Any]:
         "end": rollout.end,
         "step": rollout.step,
         "reward": rollout.reward,
+        "reward_parts": [
+            {"name": name, "value": value} for name, value in rollout.reward_parts.items()
+        ],
         "finish_reason": rollout.finish_reason,
         "staleness_min": low,
         "staleness_max": high,

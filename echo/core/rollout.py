@@ -7,7 +7,7 @@ relay does not install.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echo.core.chains import Branches, find_branch_fault, no_branches
+from echo.core.reward_parts import PartedReward
 from echo.core.token_sets import TokenSets, join_sets
 
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
@@ -111,6 +112,9 @@ class Rollout(Tokens):
     """The reward, or NO_OPINION if the task cannot score the rollout."""
     finish_reason: str
     """"stop" (a stop token), "length" (the token limit) or "abort" (cut short)."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """The named parts of the reward, which is their sum; empty if it has none. A PartedReward given
+    as `reward` is divided into the reward and its parts."""
     branches: Branches = field(default_factory=no_branches)
     """[K, 2] where the chains of an agent's tokens branch off (core/chains.py); empty if each token
     follows the one before it."""
@@ -129,6 +133,9 @@ class Rollout(Tokens):
                     f"Rollout.{name} is {array.dtype}{list(array.shape)}, expected "
                     f"{np.dtype(dtype)}{list(shape)} with at least one token"
                 )
+        if isinstance(self.reward, PartedReward):
+            object.__setattr__(self, "reward_parts", self.reward.parts)
+            object.__setattr__(self, "reward", float(self.reward))
         self._check_sets()
         if fault := find_branch_fault(self.branches, num_tokens=num_tokens):
             raise ValueError(f"Rollout.branches has {fault}")

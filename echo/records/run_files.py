@@ -172,12 +172,17 @@ def _finite(row: MetricsRow, key: str, where: str) -> float:
     return value
 
 
+def _is_of_evaluation(key: str) -> bool:
+    """Return whether a key is a figure of an evaluation; parts of rewards have one level more."""
+    return key.startswith("eval/") and key.count("/") <= 2
+
+
 def _evaluation(row: MetricsRow, step: int) -> Evaluation | None:
     """Return the evaluation that a row of metrics contains; None if it contains none.
 
     The keys of an evaluation are eval/<task>/reward and eval/<task>/greedy.
     """
-    values = {k.rpartition("/")[2]: v for k, v in row.items() if k.startswith("eval/")}
+    values = {k.rpartition("/")[2]: v for k, v in row.items() if _is_of_evaluation(k)}
     sampled, greedy = values.get("reward"), values.get("greedy")
     if sampled is None or greedy is None:
         return None

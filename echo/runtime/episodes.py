@@ -151,7 +151,15 @@ class EpisodeRunner:
                 self._play(groups, sampling, watcher, version)
                 for index, group in zip(wanted, groups, strict=True):
                     results[index] = _result(group)
+                    if not isinstance(results[index], RewardError):
+                        self._count(group)
         return results
+
+    def _count(self, group: Sequence[_Play]) -> None:
+        """Count the episodes of a finished group, their turns and their tool calls."""
+        self._host.count("env/episodes", len(group))
+        self._host.count("env/turns", sum(play.num_turns for play in group))
+        self._host.count("env/tool_calls", sum(play.num_tool_calls for play in group))
 
     def close(self) -> None:
         """Make the threads that wait for replies end, but do not wait until they have ended."""
@@ -225,6 +233,8 @@ class EpisodeRunner:
         """Send the sampled turn to the environment; append the reply, or end the episode."""
         assert play.episode is not None
         messages = play.episode.reply(self._text.decode(play.turn_ids.tolist()))
+        play.num_turns += 1
+        play.num_tool_calls += sum(each.get("role") == "tool" for each in messages or ())
         if messages is None and not play.is_cut:
             play.reason = "stop"
         elif messages is None or play.is_cut:
@@ -282,6 +292,7 @@ class _Play:
         self.reason = ""
         """The finish reason; empty while the episode runs."""
         self.reward = 0.0
+        self.num_turns = self.num_tool_calls = 0
         self.turn_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
         """The tokens of the last sampled turn."""
         self.is_cut = False

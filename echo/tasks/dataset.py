@@ -37,7 +37,7 @@ from echo.core.bounds import MAX_LEASE_BYTES
 from echo.core.errors import ConfigError, DataError, EchoError
 from echo.core.units import format_bytes
 from echo.tasks.messages import plain_message
-from echo.tasks.reward_functions import RewardFunction
+from echo.tasks.reward_functions import RewardSum
 from echo.tasks.rows.examples import RowReader
 from echo.tasks.rows.files import HUB_PREFIX, DatasetRow, dataset_files, is_local, read_rows
 from echo.tasks.task import Example, Reward, Rewards, Task, is_heldout
@@ -291,7 +291,8 @@ class DatasetTask(RowsTask):
         path, heldout_path, columns, leave_out, skip_bad, assistant_last: see `RowsTask`.
         reward: "exact" (the completion is `answer`), "math" (the last number or boxed expression
             equals `answer`, which is a number, LaTeX, or a solution that ends with one of these),
-            or a function: "package.module:function" or "path/to/file.py:function".
+            or a function: "package.module:function" or "path/to/file.py:function". Several are
+            a list of these, or a table of these and their weights.
     """
 
     def __init__(
@@ -303,7 +304,7 @@ class DatasetTask(RowsTask):
         leave_out: Sequence[str] = (),
         skip_bad: bool = False,
         assistant_last: str = "",
-        reward: str = "exact",
+        reward: str | Sequence[str] | Mapping[str, float] = "exact",
     ) -> None:
         super().__init__(
             path=path,
@@ -313,7 +314,7 @@ class DatasetTask(RowsTask):
             skip_bad=skip_bad,
             assistant_last=assistant_last,
         )
-        self._reward = RewardFunction(reward, self.columns)
+        self._reward = RewardSum(reward, self.columns)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
         """Return the example of a row that has all columns that the reward function takes.
@@ -343,4 +344,4 @@ class DatasetTask(RowsTask):
         return values
 
     def source_files(self) -> list[Path]:
-        return [] if self._reward.file is None else [self._reward.file]
+        return self._reward.files

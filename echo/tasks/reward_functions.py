@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from echo.core.errors import ConfigError
+from echo.core.reward_parts import find_name_fault
 from echo.tasks.answers import check_reference, equal_in_mathematics, exact, require_math_verify
 from echo.tasks.task import Example, did_you_mean, import_module, load_function
 
@@ -65,6 +67,101 @@ def _bound_names(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset({*inner.keywords, *by_place})
 
 
+Value = Any
+"""What a function returns for one answer: a number, None, or perhaps an awaitable."""
+
+
+class RewardSum:
+    """The reward of a dataset's answers: one function, or several with weights."""
+
+    def __init__(self, spec: object, columns: Mapping[str, str]) -> None:
+        """Import the functions that `spec` names.
+
+        Args:
+            spec: the value of task.options.reward: a function's name, a list of names, or a table
+                of names and weights.
+            columns: as for `RewardFunction`.
+
+        Raises:
+            ConfigError: if `spec` names no function, two of the same name, or one that cannot be
+                called as a reward, or if a weight is no number.
+        """
+        where = f"{OPTION} = {spec!r}"
+        weights = dict(spec) if isinstance(spec, Mapping) else {}
+        if isinstance(spec, list | tuple) and all(isinstance(each, str) for each in spec):
+            weights = dict.fromkeys(spec, 1.0)
+        for name, weight in weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float):
+                raise ConfigError(f"{where}: the weight of {name!r} is {weight!r}, no number")
+        self._names = [name.rpartition(":")[2] for name in weights]
+        if len({*self._names}) < len(self._names):
+            raise ConfigError(f"{where}: two functions have one name; give each a name of its own")
+        if weights and (fault := find_name_fault(self._names)):
+            raise ConfigError(f"{where}: {fault}")
+        self._alone = None if weights else RewardFunction(spec, columns)  # type: ignore[arg-type]
+        self._functions = [RewardFunction(name, columns) for name in weights]
+        self._weights = [float(weight) for weight in weights.values()]
+        every = [self._alone] if self._alone is not None else self._functions
+        self.is_of_groups = any(function.is_of_groups for function in every)
+        self.files = list(
+            dict.fromkeys(function.file for function in every if function.file is not None)
+        )
+
+    def check(self, example: Example, row: Mapping[str, Any]) -> None:
+        """Check that a row has the columns of every function; see `RewardFunction.check`.
+
+        Raises:
+            ValueError: if columns are missing; the text names them.
+        """
+        for function in [self._alone] if self._alone is not None else self._functions:
+            function.check(example, row)
+
+    def one(self, example: Example, completion: str) -> Any:
+        """Return the reward of one answer, or its parts; perhaps as an awaitable."""
+        if self._alone is not None:
+            return self._alone.one(example, completion)
+        return self._combined([each.one(example, completion) for each in self._functions])
+
+    def all(self, example: Example, completions: Sequence[str]) -> Any:
+        """Return the rewards of all answers to a prompt, or their parts; perhaps an awaitable."""
+        if self._alone is not None:
+            return self._alone.all(example, completions)
+        columns = [
+            each.all(example, completions)
+            if each.is_of_groups
+            else [each.one(example, text) for text in completions]
+            for each in self._functions
+        ]
+        if not any(map(inspect.isawaitable, itertools.chain(columns, *filter(_is_list, columns)))):
+            return [self._parts(row) for row in zip(*columns, strict=True)]
+        return self._combined_rows(columns)
+
+    def _combined(self, values: Sequence[Value]) -> Any:
+        if any(map(inspect.isawaitable, values)):
+            return self._awaited_parts(values)
+        return self._parts(values)
+
+    async def _awaited_parts(self, values: Sequence[Value]) -> dict[str, float] | None:
+        return self._parts([await each if inspect.isawaitable(each) else each for each in values])
+
+    async def _combined_rows(self, columns: Sequence[Any]) -> list[dict[str, float] | None]:
+        lists = [await each if inspect.isawaitable(each) else each for each in columns]
+        return [await self._awaited_parts(row) for row in zip(*lists, strict=True)]
+
+    def _parts(self, values: Sequence[Value]) -> dict[str, float] | None:
+        """Return each function's value times its weight; without those that have no opinion."""
+        parts = {
+            name: weight * value
+            for name, weight, value in zip(self._names, self._weights, values, strict=True)
+            if value is not None
+        }
+        return parts or None
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
 class RewardFunction:
     """A built-in reward or a user's function, ready to be called for examples."""
 
@@ -84,7 +181,8 @@ class RewardFunction:
         self._columns = columns
         if not isinstance(spec, str):
             raise ConfigError(
-                f"{self.where}: takes one function; call several in it, and return their sum"
+                f"{self.where}: name a function, or several with weights: "
+                '{ "file.py:function" = 1.0, "file.py:other" = 0.2 }'
             )
         if spec == "math":
             require_math_verify(self.where)

@@ -48,6 +48,7 @@ from typing import Any, Literal
 import msgspec
 
 from echo.core.errors import ConfigError, EchoError
+from echo.core.reward_parts import PartedReward, parts_of
 from echo.tasks.messages import Message
 from echo.tasks.processes.main import (
     CallAnswer,
@@ -250,22 +251,31 @@ class TaskHost(abc.ABC):
     def _bounded(self, call: TaskCall, value: Any) -> Any:
         """Return the value of a call, after a check that rewards in it are within the limit.
 
+        A reward in parts becomes their sum, a PartedReward.
+
         Raises:
             RewardError: if a reward exceeds task.max_reward.
         """
-        bound = self.limits.max_abs_reward
-        if call.method not in ("reward", "outcome"):
-            return value
-        for reward in value if call.method == "reward" else [value]:
-            if reward is None:
-                self.count("env/no_opinion")
-            elif abs(reward) > bound:
-                raise RewardError(
-                    f"{self.name}.{call} returned {reward!r}, beyond task.max_reward = {bound:g}; "
-                    "scale the task's rewards, or raise it",
-                    reason="reward_too_large",
-                )
+        if call.method == "outcome":
+            return self._bounded_reward(call, value)
+        if call.method == "reward":
+            return [self._bounded_reward(call, reward) for reward in value]
         return value
+
+    def _bounded_reward(
+        self, call: TaskCall, value: float | dict[str, float] | None
+    ) -> float | None:
+        if value is None:
+            self.count("env/no_opinion")
+            return None
+        reward, bound = PartedReward(value) if isinstance(value, dict) else value, self.limits
+        if any(abs(each) > bound.max_abs_reward for each in (reward, *parts_of(reward).values())):
+            raise RewardError(
+                f"{self.name}.{call} returned {value!r}, beyond task.max_reward = "
+                f"{bound.max_abs_reward:g}; scale the task's rewards, or raise it",
+                reason="reward_too_large",
+            )
+        return reward
 
     def close(self) -> None:  # noqa: B027, a stand-in holds nothing
         """Release threads and processes; calls that are under way end with an error."""

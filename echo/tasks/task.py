@@ -93,9 +93,12 @@ class RetryCall(Exception):  # noqa: N818 -- a request of the task's, not an err
     """
 
 
-Reward: TypeAlias = float | Awaitable[float | None] | None
-"""The reward of one answer; None if the task cannot score the answer. It may be an awaitable."""
-Rewards: TypeAlias = Sequence[float | None] | Awaitable[Sequence[float | None]]
+Opinion: TypeAlias = float | Mapping[str, float] | None
+"""The reward of one answer: a number, or its named parts, whose sum it is (core/reward_parts.py);
+None if the task cannot score the answer."""
+Reward: TypeAlias = Opinion | Awaitable[Opinion]
+"""The reward of one answer. It may be an awaitable."""
+Rewards: TypeAlias = Sequence[Opinion] | Awaitable[Sequence[Opinion]]
 """The rewards of all answers of a group. They may be an awaitable."""
 
 
@@ -127,7 +130,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return the reward of a completion: a finite number.
+        """Return the reward of a completion: a finite number, or named parts that add up to it.
 
         If the result is None, the task cannot score the answer, which is left out of its group. The
         method may be `async`.
@@ -439,7 +442,8 @@ def _find_modules(value: object) -> Iterator[str]:
             options = value.get("options", value)
             if value.get("kind") == "verifiers" and isinstance(options, Mapping):
                 yield str(options.get("env", "")).rpartition("/")[2].replace("-", "_")
-            for part in value.values():
+            # A table of functions and their weights names the functions as keys.
+            for part in (*value, *value.values()):
                 yield from _find_modules(part)
         case list() | tuple():
             for part in value:

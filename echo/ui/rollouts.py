@@ -6,8 +6,8 @@ unchanged; all other characters are printed as Python's escapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rich.text import Text
 
@@ -57,6 +57,9 @@ class ShownRollout:
     rollout was not trained."""
     prompt: str
     parts: Sequence[Part]
+    """The parts of the completion."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """The parts of the reward, by name; empty if it has none."""
     branches: Sequence[Sequence[int]] = ()
     """Where the chains of an agent's rollout branch off (core/chains.py)."""
     num_chains: int = 1
@@ -73,6 +76,7 @@ def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
         (f"group {rollout.group}.{rollout.index}", "bold"),
         f"  {rollout.end}  reward ",
         (f"{rollout.reward:g}", "bold"),
+        _parts_text(rollout.reward_parts),
         f" (group {rollout.group_mean:.3g})  {one_line(rollout.worker)}  ",
         ", ".join(_versions(rollout.parts)),
         "" if rollout.staleness is None else f"  staleness {_span(rollout.staleness)}",
@@ -92,6 +96,11 @@ def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
             text.append(f"\n    after {_quoted(part.follows)}:\n    ", style="bold")
         text.append(_indented(part.text, 4)[4:], style=style)
     return text.append("\n")
+
+
+def _parts_text(parts: Mapping[str, float]) -> str:
+    """Return the parts of a reward as text, as " = correct 1 + format 0.2"; "" if it has none."""
+    return " = " + " + ".join(f"{name} {value:g}" for name, value in parts.items()) if parts else ""
 
 
 def _quoted(text: str) -> str:

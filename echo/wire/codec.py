@@ -37,6 +37,7 @@ from echo.core.bounds import (
     Word,
 )
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.reward_parts import MAX_PARTS, PartName
 from echo.core.rollout import NO_OPINION, Group, Rollout
 from echo.wire.messages import PROTOCOL_VERSION, UNSEALED, AnyMessage, Chunk, Message
 from echo.wire.seals import Channel, Seal, Seals
@@ -220,6 +221,9 @@ def is_public(frames: Sequence[Frame]) -> bool:
 NumBranches = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 
+RewardParts = Annotated[dict[PartName, Finite], Meta(max_length=MAX_PARTS)]
+
+
 class GroupHeader(msgspec.Struct, frozen=True):
     """The fields of a group except its arrays."""
 
@@ -237,6 +241,8 @@ class GroupHeader(msgspec.Struct, frozen=True):
     """
     num_branches: Annotated[tuple[NumBranches, ...], Meta(max_length=MAX_MEMBERS)] = ()
     """For each rollout the number of its branches (core/chains.py); empty if none has any."""
+    reward_parts: Annotated[tuple[RewardParts, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    """For each rollout the parts of its reward, by name; empty if no reward has parts."""
 
 
 _header_decoder = msgspec.msgpack.Decoder(GroupHeader)
@@ -257,6 +263,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
     branches, then for each rollout its token sets (wire/token_sets.py).
     """
     num_branches = tuple(len(rollout.branches) for rollout in group.rollouts)
+    reward_parts = tuple(dict(rollout.reward_parts) for rollout in group.rollouts)
     num_bytes = 4 * len(group.prompt_ids) + BYTES_PER_TOKEN * group.num_tokens
     num_bytes += BYTES_PER_BRANCH * sum(num_branches)
     blocks = encode_all_sets(group.rollouts, max_bytes=MAX_ARRAY_BYTES - num_bytes)
@@ -272,6 +279,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
         finish_reasons=tuple(rollout.finish_reason for rollout in group.rollouts),
         set_bytes=bytes_of_sets(blocks),
         num_branches=num_branches if any(num_branches) else (),
+        reward_parts=reward_parts if any(reward_parts) else (),
     )
     parts = [group.prompt_ids.astype("<i4").tobytes()]
     for rollout in group.rollouts:
@@ -306,6 +314,8 @@ def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
         raise RemoteProtocolError(f"group {header.group_id}: lengths of token sets disagree")
     if header.num_branches and len(header.num_branches) != num_rollouts:
         raise RemoteProtocolError(f"group {header.group_id}: numbers of branches disagree")
+    if header.reward_parts and len(header.reward_parts) != num_rollouts:
+        raise RemoteProtocolError(f"group {header.group_id}: numbers of reward parts disagree")
     expected = 4 * header.num_prompt_tokens + _rollout_bytes(header)
     expected += sum(map(sum, header.set_bytes))
     if len(arrays_frame) != expected:
@@ -336,12 +346,14 @@ def _build_group(header: GroupHeader, arrays: memoryview) -> Group:
     prompt_ids = take("<i4", header.num_prompt_tokens).astype(np.int32)
     start = offset + _rollout_bytes(header)
     num_branches = header.num_branches or (0,) * len(header.num_tokens)
+    all_parts: Sequence[RewardParts] = header.reward_parts or ({},) * len(header.num_tokens)
     all_sets = decode_all_sets(arrays[start:], header.num_tokens, header.set_bytes)
     rollouts = []
-    for num_tokens, number, reward, finish_reason, sets in zip(
+    for num_tokens, number, reward, parts, finish_reason, sets in zip(
         header.num_tokens,
         num_branches,
         header.rewards,
+        all_parts,
         header.finish_reasons,
         all_sets,
         strict=True,
@@ -354,6 +366,7 @@ def _build_group(header: GroupHeader, arrays: memoryview) -> Group:
                 completion_mask=take("u1", num_tokens).astype(np.bool_),
                 branches=take("<i4", 2 * number).astype(np.int32).reshape(number, 2),
                 reward=NO_OPINION if reward is None else reward,
+                reward_parts=parts,
                 finish_reason=finish_reason,
                 **sets,
             )

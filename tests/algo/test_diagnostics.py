@@ -22,6 +22,7 @@ from echo.algo.diagnostics import (
     rollout_ess,
     rollout_ratio_sums,
 )
+from echo.core.reward_parts import PartedReward
 from echo.core.rollout import Group, Rollout
 
 
@@ -78,6 +79,17 @@ def test_sums_of_parts_are_the_sums_of_the_whole() -> None:
     groups = [make_group([n % 3, 1.0, 0.1], num_tokens=n + 1) for n in range(7)]
     parts = GroupStats.of(groups[:3]) + GroupStats.of(groups[3:])
     assert parts.metrics() == pytest.approx(GroupStats.of(groups).metrics())
+
+
+def test_parts_of_rewards_are_means_over_the_rewards_that_have_them() -> None:
+    """In whatever groups they come; negative parts count, too."""
+    rewards = [{"right": 1.0, "length": -0.5}, {"right": 0.0, "length": 0.0}, {"right": 1.0}]
+    groups = [make_group([PartedReward(parts)] * 2) for parts in rewards]
+    stats = sum((GroupStats.of([group]) for group in groups), GroupStats())
+    metrics = stats.metrics()
+    assert metrics["reward/right/mean"] == pytest.approx(2 / 3)
+    assert metrics["reward/length/mean"] == -0.25
+    assert metrics["reward/mean"] == pytest.approx(0.5)
 
 
 def test_nothing_has_no_metrics() -> None:

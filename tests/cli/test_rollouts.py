@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from echo.cli.rollouts import main
+from echo.core.reward_parts import PartedReward
 from echo.core.rollout import Group, Rollout
 from echo.engine.model import build_tokenizer
 from echo.records.ledger import GROUPS, Began, Ledger
@@ -52,7 +53,9 @@ def run(tmp_path: Path) -> Path:
     ledger.append(Began(lineage=1, fork_step=0))
     groups = [
         make_group(0, "12+34=", {"0046": 1.0, "0047": 0.0}),
-        make_group(1, "56+78=", {"0134": 0.75, "0135": 0.25}),
+        make_group(
+            1, "56+78=", {"0134": PartedReward({"right": 1.0, "length": -0.25}), "0135": 0.25}
+        ),
     ]
     for group in groups:
         ledger.store(group, *encode_group(group))
@@ -66,6 +69,20 @@ def run(tmp_path: Path) -> Path:
 def rows(capsys: pytest.CaptureFixture[str], *words: str | Path) -> list[dict[str, object]]:
     assert main([*map(str, words), "--json"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_parts_of_a_reward_are_shown_beside_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run), "--group", "1", "--best", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "reward 0.75 = right 1 + length -0.25 (group 0.5)" in told
+    [best, other] = rows(capsys, run, "--group", "1")
+    assert best["reward_parts"] == [
+        {"name": "right", "value": 1.0},
+        {"name": "length", "value": -0.25},
+    ]
+    assert other["reward_parts"] == []
 
 
 def test_a_rollout_is_shown_with_all_that_is_known_of_it(

@@ -210,7 +210,9 @@ def test_an_environment_that_never_ends_is_ended_and_counted() -> None:
     rollout = only(results)
     assert text_of(rollout) == "x|<go on>x|"
     assert (rollout.reward, rollout.finish_reason) == (0.0, "length")
-    assert host.take_counts()["env/turn_limit"] == 1
+    counts = host.take_counts()
+    assert (counts["env/turn_limit"], counts["env/episodes"], counts["env/turns"]) == (1, 1, 2)
+    assert counts["env/tool_calls"] == 0
     assert len(engine.calls) == 2
 
 

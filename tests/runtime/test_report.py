@@ -282,6 +282,10 @@ def test_what_is_rare_is_shown_from_its_first_time_on_and_of_no_call_nothing() -
     assert metrics.row({"w1": {"engine/out_of_memory": 2}}) == {"engine/out_of_memory": 2}
     second = {"w1": {"engine/out_of_memory": 2, "env/turn_limit": 5}}
     assert metrics.row(second) == {"engine/out_of_memory": 0, "env/turn_limit": 5}
+    played = {"w1": {**second["w1"], "env/episodes": 4, "env/turns": 10, "env/tool_calls": 6}}
+    row = metrics.row(played)
+    assert (row["env/turns"], row["env/tool_calls"]) == (2.5, 1.5), "per episode, since the last"
+    assert "env/turns" not in metrics.row(played)
 
 
 def test_the_trained_share_of_what_agents_sample_is_of_the_last_step() -> None:

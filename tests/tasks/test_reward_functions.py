@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from echo.core.errors import ConfigError, DataError
+from echo.core.reward_parts import parts_of
 from echo.tasks.dataset import DatasetTask
 from echo.tasks.rewards import ExampleCall, InlineHost, Limits, RewardError
-from echo.tasks.task import Example, load_function, load_task, task_digests
+from echo.tasks.task import Example, code_of, load_function, load_task, task_digests
 from tests.tasks.rows import write_jsonl
 
 FUNCTIONS = """
@@ -44,6 +45,25 @@ def shortest(completions, level, **columns):
 
 def weighted(completion, weight, **row):
     return weight
+
+def scores(completion, answer=None):
+    return {"right": 1.0, "short": -len(completion) / 4}
+
+def misnamed(completion):
+    return {"a b": 1.0}
+
+def empty(completion):
+    return {}
+
+def unsure(completion):
+    return {"right": math.nan}
+
+def none_or(completion):
+    return None if completion == "?" else 1
+
+async def slowly(completion):
+    await asyncio.sleep(0)
+    return len(completion)
 
 def forgetful(completion, answer):
     float(completion == answer)
@@ -76,7 +96,6 @@ cached_group = functools.lru_cache(shortest)
 def spread(*completions, **row): return [1.0] * len(completions)
 def yields(completion): yield 1.0
 def forgets(completions): return [later([text]) for text in completions]
-def scores(completion): return {"score": 1.0}
 def listed(completion): return [1.0]
 
 def own_names(completion, question, target, tools, messages): return (
@@ -215,7 +234,10 @@ def test_what_cannot_be_called_as_a_reward_is_refused_with_the_remedy(
     ("spec", "message"),
     [
         ("exakt", r"did you mean 'exact'\?\); there are exact, math, or a f"),
-        (["rewards.py:judge"], "takes one function; call several in it, and return their sum"),
+        (7, "name a function, or several with weights"),
+        ([7], "name a function, or several with weights"),
+        ({"exact": "1"}, "the weight of 'exact' is '1', no number"),
+        (["exact", "rewards.py:exact"], "two functions have one name"),
         ("math:prod", r"math is no Python file.*call it from a function"),
     ],
 )
@@ -246,12 +268,43 @@ def test_a_list_that_does_not_fit_fails_its_group(kind: str, message: str) -> No
     assert caught.value.reason == "reward_error"
 
 
+def test_a_reward_in_parts_is_their_sum() -> None:
+    reward = host_of("scores").score(EXAMPLE, "aa")
+    assert reward == 0.5
+    assert parts_of(reward) == {"right": 1.0, "short": -0.5}
+    assert parts_of(1.0) == {}
+    with pytest.raises(RewardError, match="part right returned nan; it must return a finite"):
+        host_of("unsure").score(EXAMPLE, "a")
+
+
+@pytest.mark.parametrize("also_async", [False, True])
+def test_several_functions_are_parts_with_weights(also_async: bool) -> None:
+    """One for each answer, one for all answers to a prompt, and one without an opinion on some."""
+    weights = {"exact": 1.0, "rewards.py:none_or": 2, "rewards.py:shortest": 0.5}
+    if also_async:
+        weights["rewards.py:slowly"] = 0.25
+    task = load_task("dataset", {"reward": weights})
+    host = InlineHost(task, Limits(score_s=60.0, step_s=60.0))
+    example = replace(EXAMPLE, answer="?", columns={"level": 1})
+    found = list(host.score_all(example, ["?", "abc"]))
+    more = [{"slowly": 0.25}, {"slowly": 0.75}] if also_async else [{}, {}]
+    assert [parts_of(reward or 0.0) for reward in found] == [
+        {"exact": 1.0, "shortest": 0.5, **more[0]},
+        {"exact": 0.0, "none_or": 2.0, "shortest": 0.0, **more[1]},
+    ]
+    sums = [1.75, 2.75] if also_async else [1.5, 2.0]
+    assert [float(reward or 0.0) for reward in found] == sums
+    assert len(task.source_files()) == 1, "all are of one file, whose code is compared"
+    assert [*code_of("dataset", {"reward": weights})] == ["rewards.py"]
+
+
 @pytest.mark.parametrize(
     ("function", "advice"),
     [
         ("yields", r"<generator .*: say `return` in place of `yield`"),
         ("forgets", r"<coroutine .*: make the function `async` and await this, .*asyncio\.gather"),
-        ("scores", r"\{'score': 1\.0\}; .*: return one of its values, such as the one of 'score'"),
+        ("misnamed", r"\{'a b': 1\.0\}: a part is named 'a b': use letters, digits"),
+        ("empty", r"\{\}: a reward has 1 to 32 parts, not 0"),
         ("listed", r"\[1\.0\]; .*: a list is what f\(completions, \.\.\.\) returns"),
     ],
 )

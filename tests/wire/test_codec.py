@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from echo.core.bounds import MAX_HEADER_BYTES, MAX_NODE_ID_LENGTH
 from echo.core.errors import RemoteProtocolError
+from echo.core.reward_parts import PartedReward
 from echo.core.rollout import NO_OPINION, Group, PolicyVersion, Rollout
 from echo.wire import messages
 from echo.wire.codec import (
@@ -26,6 +27,7 @@ from echo.wire.codec import (
     forwarded,
     other_protocol,
 )
+from tests.core.groups import make_group, make_rollout
 from tests.wire.schema import instances
 from tests.wire.sets import is_same_sets, token_sets
 
@@ -254,6 +256,10 @@ def test_a_group_of_arbitrary_bytes_is_a_remote_error(header: bytes, arrays: byt
         ({"num_tokens": [2**24]}, "bytes of arrays where its header needs"),
         ({"finish_reasons": ["eos"]}, "'eos'; use stop, length or abort"),
         ({"num_branches": [0, 0]}, "numbers of branches disagree"),
+        ({"reward_parts": [{}, {}]}, "numbers of reward parts disagree"),
+        ({"reward_parts": [{"a b": 1.0}]}, "matching regex"),
+        ({"reward_parts": [{"a": math.inf}]}, r"reward_parts"),
+        ({"reward_parts": [{str(n): 0.0 for n in range(33)}]}, "length <= 32"),
         ({"num_branches": [1]}, "25 bytes of arrays|21 bytes of arrays where its header needs 29"),
     ],
 )
@@ -278,3 +284,17 @@ def test_a_message_that_goes_round_between_relays_is_stopped() -> None:
     assert frames[1:] == [b"payload"]
     with pytest.raises(RemoteProtocolError, match=r"w1 to learner after 16 relays; check.*circle"):
         forwarded(decode_envelope(frames), frames[1:])
+
+
+def test_the_parts_of_rewards_survive_the_wire() -> None:
+    """A group without parts has the header that it had."""
+    rollouts = [
+        make_rollout([(1, 1)], reward=PartedReward({"right": 1.0, "length": -0.25})),
+        make_rollout([(1, 1)], reward=0.5),
+    ]
+    header, arrays = encode_group(make_group(*rollouts))
+    found = decode_group(header, arrays).rollouts
+    parts = [dict(rollout.reward_parts) for rollout in found]
+    assert parts == [{"right": 1.0, "length": -0.25}, {}]
+    assert [rollout.reward for rollout in found] == [0.75, 0.5]
+    assert type(rollouts[0].reward) is float, "parts are kept apart, and msgspec takes no others"

@@ -283,7 +283,7 @@ class Endpoint:
     async def _reward(self, request: web.Request) -> web.Response:
         given = _decode(await self._read(request), _Reward).reward
         reward = await self._agents.reward(request.match_info["session"], given)
-        return _json({"reward": reward})
+        return _json({"reward": None if reward is None else float(reward)})
 
     async def _abandon(self, request: web.Request) -> web.Response:
         self._agents.abandon(request.match_info["session"])

@@ -631,6 +631,9 @@ def _refusals(counts: Mapping[str, float]) -> dict[str, int]:
 # differences from one step to the next. A worker that restarts counts from 0 again.
 
 
+EPISODE_COUNTS = ("env/episodes", "env/turns", "env/tool_calls")
+"""Names of counts over the episodes of environments that have ended."""
+
 COUNTED = ("env/calls", "env/errors", "env/retries")
 
 RARE = (
@@ -670,7 +673,7 @@ class TaskMetrics:
 
         `totals` maps each node to its running totals by name.
         """
-        names = (*COUNTED, MILLISECONDS, *RARE, *AGENT_COUNTS)
+        names = (*COUNTED, MILLISECONDS, *RARE, *AGENT_COUNTS, *EPISODE_COUNTS)
         sums = {
             name: sum(
                 _increase((self._before.get(node) or {}).get(name, 0), counts.get(name, 0))
@@ -688,6 +691,9 @@ class TaskMetrics:
             row[ABANDONED_SHARE] = abandoned / sampled
         if episodes:
             row["agents/chains"] = chains / episodes
+        if num_played := sums["env/episodes"]:
+            row["env/turns"] = sums["env/turns"] / num_played
+            row["env/tool_calls"] = sums["env/tool_calls"] / num_played
         if not self._seen.intersection((*COUNTED, MILLISECONDS)):
             return row
         row |= {name: sums[name] for name in COUNTED}

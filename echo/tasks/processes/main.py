@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from echo.core.errors import EchoError
+from echo.core.reward_parts import find_name_fault
 from echo.tasks.environment import Environment
 from echo.tasks.messages import Message, fault_of_message
 from echo.tasks.processes.guard import fork_guarded
@@ -236,7 +237,9 @@ class Performer:
                     self._awaited(self._environment.end(state))
                 return None
 
-    def _rewards(self, example: Example, texts: Sequence[str], where: str) -> list[float | None]:
+    def _rewards(
+        self, example: Example, texts: Sequence[str], where: str
+    ) -> list[float | dict[str, float] | None]:
         if not self._task.compares_answers(example):
             return [
                 _opinion(self._awaited(self._task.reward(example, text)), where) for text in texts
@@ -309,13 +312,26 @@ async def _result_of(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _opinion(value: object, where: str) -> float | None:
-    """Return a reward as a float; None means that the task cannot score the answer.
+def _opinion(value: object, where: str) -> float | dict[str, float] | None:
+    """Return a reward as a float, or its parts; None if the task cannot score the answer.
 
     Values that are not finite numbers are refused.
     """
     if value is None:
         return None
+    if isinstance(value, Mapping):
+        if fault := find_name_fault(value):
+            raise _Refused(f"{where} returned {_shown(value)}: {fault}")
+        return {name: _number(part, f"{where}, part {name}") for name, part in value.items()}
+    return _number(value, where)
+
+
+def _number(value: object, where: str) -> float:
+    """Return a reward or a part of one as a float.
+
+    Raises:
+        _Refused: if it is not a finite number.
+    """
     try:
         reward = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -335,8 +351,6 @@ def _advice(value: object) -> str:
     if inspect.iscoroutine(value):
         value.close()  # otherwise Python warns of it as well
         return ": make the function `async` and await this, several with asyncio.gather"
-    if isinstance(value, Mapping) and value:
-        return f": return one of its values, such as the one of {_shown(next(iter(value)))}"
     if isinstance(value, list | tuple):
         return ": a list is what f(completions, ...) returns, with `s`"
     return ""

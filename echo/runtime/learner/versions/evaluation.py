@@ -18,6 +18,7 @@ import numpy as np
 
 from echo.core.errors import EngineError
 from echo.core.metrics import held_out
+from echo.core.reward_parts import PartedReward, part_means, parts_of
 from echo.core.rollout import PolicyVersion, Rollout
 from echo.core.samples import MAX_SAMPLES, TextSample
 from echo.core.scores import PromptScores
@@ -88,6 +89,11 @@ class EvalResult:
         return self.greedy_scores.mean.mean
 
     @property
+    def part_means(self) -> dict[str, float]:
+        """Mean of each part of the rewards of sampled answers, by its name."""
+        return part_means(map(parts_of, self.scores.rewards))
+
+    @property
     def is_rate(self) -> bool:
         """Whether every reward was 0 or 1, so that the means are pass rates."""
         return self.scores.is_rate and self.greedy_scores.is_rate
@@ -111,6 +117,8 @@ class EvalResult:
             row[f"eval/{task_name}/reward"] = self.sampled
             row[f"eval/{task_name}/greedy"] = self.greedy
             row |= self._sample_metrics(task_name)
+            for name, mean in self.part_means.items():
+                row[f"eval/{task_name}/reward/{name}"] = mean
         return row
 
     def _sample_metrics(self, task_name: str) -> dict[str, float]:
@@ -251,7 +259,7 @@ class Evaluator:
             kind="eval",
             prompt=self._text.decode(opening.prompt_ids.tolist()),
             completion=answer.text,
-            reward=answer.reward if isinstance(answer.reward, float | int) else math.nan,
+            reward=float(answer.reward) if isinstance(answer.reward, float | int) else math.nan,
             source="",
         )
 
@@ -298,7 +306,10 @@ class Evaluator:
     def _answer_of(self, rollout: Rollout) -> Answer:
         """Return the answer of an episode of several turns."""
         text = self._text.decode(rollout.token_ids.tolist())
-        return Answer(text, None if math.isnan(rollout.reward) else rollout.reward)
+        if math.isnan(rollout.reward):
+            return Answer(text, None)
+        parts = rollout.reward_parts
+        return Answer(text, PartedReward(parts) if parts else rollout.reward)
 
 
 class EvaluationSchedule:
