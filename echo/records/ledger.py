@@ -11,8 +11,9 @@ format 2:
   is outside the database, so that a loss of rows is noticed, after damage to the log or a copy of
   an older database.
 * `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record has the place of its
-  group and the hash of its bytes. A file is deleted once all its groups have ended and no resume
-  can void their ends.
+  group and the hash of its bytes. A file retires once all its groups have ended and no resume can
+  void their ends. The newest KEPT_BYTES of retired files are kept, for people; older ones are
+  deleted.
 * `ledger.lock`: locked by the learner that writes; it has the learner's process id.
 
 Other programs can read the table, or the JSON lines of `echo-rl ledger RUN`.
@@ -67,6 +68,9 @@ GROUPS = "groups"
 GROUP_FILE_BYTES = 64 << 20
 """Size, in bytes, at which the next group file begins; small, so that files can be deleted early.
 """
+KEPT_BYTES = 256 << 20
+"""Largest total size of the group files that are kept though no resume needs them, for people who
+want to read rollouts."""
 BUSY_S = 30.0
 """Seconds to wait for a lock of SQLite; readers hold such a lock for milliseconds."""
 LOG_RECORDS = 2000
@@ -400,6 +404,8 @@ class Ledger(LedgerQueue):
         self._groups_dir = run_dir / GROUPS
         self._unended: dict[str, set[int]] = {}
         self._ended_at: dict[int, int] = {}
+        self._kept: dict[str, int] = {}
+        """Group files that no resume needs -> bytes, oldest first."""
         self._file: BinaryIO | None = None
         self._is_durable = True
         self._level = ""
@@ -456,9 +462,10 @@ class Ledger(LedgerQueue):
     # --- what the disk thread does ---------------------------------------------------------------
 
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Sync the record of a checkpoint; delete the group files that are no longer needed.
+        """Sync the record of a checkpoint; retire the group files that are no longer needed.
 
-        A file is deleted if all its groups have ended, and none was trained after `oldest_step`.
+        A file is no longer needed if all its groups have ended, and none was trained after
+        `oldest_step`.
         """
         self.append(Checkpointed(lineage=lineage, step=step))
         with self._write_lock:
@@ -470,7 +477,7 @@ class Ledger(LedgerQueue):
                         g for g in group_ids if self._ended_at.get(g, step + 1) <= oldest_step
                     }
                     if not group_ids:
-                        self._delete(name)
+                        self._retire(name)
             self._ended_at = {g: at for g, at in self._ended_at.items() if at > oldest_step}
 
     def _write_queue(self, *, durably: bool) -> None:
@@ -589,21 +596,25 @@ class Ledger(LedgerQueue):
         return group
 
     def free_unused(self) -> None:
-        """Delete the group files from which no group was loaded after a restart."""
+        """Retire the group files from which no group was loaded after a restart."""
         with self._write_lock, _named(self.run_dir):
-            for path in self._group_files():
+            for path in sorted(self._group_files()):
                 if path.name not in self._unended:
-                    self._delete(path.name)
+                    self._retire(path.name)
 
-    def _delete(self, name: str) -> None:
-        path = self._groups_dir / name
-        num_bytes = path.stat().st_size
+    def _retire(self, name: str) -> None:
+        """Keep a file that no resume needs, and delete the oldest such files beyond KEPT_BYTES."""
+        num_bytes = (self._groups_dir / name).stat().st_size
         if name == self._file_name:
             self._leave_file()
-        path.unlink()
         self._unended.pop(name, None)
         with self._queue_lock:
             self._used_bytes -= num_bytes
+        self._kept[name] = num_bytes
+        while sum(self._kept.values()) > KEPT_BYTES:
+            oldest = next(iter(self._kept))
+            (self._groups_dir / oldest).unlink()
+            del self._kept[oldest]
 
     # --- the end ---------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from echo.records.ledger import (
     Trained,
     deliveries_of,
     has_begun,
+    read_group,
     read_lines,
     read_records,
     read_state,
@@ -52,6 +53,12 @@ from echo.wire.codec import encode_group
 
 V0 = PolicyVersion(1, 0)
 OPEN: list[Ledger] = []
+
+
+@pytest.fixture(autouse=True)
+def no_retired_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete a file as soon as no resume needs it, so that tests see which are needed."""
+    monkeypatch.setattr(ledger_module, "KEPT_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -457,6 +464,28 @@ def test_a_killed_process_loses_nothing_that_it_has_told_of(tmp_path: Path) -> N
         assert len(found.waiting) <= 1, "its end was not told, so it waits"
         ledger.free_unused()
         assert group_files(run_dir) == []
+
+
+def test_the_newest_files_that_no_resume_needs_are_kept_for_readers_and_count_for_no_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
+    monkeypatch.setattr(ledger_module, "KEPT_BYTES", 2 * GROUP_BYTES)
+    ledger = begin(tmp_path, spool_bytes=GROUP_BYTES)
+    for number in range(4):
+        group = make_group(number)
+        put(ledger, group)  # for which there is room: those before have ended
+        ledger.trained([group], lineage=1, consumed_at=number)
+        ledger.checkpointed(lineage=1, step=number + 1, oldest_step=number + 1)
+    assert group_files(tmp_path) == ["000003.bin", "000004.bin"]
+    kept = places(tmp_path)[2]
+    assert encode_group(read_group(tmp_path, 2, kept)) == encode_group(make_group(2))
+    ledger.close()
+    ledger = open_ledger(tmp_path, spool_bytes=GROUP_BYTES)
+    ledger.free_unused()
+    assert group_files(tmp_path) == ["000003.bin", "000004.bin"]
+    put(ledger, make_group(4))
+    ledger.close()
 
 
 # --- damage --------------------------------------------------------------------------------------
