@@ -27,6 +27,11 @@ EXIT_CODES_HELP = (
 """The exit codes of all commands; docs/operations.md has the same as a table."""
 
 
+RECIPES = ("shell", "systemd", "slurm", "kubernetes", "skypilot", "vast", "runpod")
+"""Where `echo-rl plan --for` starts workers; the same as KINDS in echo/fleet/recipes.py, which is
+not imported here."""
+
+
 def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"echo-rl {command}", description=description, epilog=epilog
@@ -173,6 +178,18 @@ def plan_parser() -> argparse.ArgumentParser:
         "--hetero",
         action="store_true",
         help="divide all GPUs of the file, in one site, between training and generation",
+    )
+    parser.add_argument(
+        "--for",
+        dest="kind",
+        choices=RECIPES,
+        help="also write a file for each offer that starts its workers there",
+    )
+    parser.add_argument(
+        "--image",
+        type=_text,
+        metavar="NAME",
+        help="the container image of workers, which configs/Containerfile builds",
     )
     _add_output(parser, out=Path("build") / "plan", files="plan.json and plan.png")
     return parser

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from echo.fleet.hetero import Cluster, Division, SiteJob, find_division
 from echo.fleet.job import Job
 from echo.fleet.overlap import predict, required_rate
 from echo.fleet.provisioning import Forecast, Provisioning, Refusal, provision, refuse
+from echo.fleet.recipes import IMAGE, NAME, Machines, recipe
 from echo.fleet.selection import MAX_NODES
 from echo.records.ledger import deliveries_of, read_records
 from echo.records.run_files import RunRates, rates_of, read_config, read_metrics, values_of
@@ -129,6 +131,7 @@ def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
 DRIVER = "580.65.06"
 """The oldest GPU driver that runs CUDA 13.0 (its release notes); recent PyTorch wheels are built
 for CUDA 13.0."""
+CONFIG = "configs/wan.toml"
 ENVIRONMENT_GB = 12
 """Disk space of one worker's Python environment with CUDA libraries, in GB; bin/echo-setup requires
 10."""
@@ -254,10 +257,11 @@ def refusal_text(refusal: Refusal) -> str:
     return "\n".join(lines)
 
 
-def machine_filter(request: FleetRequest, plan: Provisioning, row: OfferRow) -> str:
+def least_of(request: FleetRequest, plan: Provisioning, row: OfferRow) -> dict[str, str]:
     """Return the minimum that a rented machine must have, as a marketplace's search expression.
 
-    The syntax is the syntax of `vastai search offers`: memory and disk are in GB, links in Mbit/s.
+    The result maps a name to its condition in the syntax of `vastai search offers`: memory and disk
+    are in GB, links in Mbit/s.
     """
     weights = request.model.num_params * BYTES_PER_WEIGHT
     cache = (
@@ -266,18 +270,18 @@ def machine_filter(request: FleetRequest, plan: Provisioning, row: OfferRow) -> 
     per_gpu = ((weights + cache) / row.num_gpus + RESERVED_BYTES) / USABLE_MEMORY
     ram = 4e9 + (KEEP_VERSIONS + 1) * weights
     down = plan.job.version_bytes / max(plan.outcome.broadcast_s, 1e-9) / MBIT
-    terms = [
-        f"gpu_name={request.gpus[row.gpu].name.replace(' ', '_')}",
-        f"num_gpus={row.num_gpus}",
-        f"gpu_ram>={math.ceil(per_gpu / 1e9)}",
-        f"driver_version>={DRIVER}",
-        f"disk_space>={math.ceil(ENVIRONMENT_GB + KEEP_VERSIONS * weights / 1e9)}",
-        f"cpu_ram>={math.ceil(ram / 1e9)}",
-        f"inet_down>={math.ceil(down)}",
-    ]
+    least = {
+        "gpu_name": f"={request.gpus[row.gpu].name.replace(' ', '_')}",
+        "num_gpus": f"={row.num_gpus}",
+        "gpu_ram": f">={math.ceil(per_gpu / 1e9)}",
+        "driver_version": f">={DRIVER}",
+        "disk_space": f">={math.ceil(ENVIRONMENT_GB + KEEP_VERSIONS * weights / 1e9)}",
+        "cpu_ram": f">={math.ceil(ram / 1e9)}",
+        "inet_down": f">={math.ceil(down)}",
+    }
     if row.can_listen:
-        terms += [f"inet_up>={math.ceil(down)}", "direct_port_count>=1"]
-    return " ".join(terms)
+        least |= {"inet_up": f">={math.ceil(down)}", "direct_port_count": ">=1"}
+    return least
 
 
 def filters_text(request: FleetRequest, plan: Provisioning) -> str:
@@ -287,7 +291,8 @@ def filters_text(request: FleetRequest, plan: Provisioning) -> str:
     for row, offer, count in _used(request, plan):
         price = f", at most ${row.price_per_h:g}/h" if row.price_per_h else ""
         lines.append(f"  {count} x {offer} in {row.region}{price}:")
-        lines.append(f"    '{machine_filter(request, plan, row)}'")
+        least = least_of(request, plan, row)
+        lines.append(f"    '{' '.join(f'{key}{value}' for key, value in least.items())}'")
     return "\n".join(lines)
 
 
@@ -326,10 +331,37 @@ def commands_text(request: FleetRequest, plan: Provisioning) -> str:
             ]
             lines.append(f"  {node_command('relay', sets)}")
     for row, offer, count in _used(request, plan):
-        for number in range(1, count + 1):
-            sets = _worker_settings(request, row, f"{offer.replace(' ', '-')}-{number}")
-            lines.append(f"  {node_command('worker', sets)}")
+        number = "1"
+        if count > 1:
+            number = "NUMBER"
+            lines.append(f"  on each of {count} machines, NUMBER from 1 to {count}:")
+        sets = _worker_settings(request, row, f"{_stem(offer)}-{number}")
+        lines.append(f"  {node_command('worker', sets)}")
     return "\n".join(lines)
+
+
+def _stem(offer: str) -> str:
+    """Return the beginning of the names of an offer's workers, for a file and a command line."""
+    return re.sub(r"[^\w.-]+", "-", offer)
+
+
+def recipes(request: FleetRequest, plan: Provisioning, kind: str, image: str) -> dict[str, str]:
+    """Return name -> text of the files that start the plan's workers, one for each offer."""
+    found = {}
+    for row, offer, count in _used(request, plan):
+        least = least_of(request, plan, row)
+        machines = Machines(
+            name=_stem(offer),
+            count=count,
+            gpu=request.gpus[row.gpu].name,
+            num_gpus=row.num_gpus,
+            settings=_worker_settings(request, row, NAME),
+            least=" ".join(f"{key}{value}" for key, value in least.items()),
+            disk_gb=int(least["disk_space"].removeprefix(">=")),
+        )
+        name, text = recipe(kind, machines, config=CONFIG, image=image)
+        found[name] = text
+    return found
 
 
 def _learner_prices(request: FleetRequest, plan: Provisioning) -> list[str]:
@@ -362,7 +394,7 @@ def node_command(role: str, settings: Sequence[str]) -> str:
     """Return the command line that starts a node of this role with these settings."""
     sets = [part for item in settings for part in ("--set", item)]
     return f"{command('node', elsewhere=True)} " + shlex.join(
-        ["--role", role, "--config", "configs/wan.toml", *sets]
+        ["--role", role, "--config", CONFIG, *sets]
     )
 
 
@@ -521,7 +553,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         request = calibrate(request, read_rates(arguments.run))
     if arguments.hetero:
         return plan_hetero(request, arguments.out, console)
-    return plan_fleet(request, arguments.out, console)
+    return plan_fleet(request, arguments, console)
 
 
 def show_run(arguments: argparse.Namespace, console: Console) -> int:
@@ -538,12 +570,15 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def plan_fleet(request: FleetRequest, out: Path, console: Console) -> int:
-    """Print the plan of a request, and write it to the directory `out`; return the exit code.
+def plan_fleet(request: FleetRequest, arguments: argparse.Namespace, console: Console) -> int:
+    """Print the plan of a request, and write it to the directory of --out; return the exit code.
+
+    With --for, the files that start the workers are written there, too.
 
     Raises:
         PlanError: if no fleet is sufficient; the text says why, and which changes would help.
     """
+    out: Path = arguments.out
     plan = provision(request.fleet, request.job, request.periods)
     if plan is None:
         raise PlanError(refusal_text(refuse(request.fleet, request.job, request.periods)))
@@ -558,6 +593,11 @@ def plan_fleet(request: FleetRequest, out: Path, console: Console) -> int:
         title=f"{request.model.name}, {rollouts_text(plan.job)}",
     )
     print(f"wrote {out / 'plan.json'} and {png}")
+    if arguments.kind is not None:
+        files = recipes(request, plan, arguments.kind, arguments.image or IMAGE)
+        for name, text in files.items():
+            write_text(out / name, text)
+            print(f"wrote {out / name}, which starts workers: its first lines say how")
     return 0
 
 
@@ -608,13 +648,18 @@ def to_json(value: Any) -> Any:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write `record` as JSON to a file, and make the file's directory if it is missing.
+    """Write `record` as JSON to a file, as `write_text` does."""
+    write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text to a file, and make the file's directory if it is missing.
 
     Raises:
         StorageError: if the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
