@@ -16,8 +16,9 @@ from echo.roles.joining import Configure
 from echo.roles.worker.departure import Drained, MachineReleased, Release
 from echo.roles.worker.engine_facts import EngineFacts
 from echo.roles.worker.installing import Install, VersionInstalled
+from echo.roles.worker.outcomes import GroupScored
 from echo.roles.worker.sampling import CallReturned, EngineCall, MembersGrown, Recall, Sample, Score
-from echo.roles.worker.worker import EngineBuilt, GroupScored, Worker
+from echo.roles.worker.worker import EngineBuilt, Worker
 from echo.runtime.node import DialingNode
 from echo.sim.clock import InlineThreads
 from echo.sim.lengths import Groups

@@ -13,7 +13,7 @@ from typing import Any
 
 from echo.core.rollout import Group
 from echo.net.zmq import ZmqTransport
-from echo.roles.worker import worker
+from echo.roles.worker import outcomes
 from echo.wire.codec import decode_envelope, decode_group, decode_message, encode_group
 from echo.wire.messages import LEARNER_ID, Chunk, Deliver
 
@@ -48,13 +48,13 @@ def relay_lies() -> None:
 
 def state_less() -> None:
     """Sample honestly, and state log-probabilities that are NATS less."""
-    answer_to = worker.answer_to
+    answer_to = outcomes.answer_to
 
     @wraps(answer_to)
     def lying(*lease: Any, **worker_id: Any) -> Group:
         return changed(answer_to(*lease, **worker_id), nats=NATS)
 
-    worker.answer_to = lying
+    outcomes.answer_to = lying
 
 
 def changed(group: Group, *, nats: float = 0.0, reward: float | None = None) -> Group:

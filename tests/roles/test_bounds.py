@@ -25,7 +25,7 @@ from echo.leases.partials import MemberHeader, ShippedPartials
 from echo.leases.results import StoreGroup
 from echo.leases.scheduler import Scheduler
 from echo.leases.worker.held import Reported
-from echo.roles.worker import worker
+from echo.roles.worker import outcomes
 from echo.wire import messages
 from echo.wire.actions import HangUp, Note
 from echo.wire.codec import (
@@ -181,10 +181,10 @@ def test_a_header_is_bounded_at_both_ends() -> None:
 def test_a_group_that_no_message_holds_fails_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker, "MAX_PAYLOAD_BYTES", 200)
+    monkeypatch.setattr(outcomes, "MAX_PAYLOAD_BYTES", 200)
     paper = Paper({0: (9, 9)})
     paper.grant(make_lease(0))
-    paper.report(worker.GroupFinished(make_group(0, PolicyVersion(1, 0))))
+    paper.report(outcomes.GroupFinished(make_group(0, PolicyVersion(1, 0))))
     failed, _ = paper.role.results()[0]
     assert isinstance(failed, Failed)
     assert failed.reason == "group_too_large"

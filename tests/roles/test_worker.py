@@ -18,7 +18,7 @@ from echo.leases.worker.keeper import PartialsFound, PartialsSaved, Save
 from echo.leases.worker.outbox import Outbox
 from echo.roles import node
 from echo.roles.joining import Built
-from echo.roles.worker import departure, installing, sampling, worker
+from echo.roles.worker import departure, installing, outcomes, sampling, worker
 from echo.roles.worker.departure import (
     DRAIN_S,
     Drained,
@@ -35,6 +35,7 @@ from echo.roles.worker.installing import (
     InstallFailed,
     VersionInstalled,
 )
+from echo.roles.worker.outcomes import GroupScored
 from echo.roles.worker.sampling import (
     CallRaised,
     CallRefused,
@@ -49,7 +50,7 @@ from echo.roles.worker.sampling import (
     Score,
     Withdraw,
 )
-from echo.roles.worker.worker import EngineBuilt, GroupScored, LeaseDropped, LeasesDemanded, Worker
+from echo.roles.worker.worker import EngineBuilt, LeaseDropped, LeasesDemanded, Worker
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import Frame, decode_group
@@ -247,7 +248,7 @@ class Paper:
 
 
 def test_every_event_of_a_worker_has_its_handler() -> None:
-    modules = (keeper, departure, installing, node, sampling, worker)
+    modules = (keeper, departure, installing, node, outcomes, sampling, worker)
     found = {
         each
         for module in modules

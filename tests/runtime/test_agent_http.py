@@ -31,7 +31,7 @@ from echo.core.errors import ConfigError, TransportError
 from echo.core.extras import install_command
 from echo.core.rollout import Group
 from echo.engine.engine import Completion
-from echo.roles.worker.worker import GroupFinished
+from echo.roles.worker.outcomes import GroupFinished
 from echo.runtime.agents import endpoint
 from echo.runtime.agents.agents import StoppingError
 from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint

@@ -13,6 +13,7 @@ The role consists of parts that decide, each on its own state, and return their 
     EngineCalls      sampling.py              which groups enter the engine, and when it is stopped
     EngineVersions   installing.py            which version is installed, and which samples a group
     PartialKeeper    leases/worker/keeper.py  which unfinished groups are shipped and saved
+    Outcomes         outcomes.py              which result or failure of a group is reported
     Departure        departure.py             when the worker leaves, and when it is drained
 
 `Worker` connects these parts: it passes messages and events to them, sends results to the learner,
@@ -42,13 +43,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
 import msgspec
-import numpy as np
 
-from echo.core.bounds import MAX_LEASES, MAX_PAYLOAD_BYTES
+from echo.core.bounds import MAX_LEASES
 from echo.core.errors import RemoteProtocolError
-from echo.core.rollout import Group, Lineage, PartialRollout, PolicyVersion, Rollout
+from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
 from echo.core.timers import earliest
-from echo.core.units import one_line
 from echo.leases.partials import decode_continuations
 from echo.leases.worker.held import (
     BUSY,
@@ -59,7 +58,6 @@ from echo.leases.worker.held import (
     HandedOver,
     HeldLeases,
     PartialGroup,
-    Reported,
     key_of,
 )
 from echo.leases.worker.keeper import PartialKeeper, PartialsFound, PartialsSaved
@@ -81,6 +79,7 @@ from echo.roles.worker.installing import (
     LearnerProgress,
     VersionInstalled,
 )
+from echo.roles.worker.outcomes import GroupFinished, GroupScored, Outcomes
 from echo.roles.worker.sampling import (
     CallReturned,
     Decision,
@@ -92,11 +91,9 @@ from echo.roles.worker.sampling import (
 )
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
-from echo.wire.codec import Frame, encode_group, payload_bytes
+from echo.wire.codec import Frame
 from echo.wire.messages import (
     Ack,
-    Deliver,
-    Failed,
     Goodbye,
     Grant,
     Lease,
@@ -115,11 +112,6 @@ The learner grants by the version that the worker reported last. A restarted wor
 older version. It receives the newer version soon, or never: its link may be cut off, or its engine
 may refuse the version. So the lease waits, and is then given back for another worker.
 """
-MAX_DETAIL_LENGTH = 500
-"""Most characters of the detail in a Failed."""
-MAX_TRACEBACK_LENGTH = 10_000
-
-
 # --- Events, beside those of the parts ---
 
 
@@ -129,21 +121,6 @@ class EngineBuilt:
 
     engine: EngineFacts
     digests: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupScored:
-    """Event: a group's members have these rewards; fewer if the group became unwanted meanwhile."""
-
-    group: PartialGroup
-    rewards: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFinished:
-    """Event: a group is finished, and its rollouts have rewards."""
-
-    group: Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +179,7 @@ class Worker(DialingRole):
         """Number of groups that the learner has accepted since this process started."""
         self.partial_counts: Counter[str] = Counter()
         """Counts of unfinished rollouts, for the learner's metrics."""
+        self._outcomes = Outcomes(self.held, self.counters, worker_id=settings.node_id)
         self._keeper = PartialKeeper(self.held, self.partial_counts)
         self._calls: EngineCalls | None = None
         """The calls of the engine; None until the engine is built."""
@@ -404,7 +382,7 @@ class Worker(DialingRole):
         for decision in decisions:
             match decision:
                 case NoResult():
-                    actions += self._on_no_result(decision, now)
+                    actions += self._outcomes.failed(decision)
                 case GiveUp():
                     actions += self._give_up(decision.groups, now)
                 case _:
@@ -492,56 +470,20 @@ class Worker(DialingRole):
             self.counters.add("engine/version_refused")
             here = f"{installed or 'no version'} is installed and no newer one has arrived"
             why = f"{group.lease.min_version} or newer is wanted, {here} in {wait_s:g} s"
-            actions += self._on_no_result(not_installed(group.lease, why), now)
+            actions += self._outcomes.failed(not_installed(group.lease, why))
         return actions
 
     # --- results ---------------------------------------------------------------------------------
 
     def _on_scored(self, event: GroupScored, now: float) -> list[Action]:
-        group = event.group
-        if group.state is not GroupState.SCORING:
-            self.held.handle(group, Dropped())
-            return []
         stale_tokens = self._engine.engine.rules.stale_tokens
-        rollouts = [
-            member.rollout(reward, stale_tokens=stale_tokens)
-            for member, reward in zip(group.members, event.rewards, strict=True)
-        ]
-        finished = answer_to(group.lease, rollouts, worker_id=self.settings.node_id)
-        return self._on_finished(GroupFinished(finished), now)
+        return self._outcomes.scored(event, stale_tokens=stale_tokens, now=now)
 
     def _on_finished(self, event: GroupFinished, now: float) -> list[Action]:
-        group = event.group
-        held = self.held.get((group.group_id, group.attempt))
-        if held is None:
-            return []
-        payload = encode_group(group)
-        if (num_bytes := payload_bytes(payload)) > MAX_PAYLOAD_BYTES:
-            detail = (
-                f"it has {num_bytes} bytes, a message holds {MAX_PAYLOAD_BYTES}; lower "
-                "batch.group_size or sampling.max_completion_tokens"
-            )
-            return self._on_no_result(NoResult(held.lease, "group_too_large", detail), now)
-        seconds = held.seconds(now)
-        message = Deliver(group_id=group.group_id, attempt=group.attempt, seconds=seconds)
-        self.held.handle(held, Reported(message, tuple(payload)))
-        return []
+        return self._outcomes.finished(event, now=now)
 
     def _on_no_result(self, event: NoResult, now: float) -> list[Action]:
-        """Report why a group has no result, unless the learner no longer wants the group."""
-        group = self.held.get(key_of(event.lease))
-        if group is None:
-            return []
-        if group.state is GroupState.UNWANTED:
-            self.held.handle(group, Dropped())
-            return []
-        if not event.is_elsewhere:
-            self.counters.add(f"failed/{event.reason}")
-        message = failure_of(event)
-        self.held.handle(group, Reported(message))
-        # A task's code may have put the model's words into the detail.
-        text = f"group {message.group_id}: {event.reason}: {one_line(message.detail)}"
-        return [Note("warning", text, event.reason)]
+        return self._outcomes.failed(event)
 
     # --- agents ----------------------------------------------------------------------------------
 
@@ -648,26 +590,3 @@ class Worker(DialingRole):
         DrainRequested: _on_drain,
         MachineReleased: _on_released,
     }
-
-
-def failure_of(event: NoResult) -> Failed:
-    """Return the message that reports a group without a result to the learner."""
-    return Failed(
-        group_id=event.lease.group_id,
-        attempt=event.lease.attempt,
-        reason=event.reason,
-        detail=event.detail[:MAX_DETAIL_LENGTH],
-        is_elsewhere=event.is_elsewhere,
-        traceback=event.traceback[-MAX_TRACEBACK_LENGTH:],
-    )
-
-
-def answer_to(lease: Lease, rollouts: Sequence[Rollout], *, worker_id: str) -> Group:
-    """Return the finished group that answers a lease with these rollouts."""
-    return Group(
-        group_id=lease.group_id,
-        attempt=lease.attempt,
-        worker_id=worker_id,
-        prompt_ids=np.array(lease.prompt_ids, dtype=np.int32),
-        rollouts=tuple(rollouts),
-    )

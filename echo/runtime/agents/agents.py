@@ -23,9 +23,9 @@ from echo.core.errors import DataError
 from echo.core.rollout import NO_OPINION
 from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.stop_strings import StopStrings
+from echo.roles.worker.outcomes import GroupFinished
 from echo.roles.worker.sampling import NoResult
 from echo.roles.worker.worker import (
-    GroupFinished,
     LeaseDropped,
     LeasesAlive,
     LeasesDemanded,

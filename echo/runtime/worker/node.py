@@ -59,6 +59,7 @@ from echo.roles.worker.installing import (
     InstallMissed,
     VersionInstalled,
 )
+from echo.roles.worker.outcomes import GroupFinished, GroupScored, answer_to
 from echo.roles.worker.sampling import (
     CallRaised,
     CallRefused,
@@ -73,7 +74,7 @@ from echo.roles.worker.sampling import (
     Score,
     Withdraw,
 )
-from echo.roles.worker.worker import EngineBuilt, GroupFinished, GroupScored, Worker, answer_to
+from echo.roles.worker.worker import EngineBuilt, Worker
 from echo.runtime.agents.agents import AgentParts, Agents
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.disk_store import MemoryStore
