@@ -16,7 +16,7 @@ Each stage then leads to a resource:
     sampling     groups from which nothing is learned, one slow worker, a bound that keeps places
                  of engines empty, a setting or a memory that gives engines few places, or the
                  number of workers
-    granting     what `Fleet.wait_reason` names
+    granting     what `ObservedFleet.wait_reason` names
 
 **Workers have no groups** although the learner does not wait: the learner is the bottleneck. The
 longest part of its step decides, or a setting that slows the step down without need.
@@ -220,18 +220,18 @@ class Tally:
     waits: dict[tuple[WaitStage, str], float] = field(default_factory=dict)
     """(stage, worker) -> seconds of the worker while the learner waited."""
     seconds: dict[WaitStage, float] = field(default_factory=dict)
-    """WaitStage -> seconds of all workers, whether the learner waited or worked."""
+    """Stage -> seconds of all workers, whether the learner waited or worked."""
     places_s: float = 0.0
     """Seconds of all places of engines while the learner waited."""
     used_places_s: float = 0.0
     """The part of `places_s` in which a group was sampled there."""
     seen: dict[WaitStage, ObservedFleet] = field(default_factory=dict)
-    """WaitStage -> the last state in a wait in which a worker's groups were in it."""
+    """Stage -> the last state in a wait in which a worker's groups were in it."""
     slow_hops: dict[str, float] = field(default_factory=dict)
     """Node -> seconds in which workers waited for weights while this node fetched them from a node
     that had them."""
-    seen_hops: dict[str, tuple[ObservedFleet, list[ObservedNode]]] = field(default_factory=dict)
-    """Node -> the last such state, with the path from a worker to the node."""
+    seen_paths: dict[str, list[ObservedNode]] = field(default_factory=dict)
+    """Node -> the last path from such a worker to the node."""
     num_accepted: int = 0
     """Number of groups that were delivered and kept for training."""
     useless: Counter[str] = field(default_factory=Counter)
@@ -246,16 +246,21 @@ class Tally:
             for stage, share in fleet.shares(worker).items():
                 _add(self.seconds, stage, share * seconds)
                 if is_waiting:
-                    _add(self.waits, (stage, worker.name), share * seconds)
-                    self.seen[stage] = fleet
-                if is_waiting and stage is WaitStage.WEIGHTS and worker.is_fetching:
-                    path = fleet.path(worker)
-                    _add(self.slow_hops, path[-1].name, share * seconds)
-                    self.seen_hops[path[-1].name] = fleet, path
+                    self._add_wait(fleet, worker, stage, share * seconds)
             if is_waiting:
                 num_used = worker.groups.get(WaitStage.SAMPLING, 0) if worker.num_leases else 0
                 self.places_s += worker.num_places * seconds
                 self.used_places_s += min(worker.num_places, num_used) * seconds
+
+    def _add_wait(
+        self, fleet: ObservedFleet, worker: ObservedNode, stage: WaitStage, seconds: float
+    ) -> None:
+        _add(self.waits, (stage, worker.name), seconds)
+        self.seen[stage] = fleet
+        if stage is WaitStage.WEIGHTS and worker.is_fetching:
+            path = fleet.path(worker)
+            _add(self.slow_hops, path[-1].name, seconds)
+            self.seen_paths[path[-1].name] = path
 
     def include(self, other: Tally) -> None:
         """Add the times of a later tally."""
@@ -268,7 +273,7 @@ class Tally:
         for node, seconds in other.slow_hops.items():
             _add(self.slow_hops, node, seconds)
         self.seen |= other.seen
-        self.seen_hops |= other.seen_hops
+        self.seen_paths |= other.seen_paths
         self.useless += other.useless
 
     def in_waits(self) -> dict[WaitStage, float]:
@@ -292,9 +297,8 @@ class Tally:
     def idle_share(self) -> float:
         """Share of the workers' time in which they had no group and could have sampled one."""
         total = sum(self.seconds.values())
-        idle_s = self.seconds.get(WaitStage.ADMISSION, 0.0) + self.seconds.get(
-            WaitStage.GRANTING, 0.0
-        )
+        idle = (WaitStage.ADMISSION, WaitStage.GRANTING)
+        idle_s = sum(self.seconds.get(stage, 0.0) for stage in idle)
         return idle_s / total if total else 0.0
 
 
@@ -370,8 +374,12 @@ def _names(names: Sequence[str]) -> str:
     """Return names as text; beyond MAX_NAMES_LISTED only the number of further ones."""
     shown = list(names[:MAX_NAMES_LISTED])
     if others := len(names) - MAX_NAMES_LISTED:
-        shown += [f"{others} others"] if others > 0 else []
+        shown += [_others(others)] if others > 0 else []
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+
+
+def _others(number: int) -> str:
+    return "1 other" if number == 1 else f"{number} others"
 
 
 def _verb(names: Sequence[str], singular: str, plural: str) -> str:
@@ -510,7 +518,7 @@ def _weights(tally: Tally, names: Sequence[str]) -> Explanation:
             "raise sync.max_staleness, or lower sync.publish_period",
         )  # fmt: skip
     slowest = max(tally.slow_hops, key=lambda name: tally.slow_hops[name])
-    fleet, path = tally.seen_hops[slowest]
+    path = tally.seen_paths[slowest]
     hops = [f"{path[0].name} fetches {_fetch(path[0])}"]
     hops += [f"{node.name} takes it from {node.parent}" for node in path[1:]]
     if len(path) > 1 and path[-1].bytes_per_s is not None:
@@ -529,11 +537,7 @@ def _slow_hop(fleet: ObservedFleet, node: ObservedNode, chain: str) -> Explanati
             f"{chain}, which writes {format_bytes(writes)}/s",
             f"set network.store_dir on {node.name} to a faster disk",
         )  # fmt: skip
-    beside = [
-        each
-        for each in fleet.nodes
-        if each.parent == node.parent and each.name != node.name and each.is_fetching
-    ]
+    beside = [each for each in fleet.nodes if each.parent == node.parent and each.name != node.name]
     parent = fleet.node(node.parent)
     if parent is not None:
         return Explanation(
