@@ -137,7 +137,7 @@ def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile(
         asyncio.run(agents.call(session.session_id, "1+1=", CallOptions()))
 
 
-def test_a_task_judges_the_last_answer() -> None:
+def test_a_task_judges_the_last_answer_and_all_tokens_are_trained() -> None:
     async def run(_: object, __: object, text: str) -> float:
         return {"[5]": 1.0}.get(text, 0.0)
 
@@ -149,6 +149,13 @@ def test_a_task_judges_the_last_answer() -> None:
     session.turns += [turn_of([1], [2, 3, 4]), turn_of([1, 9], [5])]
 
     assert asyncio.run(agents.reward(session.session_id, None)) == 1.0
+    counts = agents.role.counters.as_dict()
+    assert counts == {
+        "agents/tokens_sampled": 4,
+        "agents/tokens_trained": 4,
+        "agents/num_episodes": 1,
+        "agents/num_chains": 2,
+    }
 
 
 # --- sampling for agents --------------------------------------------------------------------------
