@@ -160,6 +160,8 @@ def _lengths(train: Sequence[MetricsRow]) -> str:
 _REWARD_STEPS = 5
 """Number of steps over which the reward at the start and at the end is averaged, since one batch
 alone is too noisy."""
+MAX_TOO_OLD = 0.01
+"""Share of tokens thrown away for age above which the summary emphasises it."""
 _MAX_BINS = 12
 _BARS_WIDTH = 60
 _UNWRAPPED = 10_000
@@ -351,6 +353,8 @@ def _facts(summary: RunSummary) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("tokens", _tokens(summary))
+    rate = short_count(summary.tokens_per_s)
+    table.add_row("accepted", f"{summary.num_tokens} tokens, {rate} per second")
     lost = ", ".join(f"{count} {reason}" for reason, count in summary.discarded.items())
     groups = f"{summary.num_trained} trained, {sum(summary.discarded.values())} discarded"
     table.add_row("groups", groups + (f" ({lost})" if lost else ""))
@@ -365,19 +369,13 @@ def _facts(summary: RunSummary) -> Table:
 
 def _tokens(summary: RunSummary) -> Text:
     """Return text on the tokens that were sampled, trained, and thrown away for age."""
-    rate = f"{short_count(summary.tokens_per_s)} accepted per second"
-    num_trained, num_sampled = sum(summary.staleness_tokens.values()), summary.num_sampled
-    if not num_sampled:
-        return Text(f"{num_trained} trained, {rate}")
-    share = summary.num_too_old / num_sampled
-    return Text.assemble(
-        f"{num_sampled} sampled, {num_trained} trained, ",
-        (
-            f"{summary.num_too_old} thrown away for age ({share:.1%})",
-            "yellow" if share > 0.01 else "",
-        ),
-        f"; {rate}",
-    )
+    trained = f"{sum(summary.staleness_tokens.values())} trained"
+    if not summary.num_sampled:
+        return Text(trained)
+    share = summary.num_too_old / summary.num_sampled
+    too_old = f"{summary.num_too_old} thrown away for age ({share:.1%})"
+    style = "yellow" if share > MAX_TOO_OLD else ""
+    return Text.assemble(f"{summary.num_sampled} sampled, {trained}, ", (too_old, style))
 
 
 def _wall_time_s(history: MetricsHistory, ledger: LedgerTotals) -> float:

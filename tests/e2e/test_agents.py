@@ -107,8 +107,8 @@ def test_a_program_outside_trains_a_policy(cluster: Cluster, tmp_path: Path) -> 
     assert set(booked) <= set(given), "rewards that no agent has given"
     rows = [row for row in cluster.metrics() if "reward/mean" in row]
     told = [row for row in rows if "agents/chains" in row]  # steps may be shorter than heartbeats
-    # A cut history may be a beginning of the whole one, and then begins no chain of its own.
-    assert 2 < mean(row["agents/chains"] for row in told) <= 3
+    # At least the cut history and the call at the same time begin chains, unless answers are short.
+    assert 2 < mean(row["agents/chains"] for row in told) <= 4
     assert {row["agents/trained_share"] for row in told} == {1}
     rewards = [row["reward/mean"] for row in rows]
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.1, rewards

@@ -32,7 +32,8 @@ def test_a_run_is_summed_up_in_text_that_says_what_a_user_asks(make_run: MakeRun
         "mean 0.25, at most 1, bound 2 (from the ledger)",
         "75.0% 300 tokens",
         "10 trained, 1 discarded (1 stale)",
-        "400 trained, 40 accepted per second",
+        "400 trained",
+        "400 tokens, 40 per second",
         "10 KiB",
         str(run_dir / "metrics.jsonl"),
         "--resume --set run.max_steps=20",
@@ -91,7 +92,7 @@ def test_tokens_thrown_away_for_age_are_counted_over_a_resume(make_run: MakeRun)
             writer.write(step, row, at=5003.0 + step)
     summary = summarise_run(run_dir)
     assert (summary.num_sampled, summary.num_too_old) == (500, 10)
-    text = "500 sampled, 160 trained, 10 thrown away for age (2.0%); "
+    text = "500 sampled, 160 trained, 10 thrown away for age (2.0%)"
     assert text in as_text(summary, width=400)
 
 
