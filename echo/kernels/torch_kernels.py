@@ -4,10 +4,17 @@ Logits are computed in chunks of the vocabulary. The forward keeps three numbers
 running maximum, the sum of exponentials and, for the entropy, their weighted sum. The backward
 computes each chunk of logits again and turns it into gradients. `Scores.peak` is in nats.
 
+Products are in float32, but for the backward of bfloat16 on a CPU that multiplies bfloat16 faster:
+there gradients of logits are rounded to bfloat16, as on a GPU.
+
 Shapes: N tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +28,11 @@ from echo.kernels.contract import (
     PolicyTerms,
     Scores,
 )
+
+SIZES_PER_OCTAVE = 16
+"""Numbers of rows between a number and its double to which the rows of a backward in bfloat16 are
+filled, as packed rows are (algo/row_sizes.py).
+"""
 
 
 def forward(
@@ -46,8 +58,8 @@ def forward(
     target = torch.zeros_like(scale)
     further = None if sets is None else scale.new_zeros(len(sets.ids))
     states = hidden.to(dtype)
-    for start in range(0, weight.shape[0], vocab_chunk):
-        logits = _scaled_logits(states, weight[start : start + vocab_chunk], scale)
+    spare = _spare(scale, weight, vocab_chunk) if with_entropy else None
+    for start, _, logits in _chunks(states, weight, scale, vocab_chunk):
         target += _pick(logits, ids - start)
         if sets is not None and further is not None:
             further += _pick_of_rows(logits, sets.rows, sets.ids - start)
@@ -56,9 +68,9 @@ def forward(
         drop = peak - new_peak
         keep = drop.exp()
         logits -= new_peak[:, None]
-        if with_entropy:
-            exponentials = logits.exp()
-            weighted = (weighted + total * drop) * keep + torch.linalg.vecdot(exponentials, logits)
+        if spare is not None:
+            exponentials = torch.exp(logits, out=_front(spare, logits.shape))
+            weighted = (weighted + total * drop) * keep + logits.mul_(exponentials).sum(1)
             total = total * keep + exponentials.sum(1)
         else:
             total = total * keep + logits.exp_().sum(1)
@@ -79,23 +91,37 @@ def backward(
 
     Each row of the weight's gradient is written once, by one product.
     """
-    scale, grad_all = rows.scale, rows.grad_all
-    states = rows.states.to(scale.dtype)
-    grad_states = torch.zeros_like(states) if needs_states else None
+    num_rows, dtype = len(rows.states), rows.scale.dtype
+    is_narrow = _is_narrow(rows.states, weight)
+    if is_narrow:
+        rows, dtype = _padded(rows), torch.bfloat16
+    scale, states = rows.scale, rows.states.to(dtype)
+    # Every term of a gradient is a multiple of one of these, so logits need no further pass.
+    rows = replace(
+        rows,
+        grad=rows.grad * scale,
+        grad_entropy=None if rows.grad_entropy is None else rows.grad_entropy * scale,
+        grad_sets=None
+        if rows.sets is None or rows.grad_sets is None
+        else rows.grad_sets * scale[rows.sets.rows],
+    )
+    grad_all = rows.grad_all
+    grad_states = torch.zeros_like(states, dtype=scale.dtype) if needs_states else None
     grad_weight = torch.empty_like(weight) if needs_weight else None
-    for start in range(0, weight.shape[0], vocab_chunk):
-        chunk = weight[start : start + vocab_chunk]
-        logits = _scaled_logits(states, chunk, scale).sub_(rows.peak[:, None])
+    for start, chunk, logits in _chunks(states, weight, scale, vocab_chunk):
+        logits -= rows.peak[:, None]
         grad_logits = _logit_gradient(logits, rows, grad_all)
         _add_at(grad_logits, rows.ids - start, rows.grad)
         if rows.sets is not None and rows.grad_sets is not None:
             rows.sets.add_at(grad_logits, rows.grad_sets, start=start)
-        grad_logits *= scale[:, None]
-        if grad_states is not None:
-            grad_states.addmm_(grad_logits, chunk.to(scale.dtype))
+        grad_logits = grad_logits.to(dtype)
+        if grad_states is not None and is_narrow:
+            grad_states += grad_logits @ chunk
+        elif grad_states is not None:
+            grad_states.addmm_(grad_logits, chunk)
         if grad_weight is not None:
             grad_weight[start : start + len(chunk)] = grad_logits.T @ states
-    return grad_states, grad_weight
+    return None if grad_states is None else grad_states[:num_rows], grad_weight
 
 
 PAIR_NUMBERS = 1 << 22
@@ -159,9 +185,80 @@ def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
     return PolicyTerms(losses, torch.where(is_flat, 0.0, -surrogate), ratios)
 
 
-def _scaled_logits(states: Tensor, chunk: Tensor, scale: Tensor) -> Tensor:
-    """Return [N, columns] logits divided by temperature, in the dtype of the statistics."""
-    return (states @ chunk.to(states.dtype).T).mul_(scale[:, None])
+def _chunks(
+    states: Tensor, weight: Tensor, scale: Tensor, vocab_chunk: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the vocabulary in chunks: first id, weights and logits divided by temperature.
+
+    Weights [columns, D] have the dtype of the states, logits [N, columns] that of the statistics.
+    The next chunk overwrites the logits, and the caller may: new memory for each would cost page
+    faults.
+
+    In bfloat16 a product is rounded to 8 bits of mantissa. Its residual, a product of the same
+    factors less the first, brings 8 more.
+    """
+    spare = _spare(scale, weight, vocab_chunk)
+    is_exact = states.dtype == scale.dtype
+    scaled = states * scale[:, None] if is_exact else states
+    rounded = None if is_exact else torch.empty_like(spare, dtype=states.dtype)
+    for start in range(0, weight.shape[0], vocab_chunk):
+        chunk = weight[start : start + vocab_chunk].to(states.dtype)
+        logits = _front(spare, (len(states), len(chunk)))
+        if rounded is None:
+            torch.mm(scaled, chunk.T, out=logits)  # the inverse temperature is in the states
+        else:
+            product = torch.mm(states, chunk.T, out=_front(rounded, logits.shape))
+            logits.copy_(product)
+            logits += product.addmm_(states, chunk.T, beta=-1.0)
+            logits *= scale[:, None]
+        yield start, chunk, logits
+
+
+def _spare(scale: Tensor, weight: Tensor, vocab_chunk: int) -> Tensor:
+    """Return memory for the logits of a chunk, without values."""
+    return scale.new_empty(len(scale) * min(vocab_chunk, weight.shape[0]))
+
+
+def _front(spare: Tensor, shape: tuple[int, int] | torch.Size) -> Tensor:
+    """Return the front of a spare memory as a contiguous matrix."""
+    return spare[: shape[0] * shape[1]].view(shape)
+
+
+def _is_narrow(states: Tensor, weight: Tensor) -> bool:
+    """Return whether the backward multiplies in bfloat16: on a CPU that does, with float32 sums."""
+    is_bfloat16 = states.dtype == weight.dtype == torch.bfloat16
+    is_here = is_bfloat16 and states.device.type == "cpu"
+    return is_here and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001, no public name
+
+
+def _padded(rows: LiveRows) -> LiveRows:
+    """Return the rows with rows of gradient 0 behind them, so that products have few sizes.
+
+    In bfloat16 a CPU keeps code and buffers for each number of rows that a product has had.
+    """
+    num_rows = len(rows.states)
+    step = max(1, (1 << num_rows.bit_length()) // 2 // SIZES_PER_OCTAVE)
+    more = -num_rows % step
+    if not more:
+        return rows
+
+    def pad(values: Tensor | None, value: float = 0.0) -> Any:
+        if values is None:
+            return None
+        sides = (0, 0, 0, more) if values.ndim == 2 else (0, more)
+        return torch.nn.functional.pad(values, sides, value=value)
+
+    return replace(
+        rows,
+        states=pad(rows.states),
+        ids=pad(rows.ids),
+        scale=pad(rows.scale, 1.0),
+        peak=pad(rows.peak),
+        total=pad(rows.total, 1.0),
+        grad=pad(rows.grad),
+        grad_entropy=pad(rows.grad_entropy),
+        entropies=pad(rows.entropies),
+    )
 
 
 def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:

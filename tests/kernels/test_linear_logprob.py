@@ -111,15 +111,17 @@ def test_float32_agrees_with_float64(name: str, vocab_chunk: int) -> None:
     assert relative_error(actual.grad_weight, expected.grad_weight) < gradient_error
 
 
-def test_bfloat16_inputs_lose_nothing_but_the_rounding_of_gradients() -> None:
-    case = make_case(rows=64, width=64, vocab=500, gain=5.0, dtype=torch.bfloat16)
+@pytest.mark.parametrize("rows", [64, 37])
+def test_bfloat16_inputs_lose_nothing_but_the_rounding_of_gradients(rows: int) -> None:
+    case = make_case(rows=rows, width=64, vocab=500, gain=5.0, dtype=torch.bfloat16)
     actual = evaluate(linear_logprob, case, entropy="grad", vocab_chunk=128)
     expected = reference(case)
     assert actual.logprobs.dtype == torch.float32
     assert max_error(actual.logprobs, expected.logprobs) < 1e-5  # bf16 logits: around 3e-2
     assert max_error(actual.entropies, expected.entropies) < 1e-5
     assert actual.grad_hidden.dtype == actual.grad_weight.dtype == torch.bfloat16
-    assert relative_error(actual.grad_hidden, expected.grad_hidden) < 2.5e-3
+    # A CPU that multiplies bfloat16 rounds the gradients of logits too, as a GPU does.
+    assert relative_error(actual.grad_hidden, expected.grad_hidden) < 3.5e-3
     assert relative_error(actual.grad_weight, expected.grad_weight) < 2.5e-3
 
 
