@@ -283,22 +283,35 @@ def _check_cudnn(query: Tensor, key: Tensor, value: Tensor) -> None:
 # --- attention ------------------------------------------------------------------------------------
 
 
+Masks = dict[tuple[int, int, int | None], Tensor]
+"""Masks of a row by number of queries, number of keys, and window; all layers have them in common.
+"""
+
+
 def attend_alone(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    masks: Masks | None = None,
 ) -> Tensor:
     """Return the attention within n equal segments, [n, length, H, Dv] from [n, H, length, D].
 
-    If there are more keys, the queries belong to the last keys.
+    If there are more keys, the queries belong to the last keys. Masks that `masks` lacks are added
+    to it.
     """
-    length, num_keys, mask = query.shape[2], key.shape[2], None
-    if num_keys > length or (window is not None and length > window):
-        age = torch.arange(num_keys - length, num_keys, device=query.device)[:, None]
-        age = age - torch.arange(num_keys, device=query.device)
-        mask = (age >= 0) & (age < (num_keys if window is None else window))
     dtype = query.dtype
     if query.device.type == "cpu" and dtype.itemsize < 4:
         # In 16 bits a CPU would compile and keep code for each new length, and would be slower.
         query, key, value = query.float(), key.float(), value.float()
+    length, num_keys, mask = query.shape[2], key.shape[2], None
+    if num_keys > length or (window is not None and length > window):
+        masks = {} if masks is None else masks
+        wanted = length, num_keys, window
+        if wanted not in masks:
+            masks[wanted] = _mask(query, *wanted)
+        mask = masks[wanted]
     attended = scaled_dot_product_attention(
         query,
         key,
@@ -309,6 +322,14 @@ def attend_alone(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return attended.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
+
+
+def _mask(query: Tensor, length: int, num_keys: int, window: int | None) -> Tensor:
+    """Return the [length, num_keys] terms of the scores: 0, or -inf for a key that is not seen."""
+    age = torch.arange(num_keys - length, num_keys, device=query.device)[:, None]
+    age = age - torch.arange(num_keys, device=query.device)
+    is_seen = (age >= 0) & (age < (num_keys if window is None else window))
+    return query.new_zeros(length, num_keys).masked_fill_(~is_seen, -torch.inf)
 
 
 def attend_varlen(

@@ -25,8 +25,9 @@ Shapes: L tokens of a row, H heads of width D, n segments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from echo.train.models.attention import (
     Kernel,
     LayerShape,
     LongSegments,
+    Masks,
     attend_alone,
     attend_long,
     attend_varlen,
@@ -93,8 +95,7 @@ def arguments(
         given["seen_shapes"] = seen
     spans = list(zip(segments.lengths, segments.prefixes, strict=True))
     if not kernel.is_varlen:
-        runs = [(len(list(same)), *span) for span, same in groupby(spans)]
-        return given | {"segment_runs": tuple(runs)}
+        return given | {"segment_runs": SegmentRuns.of(spans)}
     return given | {
         "cu_seq_lens_q": segments.ends,
         "cu_seq_lens_k": segments.key_ends,
@@ -137,10 +138,31 @@ def _num_keys(span: tuple[int, RowRuns]) -> int:
     return length + sum(size for _, size in runs)
 
 
-Run = tuple[int, int, RowRuns]
-"""A run of neighbouring segments of equal length after the same tokens: their number, their length,
-and the runs of the tokens before them.
-"""
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentRuns:
+    """The segments of a packed row in runs of neighbours, for a kernel without cumulative lengths.
+
+    The segments of a run have equal lengths, and the same runs of tokens before them.
+    """
+
+    runs: tuple[tuple[int, int, RowRuns], ...]
+    """Of each run: the number of segments, their length, and the runs of tokens before them."""
+    single: Mapping[tuple[int, int], int]
+    """The runs of one segment, by the start and the length of the segment, as a shared prompt."""
+    masks: Masks
+    """The masks of the row, which its layers have in common."""
+
+    @staticmethod
+    def of(spans: Iterable[tuple[int, RowRuns]]) -> SegmentRuns:
+        """Return the runs of segments, given by their lengths and the runs of tokens before."""
+        runs = tuple((len(list(same)), *span) for span, same in groupby(spans))
+        starts = accumulate((number * length for number, length, _ in runs), initial=0)
+        single = {
+            (start, length): place
+            for place, (start, (number, length, _)) in enumerate(zip(starts, runs, strict=False))
+            if number == 1
+        }
+        return SegmentRuns(runs, single, {})
 
 
 def packed_attention(
@@ -160,7 +182,7 @@ def packed_attention(
     max_length_k: int | None = None,
     segment_keys: Tensor | None = None,
     long_segments: LongSegments | None = None,
-    segment_runs: tuple[Run, ...] | None = None,
+    segment_runs: SegmentRuns | None = None,
     seen_shapes: set[LayerShape] | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
@@ -249,7 +271,7 @@ def _attend_runs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    runs: tuple[Run, ...],
+    segments: SegmentRuns,
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
@@ -257,24 +279,41 @@ def _attend_runs(
 
     This function is not compiled: each row has other runs and would need another graph.
     """
-    sizes = [number * length for number, length, _ in runs]
+    sizes = [number * length for number, length, _ in segments.runs]
     queries, keys, values = (torch.split(x[0], sizes, 1) for x in (query, key, value))
     parts = []
-    for (number, length, before), *states in zip(runs, queries, keys, values, strict=True):
+    for (number, length, before), *states in zip(segments.runs, queries, keys, values, strict=True):
         # [H, number * length, D] -> [number, H, length, D], a view.
         q, k, v = (x.view(len(x), number, length, x.shape[-1]).transpose(0, 1) for x in states)
         if before:
             k, v = (
-                torch.cat([*_before(x, before, number), own], 2)
-                for x, own in ((key, k), (value, v))
+                torch.cat([*each, own], 2)
+                for each, own in (
+                    (_before(key, keys, segments, before, number), k),
+                    (_before(value, values, segments, before, number), v),
+                )
             )
-        parts.append(attend_alone(q, k, v, scaling, window).flatten(0, 1))
+        parts.append(attend_alone(q, k, v, scaling, window, segments.masks).flatten(0, 1))
     return torch.cat(parts)[None]
 
 
-def _before(states: Tensor, runs: RowRuns, number: int) -> list[Tensor]:
-    """Return the states of runs of a row, [number, H, size, D] each, the same for all segments."""
-    return [states[:, :, a : a + size].expand(number, -1, -1, -1) for a, size in runs]
+def _before(
+    states: Tensor,
+    parts: Sequence[Tensor],
+    segments: SegmentRuns,
+    before: RowRuns,
+    number: int,
+) -> Iterator[Tensor]:
+    """Yield the states of runs of a row, [number, H, size, D] each, the same for all segments.
+
+    Where the row was split into parts, the part is taken: its gradient is of its own size, that of
+    a slice of the row is of the row's.
+    """
+    for run in before:
+        start, size = run
+        place = segments.single.get(run)
+        found = states[0, :, start : start + size] if place is None else parts[place]
+        yield found.expand(number, -1, -1, -1)
 
 
 def find_packing_fault(
