@@ -119,11 +119,12 @@ class TrainedWeights:
             for name, shard in self.shards.items():
                 gradient = self.parameters[name].grad
                 shard.grad = None if gradient is None else sharding.local(gradient)
-            torch.nn.utils.clip_grads_with_norm_(
-                list(self.shards.values()),
-                settings.max_grad_norm,
-                torch.full((), norm, device=self._device),  # torch.tensor would copy and wait
-            )
+            if norm > settings.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(
+                    list(self.shards.values()),
+                    settings.max_grad_norm,
+                    torch.full((), norm, device=self._device),  # torch.tensor would copy and wait
+                )
             self.wait_for_copies()
             with self._memory_of_adamw():
                 optimizer.step(
