@@ -83,8 +83,8 @@ def sizes(budget: Budget) -> dict[str, int]:
 
 # Per token and layer: 24x8 + (20x2 + 16x1)x4 + 16x16 = 672 bytes; 16x8 + (12x2 + 10x1)x4 + 8x16 =
 # 392 in bfloat16 on a GPU. Each model has more than one micro-batch in a step.
-HEAD = 100 * (3 * 4 * 32 + 2 * 4 * 8)
-"""Three chunks of logits, and states twice."""
+HEAD = 100 * (2 * 4 * 32 + 2 * 4 * 8)
+"""Two chunks of logits, and states twice."""
 LAST_NORM = 8 * 8 * 100
 """What is kept of it, in float32."""
 ROLLOUT = 2 * 3 * 1 * 4 * 40
@@ -322,10 +322,10 @@ def budget_of_a_pass(facts: ModelFacts, *overrides: str) -> dict[str, int]:
 def test_rollouts_that_share_a_prompt_by_hand() -> None:
     # Tokens: 2 x (60 + 4 x 30), of 32-bit numbers; keys: 2 x (60 + 4 x 90). In each layer 24 bytes
     # for each number of the hidden state, 12 of the queries, 16 of the MLP's middle; 8 for each of
-    # the keys; and a mask for each rollout, since all may be of different length.
+    # the keys. Layers share a mask for each rollout, since all may be of different length.
     masks = (2 * 4 + 1) * 4 * 30 * 90
-    layer = 360 * (24 * 64 + 12 * 96 + 16 * 160) + 840 * 8 * 32 + masks
-    assert budget_of_a_pass(SHARED)["activations"] == 2 * layer + 360 * 8 * 64
+    layer = 360 * (24 * 64 + 12 * 96 + 16 * 160) + 840 * 8 * 32
+    assert budget_of_a_pass(SHARED)["activations"] == 2 * layer + masks + 360 * 8 * 64
     # With a prompt each, 720 tokens attend to themselves.
     layer = 720 * (24 * 64 + 12 * 96 + 16 * 160 + 8 * 32)
     apart = replace(SHARED, shares_prompts=False)
@@ -343,15 +343,17 @@ def test_bfloat16_on_a_cpu_by_hand() -> None:
     found = budget_of_a_pass(SHARED, "learner.dtype=bfloat16")
     tokens, masks = 368, (2 * 4 + 1) * 4 * 30 * 90  # 360, filled to a multiple of 256 / 16
     keys = -(-tokens * 840 // 360)
-    layer = tokens * (16 * 64 + 10 * 96 + 8 * 160) + keys * 8 * 32 + masks
-    assert found["activations"] == 2 * layer + tokens * 6 * 64
-    # Of the 240 completion tokens: logits three times, states in both types.
-    assert found["one layer or head"] == 240 * (3 * 4 * 4096 + 6 * 64)
+    layer = tokens * (16 * 64 + 10 * 96 + 8 * 160) + keys * 8 * 32
+    assert found["activations"] == 2 * layer + masks + tokens * 6 * 64
+    # Of the 240 completion tokens: logits, twice more in 16 bits, states in both types, and their
+    # gradient; of the head a chunk's gradient, and its own.
+    head = 240 * (2 * 4 * 4096 + 10 * 64) + 4 * 4096 * 64
+    assert found["one layer or head"] == head + 2 * 4096 * 64
     assert found["products' code"] == 16 * 2 * (1_000_000 - 4096 * 64) // 2
     # What an adapter does not train: norms, so what they normalise is not kept.
     found = budget_of_a_pass(SHARED, "learner.dtype=bfloat16", "lora.rank=4")
-    layer = tokens * (12 * 64 + 10 * 96 + 2 * (4 * 160 + 7 * 4)) + keys * 8 * 32 + masks
-    assert found["activations"] == 2 * layer + tokens * 6 * 64
+    layer = tokens * (12 * 64 + 10 * 96 + 2 * (4 * 160 + 7 * 4)) + keys * 8 * 32
+    assert found["activations"] == 2 * layer + masks + tokens * 6 * 64
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

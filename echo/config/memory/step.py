@@ -24,7 +24,11 @@ VOCAB_CHUNK = 8192
 MIN_SAVED = 0.2
 """Rollouts share a prompt if this saves at least this share of their tokens (algo/batching.py)."""
 SIZES_PER_OCTAVE = 16
-"""Row sizes between a number of tokens and its double; as in algo/batching.py."""
+"""Row sizes between a number of tokens and its double; as in algo/row_sizes.py."""
+NUM_ROW_SIZES = 16
+"""Number of sizes that the rows of a run come in on a CPU, about the most of usual runs. Rows of a
+few rollouts of very unequal lengths come in more.
+"""
 FREED_BYTES = 64 << 20
 """Bytes that a process on a CPU has freed and not yet returned: a quarter of GROWN_BYTES in
 engine/allocator.py, a higher layer that cannot be imported here.
@@ -68,7 +72,7 @@ class _Pass:
     num_scored: int
     """Tokens for which the head computes logits: the completion tokens."""
     mask_bytes: int
-    """Bytes of the attention mask per layer, if rollouts share a prompt on a CPU."""
+    """Bytes of the attention masks, if rollouts share a prompt on a CPU; layers share them."""
     is_only: bool
     """Whether this micro-batch is the whole step, so that no gradients exist before it."""
 
@@ -192,7 +196,7 @@ class StepFootprint:
         layer += self._passing_bytes
         yield {"gradients": before, "activations": kept, one: layer + waiting}
         inner = all_of_them - 4 * (facts.num_outside_layers if outside else 0)
-        first = kept // facts.num_layers
+        first = (kept - now.mask_bytes) // facts.num_layers + now.mask_bytes
         there = before + inner if now.is_only else before
         yield {"gradients": there, "activations": first, one: layer + waiting}
         if self.config.reference.kl_coef:
@@ -231,8 +235,8 @@ class StepFootprint:
         if self.offloads_inputs:
             return min(2, self.facts.num_layers) * self.input_bytes // self.facts.num_layers
         if self._has_checkpointing:
-            return self.input_bytes
-        return self._layer_bytes(self.largest) * self.facts.num_layers
+            return self.input_bytes + self.largest.mask_bytes
+        return self._layer_bytes(self.largest) * self.facts.num_layers + self.largest.mask_bytes
 
     @property
     def input_bytes(self) -> int:
@@ -261,7 +265,7 @@ class StepFootprint:
         if facts.has_head_norms:
             per_token += normalised * (queries + keys)
         per_token += width * (4 * facts.intermediate_size + 7 * rank)
-        return per_token * now.num_tokens + 2 * attended * keys * now.num_keys + now.mask_bytes
+        return per_token * now.num_tokens + 2 * attended * keys * now.num_keys
 
     @property
     def _passing_bytes(self) -> int:
@@ -281,11 +285,11 @@ class StepFootprint:
     def code_bytes(self) -> int:
         """Bytes that a CPU caches for bfloat16 products.
 
-        The cache has a copy of a layer's weights for each of the SIZES_PER_OCTAVE row sizes.
+        The cache has a copy of a layer's weights for each of the sizes that rows come in.
         """
         if not self._keeps_freed or self.compute_bytes != 2 or not self.is_alone:
             return 0
-        return SIZES_PER_OCTAVE * 2 * self._params_per_layer
+        return NUM_ROW_SIZES * 2 * self._params_per_layer
 
     def _working_bytes_of_a_rank(self) -> int:
         """Return the bytes that a rank needs only for a moment, at the moment that needs most.
@@ -308,9 +312,10 @@ class StepFootprint:
     def _head_bytes(self) -> tuple[int, int]:
         """Return the bytes that the log-probabilities need in the forward and in the backward pass.
 
-        kernels/torch_kernels.py needs logits, their exponentials and the product of both; states
-        and their gradient in float32; and a chunk of the head's gradient. On a GPU in bfloat16,
-        kernels/triton_kernels.py needs the same number of bytes in both passes.
+        kernels/torch_kernels.py needs logits and in the forward their exponentials, in the backward
+        of bfloat16 two copies of 16 bits; states and their gradient in float32; a chunk of the head
+        in float32, or of its gradient. On a GPU in bfloat16, kernels/triton_kernels.py needs the
+        same number of bytes in both passes.
         """
         facts, rows = self.facts, self.largest.num_scored
         chunk, hidden = min(VOCAB_CHUNK, facts.vocab_size), facts.hidden_size
@@ -320,7 +325,10 @@ class StepFootprint:
         states = (4 + self.compute_bytes) * hidden * rows
         logits = 4 * chunk * rows
         again = 2 * logits if self.config.loss.entropy_coef else logits
-        return 3 * logits + states, again + states + 4 * hidden * rows + 4 * chunk * hidden
+        again += logits if self.compute_bytes == 2 else 0
+        part = 4 * chunk * hidden
+        forward = 2 * logits + states + (part if self.compute_bytes == 2 else 0)
+        return forward, again + states + 4 * hidden * rows + part
 
     def unsharded_bytes(self) -> int:
         """Return the bytes of the weights that a rank has gathered.
