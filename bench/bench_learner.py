@@ -19,7 +19,8 @@
 
 Weights are random, so nothing is downloaded. Lengths: `lognormal` has completions of 1 000 tokens
 in the mean after prompts of --prompt-tokens, `full` fills each micro-batch with one rollout,
-`countdown` is the second small task with its demonstrations.
+`countdown` is the second small task with its demonstrations, `short` is as long as the quickstart's
+word problems.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from echo.algo.balance import balanced_rounds
 from echo.algo.batching import pack_micro_batches
 from echo.core.errors import EchoError
 from echo.core.rollout import Group
+from echo.engine import allocator
 from echo.train.optimizer import KINDS
 
 
@@ -65,7 +67,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step, about")
     parser.add_argument(
-        "--lengths", choices=("lognormal", "full", "countdown"), default="lognormal"
+        "--lengths", choices=("lognormal", "full", "countdown", "short"), default="lognormal"
     )
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument(
@@ -96,10 +98,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="of balance, 8, and of memory, 1")
     parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0 for all cores")
     arguments = harness.parse(parser, model="tiny", tokens=1024, micro_batches=2, steps=2)
-    transformers_logging.set_verbosity_error()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    arguments.dtype = arguments.dtype or ("bfloat16" if "cuda" in arguments.device else "float32")
+    prepare_process(arguments.threads)
+    arguments.dtype = arguments.dtype or usual_dtype(arguments.device)
     arguments.ranks = arguments.ranks or {"balance": 8}.get(arguments.part, 1)
     peers = PEERS & set(arguments.ways) if arguments.part == "step" else set()
     if arguments.lora and (arguments.part == "memory" or peers):
@@ -133,6 +133,7 @@ def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> st
         return "learner_exact"
     name = f"learner_{arguments.part}_{model}_{arguments.lengths}".lower()
     others = {
+        arguments.dtype: arguments.dtype != usual_dtype(arguments.device),
         f"p{arguments.prompt_tokens}": arguments.prompt_tokens != PROMPT_TOKENS,
         "checkpointed": arguments.checkpointing is True,
         "offloaded": arguments.checkpointing == "offload",
@@ -142,6 +143,17 @@ def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> st
         "trl": "trl" in arguments.ways,
     }
     return "_".join([name, *(other for other, is_on in others.items() if is_on)])
+
+
+def prepare_process(num_threads: int) -> None:
+    transformers_logging.set_verbosity_error()
+    allocator.tune(os.environ)  # as every node does; the other ways have it, too
+    if num_threads:
+        torch.set_num_threads(num_threads)
+
+
+def usual_dtype(device: str) -> str:
+    return "bfloat16" if "cuda" in device else "float32"
 
 
 def _shown(value: Any) -> str:

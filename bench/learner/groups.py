@@ -35,6 +35,8 @@ def make_groups(arguments: argparse.Namespace, vocab_size: int, seed: int = 0) -
     """Return about as many tokens as the micro-batches hold; half of each group is right."""
     rng = random.Random(seed)
     draw = countdown(rng) if arguments.lengths == "countdown" else noise(arguments, vocab_size, rng)
+    if arguments.lengths == "short":
+        draw = short(vocab_size, rng)
     groups: list[Group] = []
     left = arguments.tokens * arguments.micro_batches
     while True:
@@ -72,6 +74,16 @@ def noise(arguments: argparse.Namespace, vocab_size: int, rng: random.Random) ->
         ]
         prompt = [rng.randrange(vocab_size) for _ in range(arguments.prompt_tokens)]
         yield prompt, [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def short(vocab_size: int, rng: random.Random) -> Drawn:
+    """Yield random tokens, as many as word problems and their answers have (word-problems.toml)."""
+    while True:
+        lengths = [rng.randint(52, 64), *(rng.randint(8, 40) for _ in range(GROUP_SIZE))]
+        prompt, *completions = (
+            [rng.randrange(vocab_size) for _ in range(length)] for length in lengths
+        )
+        yield prompt, completions
 
 
 def countdown(rng: random.Random) -> Drawn:
