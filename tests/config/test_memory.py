@@ -349,7 +349,7 @@ def test_bfloat16_on_a_cpu_by_hand() -> None:
     # gradient; of the head a chunk's gradient, and its own.
     head = 240 * (2 * 4 * 4096 + 10 * 64) + 4 * 4096 * 64
     assert found["one layer or head"] == head + 2 * 4096 * 64
-    assert found["products' code"] == 16 * 2 * (1_000_000 - 4096 * 64) // 2
+    assert found["products' code"] == 16 * 2 * ((1_000_000 - 4096 * 64) // 2 + 4096 * 64)
     # What an adapter does not train: norms, so what they normalise is not kept.
     found = budget_of_a_pass(SHARED, "learner.dtype=bfloat16", "lora.rank=4")
     layer = tokens * (12 * 64 + 10 * 96 + 2 * (4 * 160 + 7 * 4)) + keys * 8 * 32

@@ -285,11 +285,14 @@ class StepFootprint:
     def code_bytes(self) -> int:
         """Bytes that a CPU caches for bfloat16 products.
 
-        The cache has a copy of a layer's weights for each of the sizes that rows come in.
+        For each of the sizes that rows come in, the cache has a copy of a layer's weights, and of
+        the head's columns that are there at a time.
         """
         if not self._keeps_freed or self.compute_bytes != 2 or not self.is_alone:
             return 0
-        return NUM_ROW_SIZES * 2 * self._params_per_layer
+        columns = min(VOCAB_CHUNK, self.facts.vocab_size)
+        num_copied = self._params_per_layer + columns * self.facts.hidden_size
+        return NUM_ROW_SIZES * 2 * num_copied
 
     def _working_bytes_of_a_rank(self) -> int:
         """Return the bytes that a rank needs only for a moment, at the moment that needs most.
