@@ -96,6 +96,23 @@ def test_checkpointing_follows_the_memory_unless_it_is_told(
     assert chosen(tmp_path, 2**20) is False, "no dimensions to go by"
 
 
+def test_checkpointing_is_needless_where_memory_would_hold_the_activations(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data: Any = SimpleNamespace(model_dir=model_dir, lora=None, prompts=SimpleNamespace(longest=8))
+
+    def is_needless(num_bytes: int, checkpointing: bool | str) -> bool:
+        monkeypatch.setattr(setup, "read_machine", lambda *_: Machine(host_bytes=num_bytes))
+        learner = {"device": "cpu", "gradient_checkpointing": checkpointing}
+        config = make_config(model_dir, learner=learner)
+        return setup.is_recomputing(config, data, setup.budget_here(config, model_dir))
+
+    assert is_needless(2**40, True)
+    assert not is_needless(2**20, True)
+    assert not is_needless(2**40, False)
+    assert not is_needless(2**40, "auto"), "chosen by the memory"
+
+
 def test_the_first_prompts_are_looked_at_beside_the_window(
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

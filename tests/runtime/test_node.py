@@ -13,7 +13,7 @@ from echo.core.rollout import PolicyVersion
 from echo.net.transport import Received
 from echo.roles.node import Role
 from echo.roles.worker.departure import Drained
-from echo.runtime.node import STALL_S, Node, Topics
+from echo.runtime.node import STALL_S, BusyTime, Node, Topics
 from echo.sim.clock import InlineThreads
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
@@ -457,3 +457,15 @@ def test_a_relay_tells_of_the_versions_that_it_holds_now_and_then(make_world: Ma
     world.worker("w1")
     world.run_until(lambda: world.step >= 5)
     assert [note for note in world.notes("r1") if "holds" in note] == ["holds v0"]
+
+
+def test_busy_time_counts_calls_that_overlap_once() -> None:
+    busy = BusyTime()
+    busy.begin(now=1.0)
+    busy.begin(now=1.5)
+    busy.end(now=2.0)
+    assert busy.take_ms(now=2.5) == 1500
+    busy.end(now=3.0)
+    assert busy.take_ms(now=9.0) == 500
+    busy.begin(now=9.0)
+    assert (busy.take_ms(now=9.0004), busy.take_ms(now=9.0015)) == (0, 1)
