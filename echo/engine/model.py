@@ -588,7 +588,10 @@ def make_sampling(
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         max_completion_tokens=sampling.max_completion_tokens,
-        stop_ids=() if text is None else tuple(text.stop_ids),
+        # The model has no others, and min_tokens could not bar them.
+        stop_ids=()
+        if text is None
+        else tuple(token for token in text.stop_ids if 0 <= token < text.vocab_size),
         likely_ids=likely_ids,
         min_tokens=sampling.min_tokens,
         stop=stop,
