@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -552,6 +553,19 @@ def test_its_numbers_are_those_of_kernels_and_rows() -> None:
     assert row_sizes.SIZES_PER_OCTAVE[0] == step.SIZES_PER_OCTAVE
     assert step.FREED_BYTES == allocator.GROWN_BYTES // 4
     assert inspect.signature(linear_logprob).parameters["vocab_chunk"].default == step.VOCAB_CHUNK
+
+
+@pytest.mark.parametrize(("num_groups", "mean"), [(4, 20), (8, 150), (4, 300)])
+def test_rows_of_a_run_come_in_about_as_many_sizes_as_are_counted(
+    num_groups: int, mean: int
+) -> None:
+    rng, sizes = random.Random(0), row_sizes.RowSizes(fills="rows")
+    found = set()
+    for _ in range(200):
+        completions = (round(mean * rng.lognormvariate(-0.3, 0.8)) for _ in range(8 * num_groups))
+        prompts = (rng.randrange(60, 200) for _ in range(num_groups))
+        found.add(sizes.packed(sum(completions) + sum(prompts), max_tokens=16384))
+    assert step.NUM_ROW_SIZES / 4 < len(found) < step.NUM_ROW_SIZES * 3 / 2
 
 
 # --- what this machine and a model's files say ----------------------------------------------------

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echo.algo import batching
+from echo.algo.loss import needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.engine.lora import Lora
 from echo.kernels import logprob
@@ -28,6 +29,7 @@ from echo.train.models.masters import Masters
 from echo.train.models.policy import ModelSource
 from echo.train.step import StepError
 from tests.train.test_compiled_layers import varlen_attn
+from tests.train.test_likely_ids import likely_groups
 from tests.train.test_trainer import assert_close, change_of, gradients, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
 from tests.train.trainers import FAST, fast_trainer
@@ -126,7 +128,7 @@ def test_no_micro_batch_waits_and_an_update_three_times_at_most(
     if way == "adapter":
         options["lora"] = Lora(base_dir=tiny_model_dir, rank=4, alpha=8)
     trainer = fast_trainer(tiny_model_dir, micro_batch_tokens=24, **options)
-    groups = make_groups(8)
+    groups = likely_groups(8) if needs_of(trainer.loss).likely_ids else make_groups(8)
     batch = trainer.prepare(groups)  # of numbers that no device has seen
     monkeypatch.setattr(trainer, "prepare", lambda _: batch)
     num_micro_batches = len(list(trainer.policy.micro_batches(batch.samples)))

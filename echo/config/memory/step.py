@@ -26,8 +26,8 @@ MIN_SAVED = 0.2
 SIZES_PER_OCTAVE = 16
 """Row sizes between a number of tokens and its double; as in algo/row_sizes.py."""
 NUM_ROW_SIZES = 16
-"""Number of sizes that the rows of a run come in on a CPU, about the most of usual runs. Rows of a
-few rollouts of very unequal lengths come in more.
+"""About the number of sizes that the rows of a run come in on a CPU. Rows of few rollouts of very
+unequal lengths come in more.
 """
 FREED_BYTES = 64 << 20
 """Bytes that a process on a CPU has freed and not yet returned: a quarter of GROWN_BYTES in
