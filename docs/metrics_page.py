@@ -120,6 +120,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "broadcast/bytes": "Bytes of weights that the learner sent since the step before.",
         "broadcast/seconds": "Seconds until the last complete version had reached every node.",
         "broadcast/goodput": "Its bytes on the wire over these seconds, bytes/s.",
+        "links/bytes": "Bytes of weights that each node received since the step before, a table by "
+        "link, `PARENT > NODE`; the parent at the end of the step. The 64 links with the most, and "
+        "the sum of the others.",
+        "links/goodput": "Rate of these links, measured by transfers, bytes/s.",
     },
     "Lengths and unfinished rollouts": {
         "lengths/trained/mean": "Mean length of the completions trained last, tokens.",
@@ -158,6 +162,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "cost/per_hour": "$ per hour at present, machines and traffic.",
         "cost/total": "$ so far.",
         "cost/per_step": "$ of this step.",
+        "cost/by_node": "$ of each node since the step before, machine and traffic, a table by "
+        "name. The 64 nodes with the most, and the sum of the others.",
         "cost/per_million_tokens": "$ per million accepted tokens.",
         "cost/standby_per_hour": "The part for machines on standby.",
         "cost/unconfirmed_per_hour": "The part for machines that left without confirming their "

@@ -413,6 +413,8 @@ def test_machines_count_from_joining_and_on_standby_too(roster: Roster) -> None:
     meter.update(roster, bytes_sent=0, now=2 * HOUR)
     assert meter.total == pytest.approx(2.0 + 2.8)
     assert (meter.machines_per_h, meter.standby_per_h) == pytest.approx((2.8, 0.3))
+    assert meter.take_by_node() == pytest.approx({"learner": 4.0, "w1": 0.5, "w2": 0.3})
+    assert not meter.take_by_node()
 
 
 def test_a_machine_counts_until_its_release_is_confirmed(roster: Roster) -> None:
@@ -466,6 +468,7 @@ def test_traffic_counts_by_what_nodes_report(roster: Roster) -> None:
     member.incarnation, member.node.stats = "w-2", NodeStats(bytes_received=5 * 10**8)
     meter.update(roster, bytes_sent=2 * 10**9, now=180.0)
     assert meter.total == pytest.approx(0.02 * 19.5 + 0.1 * 2)
+    assert meter.take_by_node() == pytest.approx({"learner": 0.1 * 2, "w": 0.02 * 19.5})
     assert meter.traffic_per_h > 0
 
 

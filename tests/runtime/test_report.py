@@ -19,14 +19,24 @@ from echo.core.metrics import LearningCurve
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine import allocator
 from echo.engine.engine import Completion, Request, Sampling
+from echo.roles.members import Member
 from echo.runtime.learner import report
-from echo.runtime.learner.report import IDLE_WINDOW_STEPS, Progress, RemainingTime, TaskMetrics
+from echo.runtime.learner.report import (
+    IDLE_WINDOW_STEPS,
+    LinkTraffic,
+    Progress,
+    RemainingTime,
+    TaskMetrics,
+    largest,
+)
 from echo.runtime.learner.versions.evaluation import Evaluations, EvaluationSchedule, Evaluator
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
+from echo.wire.messages import NodeStats
 from tests.engine.watchers import watching
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import StubEngine
+from tests.roles.harness import make_hello
 from tests.runtime.test_checkpoint import make_group
 
 
@@ -274,6 +284,31 @@ def test_of_workers_that_come_and_go_the_newest_are_remembered(
         metrics.row({name: {"env/calls": 10}})
     assert metrics.row({"w2": {"env/calls": 11}})["env/calls"] == 1
     assert metrics.row({"w1": {"env/calls": 11}})["env/calls"] == 11
+
+
+def test_bytes_are_counted_by_link_from_one_step_to_the_next() -> None:
+    def members(*, received: int, parent: str = "relay") -> list[Member]:
+        member = Member.of(make_hello("w1"), now=0.0)
+        stats = NodeStats(bytes_received=received, parent=parent, downlink_bytes_per_s=5e6)
+        member.node.stats = stats
+        return [member]
+
+    links = LinkTraffic(is_resumed=False)
+    first = {"links/bytes": {"relay > w1": 100.0}, "links/goodput": {"relay > w1": 5e6}}
+    assert links.row(members(received=100)) == first
+    assert links.row(members(received=100)) == {}
+    assert links.row(members(received=150, parent="w2"))["links/bytes"] == {"w2 > w1": 50.0}
+    restarted = links.row(members(received=30))
+    assert restarted["links/bytes"] == {"relay > w1": 30.0}
+    resumed = LinkTraffic(is_resumed=True)
+    assert resumed.row(members(received=100)) == {}
+    assert resumed.row(members(received=130))["links/bytes"] == {"relay > w1": 30.0}
+
+
+def test_a_table_of_many_names_adds_up() -> None:
+    table = largest({f"n{number:03}": 1.0 + (number == 70) for number in range(100)})
+    assert len(table) == 65
+    assert (table["n070"], table["others"], sum(table.values())) == (2.0, 36.0, 101.0)
 
 
 def test_what_is_rare_is_shown_from_its_first_time_on_and_of_no_call_nothing() -> None:

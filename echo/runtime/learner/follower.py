@@ -17,7 +17,13 @@ from echo.runtime.learner.batches.bound import AdaptiveBound
 from echo.runtime.learner.batches.rewards import LearnerRewards
 from echo.runtime.learner.batches.stalls import Stalls
 from echo.runtime.learner.costs.control import CostControl
-from echo.runtime.learner.report import ABANDONED_SHARE, TRAINED_SHARE, Progress, TaskMetrics
+from echo.runtime.learner.report import (
+    ABANDONED_SHARE,
+    TRAINED_SHARE,
+    LinkTraffic,
+    Progress,
+    TaskMetrics,
+)
 from echo.weights.schedule import PublishPace
 
 Row = Mapping[str, float | Mapping[str, float] | Mapping[str, str]]
@@ -81,6 +87,7 @@ class Reporter:
         self._stalls = stalls
         self._log = log
         self._task_metrics = TaskMetrics()
+        self._links = LinkTraffic(is_resumed=role.step > 0)
         self._has_warned_of_share = False
 
     @property
@@ -110,6 +117,7 @@ class Reporter:
         row |= self._pace.metrics()
         row |= self._costs.metrics(row, now=now)
         row |= self._stalls.stepped(now)
+        row |= self._links.row(role.roster.members())
         row |= self._progress.lengths.metrics(oldest_open=role.leases.oldest_open)
         row |= self._partial_metrics()
         row |= self._task_code_metrics()

@@ -27,7 +27,7 @@ from echo.core.status import (
 from echo.core.timers import RecentMap
 from echo.leases.mismatch import WINDOW, Sampled
 from echo.roles.learner import Learner
-from echo.roles.members import MAX_NAMES_KEPT, NODE_RATE_WINDOW_S
+from echo.roles.members import MAX_NAMES_KEPT, NODE_RATE_WINDOW_S, Member
 from echo.weights.schedule import PublishPace
 from echo.wire.messages import LEARNER_ID
 
@@ -623,6 +623,54 @@ def _refusals(counts: Mapping[str, float]) -> dict[str, int]:
         for name, count in counts.items()
         if name.startswith(prefixes)
     }
+
+
+# --- Weight bytes by link: `links/` ---
+
+
+MAX_NAMES_SHOWN = 64
+"""Most names in a table of bytes or costs of one row: the names with the most."""
+
+
+def largest(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the MAX_NAMES_SHOWN largest values, and the sum of all others as "others"."""
+    names = sorted(values, key=lambda name: -values[name])
+    shown = {name: values[name] for name in sorted(names[:MAX_NAMES_SHOWN])}
+    others = sum(values[name] for name in names[MAX_NAMES_SHOWN:])
+    return {**shown, "others": others} if others else shown
+
+
+class LinkTraffic:
+    """Weight bytes that each node receives from its parent, from one step to the next.
+
+    A node's bytes of a step all count for the parent that it has at the end of the step.
+    """
+
+    def __init__(self, *, is_resumed: bool) -> None:
+        """Count from the nodes' first totals if the learner is resumed, otherwise from zero.
+
+        The counters of nodes go on while the learner is away.
+        """
+        self._is_resumed = is_resumed
+        self._before: RecentMap[str, int] = RecentMap(max_entries=MAX_NAMES_KEPT)
+
+    def row(self, members: Iterable[Member]) -> dict[str, Mapping[str, float]]:
+        """Return the bytes since the last call, and the measured bytes/s, by "PARENT > NODE"."""
+        received, goodput = {}, {}
+        for member in members:
+            total, name = member.stats.bytes_received, f"{member.stats.parent} > {member.node_id}"
+            before = self._before.get(member.node_id)
+            if before is None:
+                before = total if self._is_resumed else 0
+            self._before[member.node_id] = total
+            if total != before:
+                received[name] = float(_increase(before, total))
+                if member.stats.downlink_bytes_per_s is not None:
+                    goodput[name] = member.stats.downlink_bytes_per_s
+        shown = largest(received)
+        rates = {name: goodput[name] for name in shown if name in goodput}
+        tables = {"links/bytes": shown, "links/goodput": rates}
+        return {name: table for name, table in tables.items() if table}
 
 
 # --- Metrics of the task's own code and the engines, over all workers: `env/`, `engine/` ---

@@ -25,7 +25,7 @@ from echo.records.ledger import ActivationChanged, Cost, LedgerQueue
 from echo.roles.learner import Learner
 from echo.runtime.learner.costs.activation import Activation, ActivationSettings, StepTimes
 from echo.runtime.learner.costs.meter import CostMeter, spent_before
-from echo.runtime.learner.report import Progress
+from echo.runtime.learner.report import Progress, largest
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action
 from echo.wire.codec import BYTES_PER_TOKEN
@@ -172,7 +172,9 @@ class CostControl:
             "activation.budget_per_run=..."
         )
 
-    def metrics(self, row: Mapping[str, Any], *, now: float) -> dict[str, float]:
+    def metrics(
+        self, row: Mapping[str, Any], *, now: float
+    ) -> dict[str, float | Mapping[str, float]]:
         """Record the last step from its row of metrics; return metrics of costs and activation.
 
         The result is empty if nothing has a price.
@@ -194,10 +196,11 @@ class CostControl:
         self._ledger.append(
             Cost(step=self._role.step, total=round(view.total, 6), per_h=view.per_h)
         )
-        metrics = {
+        metrics: dict[str, float | Mapping[str, float]] = {
             "cost/per_hour": view.per_h,
             "cost/total": view.total,
             "cost/per_step": view.total - self._total_at_step,
+            "cost/by_node": largest(self._meter.take_by_node()),
             "cost/standby_per_hour": view.standby_per_h,
             "cost/unconfirmed_per_hour": view.unconfirmed_per_h,
             "workers/active": view.num_active,

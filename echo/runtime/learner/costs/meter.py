@@ -13,6 +13,7 @@ learner are taken as counted by the earlier learner.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from echo.core.units import GIGABYTE
 from echo.records.ledger import AnyRecord, totals_of
 from echo.roles.members import Member, Roster
 from echo.wire.codec import BYTES_PER_TOKEN
+from echo.wire.messages import LEARNER_ID
 
 LOST_COUNTS_FOR_S = 3600.0
 """Seconds for which a lost machine counts: the usual billing step, since the end of its bill is
@@ -65,6 +67,7 @@ class CostMeter:
         self._sent_bytes = 0
         self._at = now
         self._traffic_per_s = 0.0
+        self._by_node: defaultdict[str, float] = defaultdict(float)
 
     @property
     def machines_per_h(self) -> float:
@@ -99,8 +102,12 @@ class CostMeter:
         """
         elapsed_s = max(0.0, now - self._at)
         self._at = now
-        self.total += elapsed_s / 3600 * self.machines_per_h
+        hours = elapsed_s / 3600
+        self.total += hours * self.machines_per_h
         traffic = self._learner_per_gb * (bytes_sent - self._sent_bytes) / GIGABYTE
+        self._by_node[LEARNER_ID] += hours * self._learner_per_h + traffic
+        for name, machine in self._machines.items():
+            self._by_node[name] += hours * machine.price_per_h
         self._sent_bytes = bytes_sent
         traffic += self._take(roster.nodes.values())
         self.total += traffic
@@ -108,6 +115,11 @@ class CostMeter:
             weight = min(1.0, elapsed_s / _TRAFFIC_WINDOW_S)
             self._traffic_per_s += weight * (traffic / elapsed_s - self._traffic_per_s)
         self._drop_gone(roster, now)
+
+    def take_by_node(self) -> dict[str, float]:
+        """Return node -> $ for its machine and traffic since the last call, without free nodes."""
+        costs, self._by_node = self._by_node, defaultdict(float)
+        return {node: cost for node, cost in costs.items() if cost}
 
     def _take(self, members: Iterable[Member]) -> float:
         """Record each member's machine; return the $ for their traffic since the last call."""
@@ -128,7 +140,9 @@ class CostMeter:
             if machine.traffic_bytes is None:
                 machine.traffic_bytes = None if member.tokens_sampled is None else total
                 continue
-            cost += member.price.per_gb * max(0, total - machine.traffic_bytes) / GIGABYTE
+            traffic = member.price.per_gb * max(0, total - machine.traffic_bytes) / GIGABYTE
+            self._by_node[member.node_id] += traffic
+            cost += traffic
             machine.traffic_bytes = max(total, machine.traffic_bytes)
         return cost
 
