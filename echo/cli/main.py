@@ -52,6 +52,7 @@ COMMANDS = {
     "rollouts": Command(
         "show prompts, completions and rewards of a run", parsers.rollouts_parser, "learner"
     ),
+    "report": Command("write a report of a run as one HTML file", parsers.report_parser, "learner"),
 }
 """The commands by name. Function `main` of the module echo.cli.NAME gets the command line after the
 name."""

@@ -344,6 +344,36 @@ def eval_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def report_parser() -> argparse.ArgumentParser:
+    """Return the argument parser of `echo-rl report`."""
+    parser = _parser(
+        "report",
+        "Write a report of a run: one HTML file that loads nothing, and its figures as PNG files. "
+        "The run may be under way, finished or crashed.",
+        EXIT_CODES_HELP,
+    )
+    parser.add_argument("run", type=_path, metavar="RUN", help="the run's directory")
+    parser.add_argument(
+        "--compare",
+        type=_path,
+        nargs="+",
+        default=[],
+        metavar="OTHER",
+        help="directories of other runs: draw a line for each run, and list what differs",
+    )
+    parser.add_argument(
+        "--trace",
+        type=_text,
+        metavar="STEPS",
+        help="also write trace.json, for https://ui.perfetto.dev, of these steps, such as 10-20, "
+        "or of `all`",
+    )
+    parser.add_argument(
+        "--out", type=_path, metavar="DIR", help="where the files go (default: RUN/report)"
+    )
+    return parser
+
+
 def _add_output(parser: argparse.ArgumentParser, *, out: Path, files: str) -> None:
     parser.add_argument(
         "--out", type=_path, default=out, metavar="DIR", help=f"where {files} go (default: {out})"

@@ -46,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Namespace, console: Console) -> int:
     stored = stored_groups(read_records(arguments.run))
-    decode = _decoder(arguments.run)
+    decode = decoder_of(arguments.run)
     chosen = [each for each in stored if _is_asked_for(each, arguments)]
     is_plain = not arguments.json and all(getattr(arguments, name) is None for name in CHOICES)
-    read = _newest if is_plain else _rollouts
+    read = _newest if is_plain else rollouts_of
     found = _ordered(list(read(arguments.run, chosen, decode)), arguments)
     if not found:
         raise DataError(_none_found(arguments, stored, chosen))
@@ -102,7 +102,7 @@ def _newest(run_dir: Path, stored: Sequence[StoredGroup], decode: Decode) -> Ite
     """Yield NUM_NEWEST rollouts: those of the newest group first, then of the group before it."""
     number = 0
     for each in reversed(stored):
-        for rollout in _rollouts(run_dir, [each], decode):
+        for rollout in rollouts_of(run_dir, [each], decode):
             if number < NUM_NEWEST:
                 yield rollout
             number += 1
@@ -110,7 +110,7 @@ def _newest(run_dir: Path, stored: Sequence[StoredGroup], decode: Decode) -> Ite
             return
 
 
-def _rollouts(
+def rollouts_of(
     run_dir: Path, stored: Sequence[StoredGroup], decode: Decode
 ) -> Iterator[ShownRollout]:
     """Yield the rollouts of each group whose file has not been deleted.
@@ -261,7 +261,7 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
         raise StorageError(f"--parquet {path}: cannot be written: {error}") from error
 
 
-def _decoder(run_dir: Path) -> Decode:
+def decoder_of(run_dir: Path) -> Decode:
     """Return a function that turns token ids into text with the run's tokenizer.
 
     Raises:

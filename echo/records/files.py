@@ -60,6 +60,21 @@ def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> i
     return descriptor
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether a process on this machine has locked a file; False if there is no file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write a file atomically, or replace its content, and sync the file to the disk.
 

@@ -54,7 +54,7 @@ from blake3 import blake3
 from echo.core.errors import DataError, RemoteProtocolError, StorageError
 from echo.core.records import Cancelled, Discarded, Granted, Record, Refused
 from echo.core.rollout import Group, Lineage, PolicyVersion, is_surviving
-from echo.records.files import lock_directory, sync_path, write_file
+from echo.records.files import is_locked, lock_directory, sync_path, write_file
 from echo.wire.codec import Frame, decode_group
 
 FORMAT = 2
@@ -833,6 +833,11 @@ def lock_run(run_dir: Path) -> int:
         called=str(run_dir),
         in_use="is in use by another learner; stop it first (process {})",
     )
+
+
+def is_in_use(run_dir: Path) -> bool:
+    """Return whether a learner on this machine has the run open; nothing is changed."""
+    return is_locked(run_dir / "ledger.lock")
 
 
 def has_begun(run_dir: Path) -> bool:

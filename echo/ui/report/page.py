@@ -1,0 +1,373 @@
+"""The page of a report: one HTML file with tables, figures and samples, which loads nothing.
+
+The template escapes all text, so a model's text, a node's name or a line of a log cannot add
+markup. Unprintable characters, which could reorder the text on the screen, become Python's escapes.
+The page's content security policy forbids scripts and requests.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from echo.core.extras import import_extra, version
+from echo.core.units import format_bytes, format_duration, one_line
+from echo.records.run_files import values_of
+from echo.ui.drawing import clock, short_count
+from echo.ui.report.figures import SECTIONS, Plot
+from echo.ui.report.run import ReportedRun, differing_settings, utc
+from echo.ui.rollouts import VERSION_STYLES, ShownRollout
+
+TEMPLATE = Path(__file__).with_name("page.html")
+NUM_LAST = 10
+"""Number of the last steps whose means are key figures."""
+MAX_STALLS = 20
+"""Most stalls that the page lists, the newest."""
+NO_VALUE = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of texts."""
+
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    has_numbers: bool = False
+    """Whether all columns but the first have numbers, which are aligned to the right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColouredText:
+    """A piece of a completion, of one version."""
+
+    text: str
+    style: str
+    """The class of its HTML element."""
+    about: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBox:
+    """A rollout as the page shows it."""
+
+    rollout: ShownRollout
+    facts: str
+    prompt: str
+    pieces: Sequence[ColouredText]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagePart:
+    """A part of the page below one heading."""
+
+    heading: str
+    tables: Sequence[Table] = ()
+    plots: Sequence[Plot] = ()
+    samples: Sequence[RolloutBox] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Long texts by their names, which the reader may unfold."""
+    is_open: bool = False
+    note: str = ""
+
+    @property
+    def link(self) -> str:
+        """The name of the part in the page's links."""
+        return "".join(char if char.isalnum() else "-" for char in self.heading.lower())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the part has nothing but its heading."""
+        return not (self.tables or self.plots or self.samples or self.texts or self.note)
+
+
+def render_page(
+    runs: Sequence[ReportedRun],
+    plots: Sequence[Plot],
+    rollouts: Sequence[ShownRollout],
+    *,
+    without_rollouts: str,
+    made_at: float,
+) -> str:
+    """Return the page as HTML.
+
+    Args:
+        runs: the run of the report, followed by the runs with which it is compared.
+        plots: the figures, in order.
+        rollouts: rollouts of the first run.
+        without_rollouts: why there are no rollouts; empty if there are some.
+        made_at: Unix time, seconds.
+
+    Raises:
+        ConfigError: if jinja2 is not installed.
+    """
+    jinja2 = import_extra("jinja2", extra="learner", wanted_by="a report")
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["b64"] = lambda data: base64.b64encode(data).decode("ascii")
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    parts = _parts(runs, plots, rollouts, without_rollouts)
+    page: str = template.render(
+        title=f"Echo run {one_line(runs[0].name)}",
+        runs=runs,
+        parts=[part for part in parts if not part.is_empty],
+        made_at=utc(made_at),
+        version=version(),
+    )
+    return page
+
+
+def _parts(
+    runs: Sequence[ReportedRun],
+    plots: Sequence[Plot],
+    rollouts: Sequence[ShownRollout],
+    without_rollouts: str,
+) -> Iterator[PagePart]:
+    run = runs[0]
+    if run.is_cut_off:
+        yield PagePart(heading="How it ended", texts=_log(run), is_open=True)
+    yield PagePart(heading="Key figures", tables=list(_key_tables(runs)))
+    for section in SECTIONS:
+        yield PagePart(heading=section, plots=[plot for plot in plots if plot.section == section])
+    if len(runs) == 1:
+        yield PagePart(heading="Nodes", tables=_node_tables(run))
+        yield PagePart(heading="Stalls", tables=list(_stall_tables(run)))
+        yield PagePart(heading="Groups that were not trained", tables=list(_lost_tables(run)))
+        yield PagePart(heading="Decisions", tables=_decision_tables(run))
+        yield PagePart(
+            heading="Sample rollouts",
+            samples=[_sample(each) for each in rollouts],
+            texts=_unfolded("Samples in the learner's log", run.log_samples),
+            note=without_rollouts,
+        )
+        config = json.dumps(run.config, indent=2, ensure_ascii=False)
+        texts = {"Configuration": _lines(config)}
+        yield PagePart(heading="Files", texts=texts if run.is_cut_off else {**texts, **_log(run)})
+
+
+def _log(run: ReportedRun) -> dict[str, str]:
+    return _unfolded("The last lines of the learner's log", run.log)
+
+
+def _unfolded(name: str, lines: Sequence[str]) -> dict[str, str]:
+    return {name: "\n".join(map(one_line, lines))} if lines else {}
+
+
+def _lines(text: str) -> str:
+    """Return text whose unprintable characters, other than line breaks, are escaped."""
+    return "\n".join(map(one_line, text.split("\n")))
+
+
+# --- key figures ----------------------------------------------------------------------------------
+
+
+def _key_tables(runs: Sequence[ReportedRun]) -> Iterator[Table]:
+    figures = [_key_figures(run) for run in runs]
+    labels = list(dict.fromkeys(label for each in figures for label in each))
+    head = ["", *(one_line(run.name) for run in runs)] if len(runs) > 1 else []
+    rows = [[label, *(each.get(label, NO_VALUE) for each in figures)] for label in labels]
+    yield Table(head=head, rows=rows)
+    if len(runs) > 1:
+        differing = differing_settings(runs)
+        if differing:
+            yield Table(
+                head=["setting", *head[1:]],
+                rows=[[key, *map(one_line, values)] for key, values in differing.items()],
+                caption="Settings that differ",
+            )
+
+
+def _key_figures(run: ReportedRun) -> dict[str, str]:
+    """Return label and text of each key figure that the run has."""
+    figures: dict[str, str] = {}
+    summary, train = run.summary, run.history.train
+    if summary is None:
+        return {"steps": "0"}
+    figures["steps"] = f"{summary.num_steps} of {summary.max_steps}"
+    figures["time of the learner"] = clock(summary.wall_time_s)
+    if summary.num_lineages > 1:
+        figures["resumed"] = f"{summary.num_lineages - 1} times"
+    if summary.reward_before is not None and summary.reward_after is not None:
+        change = _change(summary.reward_before, summary.reward_after)
+        figures["reward"] = f"{change} (first and last {summary.num_reward_steps} steps)"
+    before, after = summary.eval_before, summary.eval_after
+    if before is not None and after is not None:
+        steps = f"(step {_span(before.step, after.step)})"
+        sampled = _change(before.sampled, after.sampled)
+        figures["held-out, sampled"] = f"{sampled} {steps}"
+        figures["held-out, greedy"] = f"{_change(before.greedy, after.greedy)} {steps}"
+    figures["staleness"] = (
+        f"mean {summary.mean_staleness:.2f}, at most {max(summary.staleness_tokens, default=0)}, "
+        f"bound {summary.max_staleness}"
+    )
+    waited, stepped = values_of(train, "time/wait_for_batch"), values_of(train, "time/step")
+    if sum(stepped):
+        figures["learner waited"] = f"{min(1.0, sum(waited) / sum(stepped)):.0%} of its time"
+    last = train[-NUM_LAST:]
+    for label, metric, form in (
+        ("effective sample size, last steps", "ess", ".1%"),
+        ("mismatch KL, last steps", "mismatch_kl", ".3g"),
+        ("clipped tokens, last steps", "clip_ratio/mean", ".2%"),
+    ):
+        values = values_of(last, metric)
+        if values:
+            figures[label] = format(fmean(values), form)
+    rate = short_count(summary.tokens_per_s)
+    figures["tokens accepted"] = f"{short_count(summary.num_tokens)}, {rate} per second"
+    figures["groups"] = (
+        f"{summary.num_trained} trained, {sum(summary.discarded.values())} discarded"
+    )
+    figures["weights sent by the learner"] = format_bytes(summary.broadcast_bytes)
+    costs = values_of(train, "cost/total")
+    if costs:
+        figures["cost"] = f"${costs[-1]:.2f}"
+    per_token = values_of(train, "cost/per_million_tokens")
+    if per_token:
+        figures["cost per million accepted tokens"] = f"${per_token[-1]:.3g}"
+    return figures
+
+
+def _change(before: float, after: float) -> str:
+    return f"{before:.3f}" if before == after else f"{before:.3f} to {after:.3f}"
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _node_tables(run: ReportedRun) -> list[Table]:
+    if not run.nodes:
+        return []
+    head = [
+        "node", "groups", "tokens", "tokens/s", "s per group", "weights received", "cost",
+        "$ per million tokens", "mismatch KL", "reward",
+    ]  # fmt: skip
+    rows = [
+        [
+            one_line(node.node_id),
+            str(node.num_groups) if node.num_groups else NO_VALUE,
+            short_count(node.num_tokens) if node.num_groups else NO_VALUE,
+            NO_VALUE if node.rate is None else short_count(node.rate.tokens_per_s),
+            NO_VALUE if node.rate is None else f"{node.rate.group_s:.3g}",
+            NO_VALUE if node.received_bytes is None else format_bytes(node.received_bytes),
+            NO_VALUE if node.cost is None else f"${node.cost:.3g}",
+            _number(node.cost_per_million_tokens),
+            _number(node.mismatch_kl),
+            _number(node.reward),
+        ]
+        for node in run.nodes
+    ]
+    columns = [0, *(at for at in range(1, len(head)) if any(row[at] != NO_VALUE for row in rows))]
+    return [
+        Table(
+            head=[head[at] for at in columns],
+            rows=[[row[at] for at in columns] for row in rows],
+            caption="Accepted groups and their completion tokens; tokens per second while the "
+            "worker held a group; mismatch and reward of its newest trained groups.",
+            has_numbers=True,
+        )
+    ]
+
+
+def _number(value: float | None) -> str:
+    return NO_VALUE if value is None else f"{value:.3g}"
+
+
+def _stall_tables(run: ReportedRun) -> Iterator[Table]:
+    if run.stalls:
+        stalls = run.stalls[-MAX_STALLS:]
+        left_out = len(run.stalls) - len(stalls)
+        yield Table(
+            head=["steps", "learner waited", "why, and what would help", "setting"],
+            rows=[
+                [
+                    _span(stall.first_step, stall.last_step),
+                    format_duration(stall.waited_s) + (", not ended" if stall.is_open else ""),
+                    one_line(stall.text),
+                    one_line(stall.setting) or NO_VALUE,
+                ]
+                for stall in stalls
+            ],
+            caption=f"The newest; {left_out} earlier ones are left out." if left_out else "",
+        )
+    if run.long_waits:
+        rows = [
+            [
+                str(wait.step),
+                utc(wait.at),
+                format_duration(wait.waited_s),
+                f"{wait.share:.0%}",
+                one_line(wait.cause) or NO_VALUE,
+            ]
+            for wait in run.long_waits
+        ]
+        head = ["step", "ended", "waited", "of its time", "for what"]
+        if not any(wait.cause for wait in run.long_waits):
+            head, rows = head[:-1], [row[:-1] for row in rows]
+        yield Table(
+            head=head,
+            rows=rows,
+            caption="The longest waits for groups, of those more than twice the median.",
+        )
+
+
+def _span(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _lost_tables(run: ReportedRun) -> Iterator[Table]:
+    for what, counts in (("discarded", run.discarded), ("refused", run.refused)):
+        if counts:
+            rows = sorted(counts.items(), key=lambda item: -item[1])
+            yield Table(head=[what, "number"], rows=[[one_line(r), str(n)] for r, n in rows])
+
+
+def _decision_tables(run: ReportedRun) -> list[Table]:
+    if not run.decisions:
+        return []
+    left_out = run.num_decisions - len(run.decisions)
+    return [
+        Table(
+            head=["step", "at", "what"],
+            rows=[[str(each.step), utc(each.at), one_line(each.what)] for each in run.decisions],
+            caption=f"The newest; {left_out} earlier ones are left out." if left_out else "",
+        )
+    ]
+
+
+# --- rollouts -------------------------------------------------------------------------------------
+
+
+def _sample(rollout: ShownRollout) -> RolloutBox:
+    versions = list(dict.fromkeys(part.version for part in rollout.parts))
+    pieces = []
+    for part in rollout.parts:
+        style = f"v{versions.index(part.version) % len(VERSION_STYLES)}"
+        if len(versions) == 1:
+            style = ""
+        pieces.append(
+            ColouredText(
+                text=_lines(part.text),
+                style=style if part.is_sampled else "inserted",
+                about=f"{part.version}, {part.num_tokens} tokens"
+                + ("" if part.is_sampled else ", inserted by the task"),
+            )
+        )
+    facts = [
+        f"mean of the group {rollout.group_mean:.3g}",
+        one_line(rollout.worker),
+        ", ".join(map(str, versions)),
+        f"ended by {rollout.finish_reason}",
+    ]
+    if rollout.staleness is not None:
+        facts.insert(3, f"staleness {_span(*rollout.staleness)}")
+    return RolloutBox(
+        rollout=rollout, facts=", ".join(facts), prompt=_lines(rollout.prompt), pieces=pieces
+    )

@@ -1,0 +1,416 @@
+"""A run as its report shows it, read from the run's files.
+
+A run may be finished, under way or crashed, even before its first step: whatever its files lack is
+left out of the report. Curves have the steps of the surviving history alone. Times, bytes and costs
+count abandoned steps too, since they were paid for.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from echo.core.errors import DataError
+from echo.core.records import Discarded, Refused
+from echo.core.units import format_duration, one_line
+from echo.records.ledger import (
+    ActivationChanged,
+    AnyRecord,
+    Began,
+    BoundChanged,
+    Checkpointed,
+    Finished,
+    deliveries_of,
+    is_in_use,
+    read_records,
+)
+from echo.records.run_files import (
+    MetricsHistory,
+    MetricsRow,
+    WorkerRate,
+    json_lines,
+    rates_of,
+    read_config,
+    read_metrics,
+)
+from echo.ui.stalls import WAIT, Stall, stalls_of
+from echo.ui.summary import RunSummary, summarise_run
+
+SAMPLE = " sample of step "
+"""What a line of the learner's log has if it is a sample of a rollout."""
+MAX_DECISIONS = 100
+"""Most decisions in a report, the newest."""
+MAX_LONG_WAITS = 10
+"""Most waits in a report, the longest."""
+LONG_WAIT_FACTOR = 2.0
+"""How many times longer than the median of all steps a wait has to be, to be listed."""
+MIN_WAIT_S = 1.0
+"""A shorter wait is not listed."""
+MAX_LOG_LINES = 40
+"""Most lines of the learner's log in a report, the newest."""
+MAX_SAMPLE_LINES = 40
+"""Most samples of rollouts from the learner's log in a report, the newest."""
+LOG_BYTES = 4 << 20
+"""Bytes at the end of the learner's log that are read for these lines and samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A change that the learner or an operator has made to the run."""
+
+    at: float
+    """Unix time, seconds."""
+    step: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongWait:
+    """A step for which the learner waited longer than usual."""
+
+    at: float
+    """Unix time at which the step ended, seconds."""
+    step: int
+    waited_s: float
+    share: float
+    """Share of the step's time that was spent waiting."""
+    cause: str
+    """The explanation that the run has recorded, or how long it waited for what; may be empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedNode:
+    """What a run's files have about a node; None where they have nothing."""
+
+    node_id: str
+    rate: WorkerRate | None
+    num_groups: int
+    num_tokens: int
+    """Number of completion tokens in the node's accepted groups."""
+    received_bytes: float | None
+    """Weight bytes that the node received."""
+    cost: float | None
+    """$ for the node's machine and traffic."""
+    mismatch_kl: float | None
+    reward: float | None
+
+    @property
+    def cost_per_million_tokens(self) -> float | None:
+        """$ per 10^6 accepted completion tokens; None if nothing has a price or was accepted."""
+        if self.cost is None or not self.num_tokens:
+            return None
+        return self.cost / self.num_tokens * 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedRun:
+    """A run as a report shows it."""
+
+    run_dir: Path
+    name: str
+    state: str
+    """The state of the run as a phrase, such as "finished" or "under way"."""
+    is_cut_off: bool
+    """Whether the learner has ended before the run was finished."""
+    config: MetricsRow
+    history: MetricsHistory
+    rows: Sequence[MetricsRow]
+    """All rows of metrics.jsonl, those of abandoned steps included."""
+    summary: RunSummary | None
+    """The summary of the run; None before its first step."""
+    lineages: Sequence[Began]
+    discarded: Mapping[str, int]
+    """Number of discarded groups, by reason."""
+    refused: Mapping[str, int]
+    """Number of refused results, by reason."""
+    decisions: Sequence[Decision]
+    num_decisions: int
+    """Number of all decisions, those that are left out included."""
+    stalls: Sequence[Stall]
+    """What the run has explained, oldest first."""
+    long_waits: Sequence[LongWait]
+    """The longest waits, the longest first."""
+    nodes: Sequence[ReportedNode]
+    log: Sequence[str]
+    """The last lines of the learner's log."""
+    log_samples: Sequence[str]
+    """The last samples of rollouts in the learner's log, a line each."""
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps on the surviving history."""
+        return int(self.history.train[-1]["step"]) if self.history.train else 0
+
+    @property
+    def bound(self) -> int | None:
+        """The hard bound on staleness, in steps; None if the configuration has none."""
+        bound = self.section("sync").get("max_staleness")
+        return bound if isinstance(bound, int) else None
+
+    @property
+    def steps(self) -> list[MetricsRow]:
+        """The rows of all optimizer steps, those of abandoned steps included."""
+        return [row for row in self.rows if "reward/mean" in row]
+
+    def section(self, name: str) -> MetricsRow:
+        """Return a section of the run's configuration; empty if there is none."""
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
+
+    def totals(self, table: str) -> dict[str, float]:
+        """Return the sums of a table of metrics over all rows, by name, largest first."""
+        totals: Counter[str] = Counter()
+        for row in self.rows:
+            totals.update(row.get(table) or {})
+        return {name: float(total) for name, total in totals.most_common()}
+
+
+def read_run(run_dir: Path) -> ReportedRun:
+    """Return a run as a report shows it.
+
+    Raises:
+        DataError: if the directory has no run.
+        StorageError: if a file is damaged. A last line that a crash has cut off is not damage.
+    """
+    config = read_config(run_dir)
+    facts = _Facts()
+    for record in read_records(run_dir):
+        facts.add(record)
+    path = run_dir / "metrics.jsonl"
+    rows = [row for _, row in json_lines(path)] if path.exists() else []
+    history = read_metrics(run_dir) if path.exists() else MetricsHistory()
+    is_running, log = is_in_use(run_dir), _log_lines(run_dir)
+    run = config.get("run")
+    name = run.get("name") if isinstance(run, dict) else None
+    return ReportedRun(
+        run_dir=run_dir,
+        name=one_line(str(name or run_dir.resolve().name)),
+        state=_state(facts, history, config, is_running=is_running),
+        is_cut_off=not is_running and not facts.is_finished,
+        config=config,
+        history=history,
+        rows=rows,
+        summary=summarise_run(run_dir) if history.train else None,
+        lineages=facts.lineages,
+        discarded=facts.discarded,
+        refused=facts.refused,
+        decisions=facts.decisions[-MAX_DECISIONS:],
+        num_decisions=len(facts.decisions),
+        stalls=stalls_of(history),
+        long_waits=_long_waits(rows),
+        nodes=_nodes(run_dir, config, rows),
+        log=[line for line in log if SAMPLE not in line][-MAX_LOG_LINES:],
+        log_samples=[line for line in log if SAMPLE in line][-MAX_SAMPLE_LINES:],
+    )
+
+
+class _Facts:
+    """Facts for a report, collected from the records of a ledger."""
+
+    def __init__(self) -> None:
+        self.lineages: list[Began] = []
+        self.discarded: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.decisions: list[Decision] = []
+        self.is_finished = False
+        self.last_at = 0.0
+        self.checkpoint: int | None = None
+
+    def add(self, record: AnyRecord) -> None:
+        """Add a record; records are added in the order of the ledger."""
+        self.last_at = record.at
+        match record:
+            case Began():
+                self.is_finished = False
+                self.lineages.append(record)
+                if len(self.lineages) > 1:
+                    what = f"resumed from the checkpoint of step {record.fork_step}"
+                    self._decide(record, record.fork_step, what)
+            case Discarded():
+                self.discarded[record.reason] += 1
+            case Refused():
+                self.refused[record.reason] += 1
+            case Checkpointed():
+                self.checkpoint = record.step
+            case Finished():
+                self.is_finished = True
+                self._decide(record, record.step, "finished")
+            case BoundChanged():
+                what = f"bound on staleness {record.before} to {record.bound}: {record.cause}"
+                self._decide(record, record.step, what)
+            case ActivationChanged():
+                self._decide(record, record.step, _activation(record))
+
+    def _decide(self, record: AnyRecord, step: int, what: str) -> None:
+        self.decisions.append(Decision(at=record.at, step=step, what=what))
+
+
+def _activation(record: ActivationChanged) -> str:
+    changes = [
+        f"{verb} {', '.join(names)}"
+        for verb, names in (("activated", record.activated), ("standby for", record.deactivated))
+        if names
+    ]
+    return f"{'; '.join(changes) or 'workers stay as they are'}: {record.cause}"
+
+
+def _state(facts: _Facts, history: MetricsHistory, config: MetricsRow, *, is_running: bool) -> str:
+    step = int(history.train[-1]["step"]) if history.train else 0
+    max_steps = (config.get("run") or {}).get("max_steps", step)
+    if facts.is_finished:
+        return "finished"
+    if is_running:
+        return f"under way, {step} of {max_steps} steps made"
+    text = f"ended after {step} of {max_steps} steps without finishing"
+    if facts.last_at:
+        text += f"; last record {utc(facts.last_at)}"
+    if facts.checkpoint is None:
+        return f"{text}; it has no checkpoint"
+    return f"{text}; a resume continues from the checkpoint of step {facts.checkpoint}"
+
+
+def utc(at: float) -> str:
+    """Return a Unix time in seconds as text, in UTC."""
+    return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# --- stalls ---------------------------------------------------------------------------------------
+
+
+def _long_waits(rows: Iterable[MetricsRow]) -> list[LongWait]:
+    """Return the longest of the waits that were longer than usual, the longest first."""
+    steps = [row for row in rows if row.get("time/wait_for_batch") is not None]
+    if not steps:
+        return []
+    usual_s = median(row["time/wait_for_batch"] for row in steps)
+    limit_s = max(LONG_WAIT_FACTOR * usual_s, MIN_WAIT_S)
+    found = [row for row in steps if row["time/wait_for_batch"] > limit_s]
+    found.sort(key=lambda row: -float(row["time/wait_for_batch"]))
+    return [
+        LongWait(
+            at=row["time"],
+            step=int(row["step"]),
+            waited_s=row["time/wait_for_batch"],
+            share=min(1.0, row["time/wait_for_batch"] / max(row.get("time/step") or 0.0, 1e-9)),
+            cause=explanation_of(row) or _stages(row),
+        )
+        for row in found[:MAX_LONG_WAITS]
+    ]
+
+
+def explanation_of(row: MetricsRow) -> str:
+    """Return the explanation of a wait or of idle workers that a row has; empty if it has none."""
+    found: Any = row.get("explain")
+    return str(found.get("text", "")) if isinstance(found, dict) else ""
+
+
+def _stages(row: MetricsRow) -> str:
+    """Return text on how long the learner waited for what; empty if that is not recorded."""
+    stages = {
+        name.removeprefix(WAIT): value
+        for name, value in row.items()
+        if name.startswith(WAIT) and value
+    }
+    longest = sorted(stages, key=lambda name: -stages[name])
+    return ", ".join(f"{name} {format_duration(stages[name])}" for name in longest)
+
+
+# --- nodes ----------------------------------------------------------------------------------------
+
+
+def _nodes(run_dir: Path, config: MetricsRow, rows: Sequence[MetricsRow]) -> list[ReportedNode]:
+    """Return the nodes of a run: first those without groups, then workers by their tokens."""
+    deliveries = deliveries_of(read_records(run_dir))
+    group_size = int((config.get("batch") or {}).get("group_size", 1))
+    rates = rates_of(deliveries, group_size)
+    groups = Counter(each.worker for each in deliveries)
+    tokens: Counter[str] = Counter()
+    for each in deliveries:
+        tokens[each.worker] += each.num_tokens
+    costs, received = _sums(rows, "cost/by_node"), _sums(_by_child(rows), "links/bytes")
+    names = {*rates, *costs, *received} - {"others"}
+    mismatches, rewards = _newest(rows, "workers/mismatch_kl"), _newest(rows, "workers/reward")
+    nodes = [
+        ReportedNode(
+            node_id=name,
+            rate=rates.get(name),
+            num_groups=groups[name],
+            num_tokens=tokens[name],
+            received_bytes=received.get(name),
+            cost=costs.get(name),
+            mismatch_kl=mismatches.get(name),
+            reward=rewards.get(name),
+        )
+        for name in sorted(names)
+    ]
+    return sorted(nodes, key=lambda node: (node.num_groups > 0, -node.num_tokens))
+
+
+def _by_child(rows: Iterable[MetricsRow]) -> Iterator[MetricsRow]:
+    for row in rows:
+        links: Mapping[str, float] = row.get("links/bytes") or {}
+        for link, num_bytes in links.items():
+            yield {"links/bytes": {link.rpartition(" > ")[2]: num_bytes}}
+
+
+def _sums(rows: Iterable[MetricsRow], table: str) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for row in rows:
+        for name, value in (row.get(table) or {}).items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def _newest(rows: Iterable[MetricsRow], table: str) -> dict[str, float]:
+    newest: dict[str, float] = {}
+    for row in rows:
+        newest.update(row.get(table) or {})
+    return newest
+
+
+def _log_lines(run_dir: Path) -> list[str]:
+    """Return the lines at the end of the learner's log; empty if there is none."""
+    try:
+        with (run_dir / "logs" / "learner.log").open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - LOG_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    return text.splitlines()
+
+
+def differing_settings(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
+    """Return the settings in which runs differ: the key, and its value in each run as text."""
+    flat = [dict(_flat(run.config)) for run in runs]
+    keys = sorted({key for settings in flat for key in settings})
+    found = {key: [settings.get(key, "-") for settings in flat] for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
+
+
+def read_runs(run_dirs: Sequence[Path]) -> list[ReportedRun]:
+    """Return the runs of a comparison, each with a name of its own.
+
+    Raises:
+        DataError: if a run is named twice.
+        DataError, StorageError: for the same reasons as `read_run`.
+    """
+    seen: set[Path] = set()
+    for run_dir in run_dirs:
+        if run_dir.resolve() in seen:
+            raise DataError(f"{run_dir}: is compared with itself; name other runs after --compare")
+        seen.add(run_dir.resolve())
+    return [read_run(run_dir) for run_dir in run_dirs]

@@ -1,0 +1,253 @@
+"""A trace of a run for Perfetto: what every node did when, as Chrome's JSON trace events.
+
+The spans come from the ledger and the metrics, which the learner has written, so all nodes are on
+the learner's clock. A worker's span begins when the learner granted a group and ends when the
+learner accepted it, or ended the lease: what happens within the span, such as rewards, is not
+recorded. Spans of a worker that overlap are in different rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from echo.core.errors import ConfigError, DataError
+from echo.core.records import Cancelled, Discarded, Granted, Refused
+from echo.core.units import one_line
+from echo.records.ledger import (
+    Accepted,
+    ActivationChanged,
+    AnyRecord,
+    Began,
+    BoundChanged,
+    Checkpointed,
+    Published,
+    Trained,
+    read_records,
+)
+from echo.records.run_files import MetricsRow
+from echo.ui.report.run import ReportedRun, explanation_of
+from echo.wire.messages import LEARNER_ID
+
+MAX_EVENTS = 500_000
+"""Most events of a trace; its file then has about 100 MB, which Perfetto still opens."""
+MICROSECONDS = 1e6
+
+Event = dict[str, Any]
+Window = tuple[int, int]
+"""The first and the last step of a trace."""
+ALL = (0, 10**9)
+
+TRAINING, WAITING, PUBLISHING, EVALUATING, EVENTS = range(5)
+_ROWS = ("trains", "waits for groups", "makes versions", "evaluates", "events")
+"""Names of the learner's rows, in the order of the constants above."""
+
+
+def parse_window(text: str) -> Window:
+    """Return the steps of the option `--trace`: "10-20", "10", or "all".
+
+    Raises:
+        ConfigError: if the text has another form.
+    """
+    if text == "all":
+        return ALL
+    steps = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)
+    if steps is None:
+        raise ConfigError(f"--trace {text!r}: write the steps as 10-20, or `all`")
+    window = int(steps[1]), int(steps[2] or steps[1])
+    if window[0] > window[1]:
+        raise ConfigError(f"--trace {text}: the first step is after the last")
+    return window
+
+
+def render_trace(run: ReportedRun, window: Window) -> bytes:
+    """Return the trace of some steps of a run as JSON.
+
+    Raises:
+        DataError: if the run did not make these steps, or the trace would be too large.
+    """
+    begin, end = _times(run, window)
+    nodes: dict[str, int] = {LEARNER_ID: 0}
+    events = list(_learner_events(run.rows, begin, end))
+    events += _lease_events(run, nodes, begin, end)
+    if len(events) > MAX_EVENTS:
+        raise DataError(
+            f"--trace: {len(events)} events, more than the {MAX_EVENTS} that Perfetto shows well; "
+            "choose fewer steps"
+        )
+    for event in events:
+        event["ts"] = round((event["ts"] - begin) * MICROSECONDS)
+        if "dur" in event:
+            event["dur"] = round(event["dur"] * MICROSECONDS)
+    names = list(_names(nodes))
+    return msgspec.json.encode(
+        {"traceEvents": names + events, "displayTimeUnit": "ms", "otherData": {"run": run.name}}
+    )
+
+
+def _times(run: ReportedRun, window: Window) -> tuple[float, float]:
+    """Return the Unix times at which the steps of the window begin and end.
+
+    Raises:
+        DataError: if the run did not make any of these steps.
+    """
+    steps = [
+        row
+        for row in run.steps
+        if row.get("time/step") is not None and window[0] <= row["step"] <= window[1]
+    ]
+    if not steps:
+        raise DataError(f"--trace: {run.run_dir} has no such steps; it has made {run.step}")
+    begin = min(row["time"] - row["time/step"] for row in steps)
+    if window == ALL:
+        begin = min([begin, *(began.at for began in run.lineages)])
+    return begin, max(row["time"] for row in steps)
+
+
+def _names(nodes: Mapping[str, int]) -> Iterator[Event]:
+    """Yield the events that name the nodes and the learner's rows."""
+    for node, pid in nodes.items():
+        named = {"ph": "M", "pid": pid, "tid": 0}
+        yield {**named, "name": "process_name", "args": {"name": one_line(node)}}
+        yield {**named, "name": "process_sort_index", "args": {"sort_index": pid}}
+    for row, name in enumerate(_ROWS):
+        yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
+
+
+def _span(name: str, pid: int, row: int, start: float, length: float, **facts: Any) -> Event:
+    return {
+        "ph": "X", "name": name, "pid": pid, "tid": row, "ts": start, "dur": length, "args": facts,
+    }  # fmt: skip
+
+
+def _mark(name: str, at: float, **facts: Any) -> Event:
+    return {"ph": "i", "s": "p", "name": name, "pid": 0, "tid": EVENTS, "ts": at, "args": facts}
+
+
+def _learner_events(rows: Iterable[MetricsRow], begin: float, end: float) -> Iterator[Event]:
+    """Yield what the learner did, from the rows of metrics between two times."""
+    for row in rows:
+        at = row["time"]
+        if not begin < at <= end:
+            continue
+        seconds = row.get("eval/seconds")
+        if seconds:
+            yield _span(
+                f"evaluation of v{row['eval/version']}", 0, EVALUATING, at - seconds, seconds
+            )
+        if row.get("time/step") is None:
+            continue
+        name, train_s = f"step {row['step']}", row.get("time/train") or 0.0
+        waited_s = min(row.get("time/wait_for_batch") or 0.0, row["time/step"])
+        yield _span(name, 0, TRAINING, at - train_s, train_s, reward=row.get("reward/mean"))
+        facts = {"why": text} if (text := explanation_of(row)) else {}
+        yield _span(name, 0, WAITING, at - train_s - waited_s, waited_s, **facts)
+        if row.get("time/publish"):
+            yield _span(name, 0, PUBLISHING, at - row["time/step"], row["time/publish"])
+
+
+class _Leases:
+    """The leases that are held, from the records of the ledger."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, dict[int, Granted]] = {}
+
+    def end_by(self, record: AnyRecord) -> list[tuple[Granted, str]]:
+        """Return the leases that a record ends, each with the way in which it ended."""
+        match record:
+            case Granted():
+                # The record of a lease that has expired is the grant of its group to another.
+                ended = [] if record.copy_of is not None else self._end_group(record.group)
+                self._held.setdefault(record.group, {})[record.attempt] = record
+                return [(lease, "not finished, granted again") for lease in ended]
+            case Accepted():
+                return self._end(record, f"accepted, {record.tokens} tokens")
+            case Cancelled():
+                return self._end(record, "cancelled")
+            case Refused():
+                return self._end(record, f"refused: {record.reason}")
+            case Discarded():
+                how = f"discarded: {record.reason}"
+                return [(lease, how) for lease in self._end_group(record.group)]
+            case Began():
+                return self.end_all("the learner was resumed")
+        return []
+
+    def end_all(self, how: str) -> list[tuple[Granted, str]]:
+        """End all leases, and return them with the way in which they ended."""
+        return [(lease, how) for group in list(self._held) for lease in self._end_group(group)]
+
+    def _end(self, record: Accepted | Cancelled | Refused, how: str) -> list[tuple[Granted, str]]:
+        lease = self._held.get(record.group, {}).pop(record.attempt, None)
+        return [] if lease is None else [(lease, how)]
+
+    def _end_group(self, group: int) -> list[Granted]:
+        return list(self._held.pop(group, {}).values())
+
+
+def _lease_events(
+    run: ReportedRun, nodes: dict[str, int], begin: float, end: float
+) -> Iterator[Event]:
+    """Yield the leases of workers and the learner's decisions between two times.
+
+    Workers are added to `nodes`, each with the number of its process in the trace.
+    """
+    leases = _Leases()
+    rows: dict[str, _Rows] = {}
+
+    def span(lease: Granted, how: str, at: float) -> Event:
+        pid = nodes.setdefault(lease.worker, len(nodes))
+        row = rows.setdefault(lease.worker, _Rows()).take(lease.at, at)
+        name, facts = f"group {lease.group}", {"attempt": lease.attempt, "end": how}
+        return _span(name, pid, row, lease.at, at - lease.at, **facts)
+
+    for record in read_records(run.run_dir):
+        if record.at > end:
+            continue
+        ended = leases.end_by(record)
+        if record.at >= begin:
+            yield from (span(lease, how, record.at) for lease, how in ended)
+            yield from _marks(record)
+    yield from (span(lease, how, end) for lease, how in leases.end_all("not ended yet"))
+
+
+def _marks(record: AnyRecord) -> Iterator[Event]:
+    match record:
+        case Began():
+            yield _mark(f"lineage {record.lineage} begins", record.at, fork_step=record.fork_step)
+        case Published():
+            yield _mark(f"{record.version} published", record.at)
+        case Checkpointed():
+            yield _mark(f"checkpoint of step {record.step}", record.at)
+        case Discarded():
+            yield _mark(f"group {record.group} discarded", record.at, reason=record.reason)
+        case Trained():
+            yield _mark(f"step {record.step} recorded", record.at, groups=list(record.groups))
+        case BoundChanged():
+            name = f"bound on staleness {record.bound}"
+            yield _mark(name, record.at, cause=record.cause)
+        case ActivationChanged():
+            yield _mark("active workers change", record.at, cause=record.cause)
+
+
+class _Rows:
+    """Divides a worker's spans into rows in which no two spans overlap.
+
+    Spans come in the order of their ends, so a row is free if its last span ended before the new
+    one begins.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+
+    def take(self, start: float, end: float) -> int:
+        """Return the number of the first row that is free from `start` on; use it until `end`."""
+        for row, free_from in enumerate(self._ends):
+            if free_from <= start:
+                self._ends[row] = end
+                return row
+        self._ends.append(end)
+        return len(self._ends) - 1
