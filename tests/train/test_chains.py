@@ -20,6 +20,7 @@ from echo.core.chains import Tree
 from echo.core.rollout import Group, Rollout
 from echo.train.models.policy import ModelSource
 from echo.train.trainer import Trainer
+from tests.train.test_packing import save_packed
 from tests.train.test_trainer import make_rollout
 from tests.train.trainers import TWO_UPDATES, fast_trainer
 
@@ -168,3 +169,16 @@ def test_scores_of_other_passes_know_chains_too(tiny_model_dir: Path) -> None:
         for name, value in found[1].items():
             if not name.startswith(("perf/", "time/")):
                 assert found[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3 with windows", "qwen3_moe"])
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_windows_and_experts_know_chains_too(family: str, tmp_path: Path) -> None:
+    """A window is counted along the chain, not along the row."""
+    group, model_dir = branching_group(), save_packed(tmp_path, family)
+    [expected] = fast_trainer(model_dir, packs=False).forward([group])
+    for how in ("together", "apart"):
+        [found] = fast_trainer(model_dir, **LAYOUTS[how]).forward([group])
+        for row, other in zip(found, expected, strict=True):
+            assert abs(row - other).max() < 3e-6
