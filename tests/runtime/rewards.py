@@ -29,6 +29,13 @@ class InTurn(Task):
             return float(self._num_scored[example.index] % 2)
 
 
+class InParts(InTurn):
+    """The same in two parts, of which the second costs a hundredth for each character."""
+
+    def reward(self, example: Example, completion: str) -> dict[str, float]:  # type: ignore[override]
+        return {"turn": super().reward(example, completion), "length": -len(completion) / 100}
+
+
 class RightLater(InTurn):
     """Rewards differ for the first prompts; all others are right whatever is answered."""
 

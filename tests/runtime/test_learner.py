@@ -99,6 +99,41 @@ def test_a_run_goes_on_without_an_evaluation_that_has_no_memory(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["worker", "learner"])
+def test_rewards_in_parts_and_answers_that_end_as_told_are_trained_on(
+    play: Play, where: str
+) -> None:
+    """Without the stop token an untrained model would end one answer in 32 at each token."""
+
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            task={"kind": "tests.runtime.rewards:InParts"},
+            reward={"where": where},
+            sampling={"max_completion_tokens": 8, "min_tokens": 3, "stop": ["1", "2", "3", "+"]},
+            model={"dtype": "float32"},
+            sync={"max_staleness": 0, "publish_period": 1},
+            batch={"groups_per_step": 8},
+            eval={"num_samples": 2},
+        )
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        steps = [row for _, row in run.rows if "reward/mean" in row]
+        assert len(steps) == 3
+        for row in steps:
+            assert row["reward/turn/mean"] == 0.5
+            parts = row["reward/turn/mean"] + row["reward/length/mean"]
+            assert row["reward/mean"] == pytest.approx(parts)
+            assert row["is_ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+            assert 4 <= row["completions/mean_length"] < 8
+        evals = [row for _, row in run.rows if "eval/version" in row]
+        assert {"reward", "avg@2", "reward/turn", "reward/length"} <= {
+            name.partition("/InParts/")[2] for name in evals[-1]
+        }
+
+    play(scenario)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [{"kind": "gspo", "score_centering": 3}, {"kind": "gspo"}])
 def test_workers_send_likely_ids_only_for_a_loss_that_needs_them(
     play: Play, monkeypatch: pytest.MonkeyPatch, loss: dict[str, Any]

@@ -142,6 +142,7 @@ def test_a_worker_computes_in_the_type_that_its_cpu_multiplies_faster(
     monkeypatch.setattr(setup, "longest_prompt", lambda *_: 1)
     engine.return_value.window = None
     engine.return_value.max_concurrent_rollouts.return_value = 8
+    engine.return_value.rollouts_in_memory.return_value = 8
     notes = [build_parts(parse_config({}), tmp_path / "w1", settings, assets).note]
     monkeypatch.setattr(model, "MIN_PRODUCT", 0)
     monkeypatch.setattr(model, "MIN_GAIN", 0.0)
