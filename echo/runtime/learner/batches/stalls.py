@@ -123,8 +123,8 @@ class Stalls:
             return
         self._count(now)
         self._look(now)
-        if self._activity:
-            return
+        if self._activity or not self._role.is_granting:
+            return  # no wait, or one that the operator has asked for
         waited_s = self._waited_s + now - self._waits_from
         if waited_s < self._limit_s or self._fleet.num_missing <= 0:
             return
@@ -202,7 +202,7 @@ class Stalls:
         if is_long:
             self.current = explain_wait(tally, self._fleet)
             return f"waited {format_duration(tally.waited_s)} for {self.current}"
-        if len(self._last) < NUM_STEPS / 2:
+        if len(self._last) < NUM_STEPS / 2 and not self._has_waited_long:
             return ""
         total, activities = Tally(), Activities(float)
         for each, seconds in self._last:
@@ -227,6 +227,11 @@ class Stalls:
             self.current = explain_idle(total, parts)
             return str(self.current)
         return ""
+
+    @property
+    def _has_waited_long(self) -> bool:
+        """Whether the last steps waited so long that fewer of them are enough to explain."""
+        return sum(tally.waited_s for tally, _ in self._last) >= START_S
 
     def _report(self, found: Explanation, text: str, now: float) -> bool:
         """Log an explanation if its cause is new; return whether it was logged."""
