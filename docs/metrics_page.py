@@ -186,6 +186,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "count/discarded/*": "Groups that ended untrained, by "
         "[reason](troubleshooting.md#refused-and-discarded-groups).",
         "count/steps_failed/*": "Optimizer steps that were undone, by reason.",
+        "count/alerts/*": "Alerts raised, by [kind](operations.md#alerts); `not_sent`: left out, "
+        "since too many waited to be sent.",
         "count/checkpoints_failed": "Checkpoints that could not be written.",
         "count/leases_expired": "Leases without progress for `network.lease_timeout_s`.",
         "count/leases_given_back": "Leases that a worker gave back for another one.",

@@ -105,7 +105,8 @@ OWNED = (
         others={
             "cli/quickstart.py": "the learner and the workers of a run, as their user would",
             "cli/sim.py": "simulations on all cores",
-            "runtime/worker/release.py": "the operator's command that gives the machine back",
+            "cli/node.py": "the learner itself again, in place of this process, after a rollback",
+            "runtime/commands.py": "the operator's commands: a machine given back, an alert",
         },
         calls=(
             "subprocess.*", "*.create_subprocess_*", "*.Process", "*.ProcessPoolExecutor",

@@ -22,7 +22,15 @@ from rich.console import Console
 
 from echo.cli import interrupts
 from echo.cli.interrupts import Interrupted
-from echo.cli.output import LogFormatter, exit_code, fail, make_log, others_in_log, print_texts
+from echo.cli.output import (
+    EXIT_CODES,
+    LogFormatter,
+    exit_code,
+    fail,
+    make_log,
+    others_in_log,
+    print_texts,
+)
 from echo.cli.parsers import node_parser
 from echo.config.fields import Role, has_secret, override_of
 from echo.config.load import (
@@ -39,7 +47,7 @@ from echo.config.load import (
 from echo.config.memory.budget import ASSUMED_PROMPT_TOKENS, Budget, memory_budget, read_machine
 from echo.config.memory.models import check_unquantised, find_model, read_model_facts
 from echo.config.schema import Config, show
-from echo.core.errors import ConfigError, DataError, EchoError, in_one
+from echo.core.errors import ConfigError, DataError, EchoError, RolledBackError, in_one
 from echo.core.extras import command, find_config
 from echo.core.metrics import LearningCurve
 from echo.core.paths import local_path
@@ -425,6 +433,8 @@ def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> i
 # --- learner --------------------------------------------------------------------------------------
 
 
+ROLLED_BACK = EXIT_CODES[RolledBackError]
+"""Exit code of a learner that is to be started again with --resume."""
 MAX_NOTICES = 6
 """Largest number of log lines shown in the live view."""
 REFRESH_S = 1.0
@@ -546,6 +556,9 @@ def run_learner(
             rank_group=rank_group,
         )
         code = run_loop(main, log)
+    if code == ROLLED_BACK:
+        print(board.last, file=sys.stderr)
+        return code
     if code and not interrupts.is_interruption(code):
         print(f"error: {board.last or 'see the log'}", file=sys.stderr)
         print(f"log: {run_dir / 'logs' / 'learner.log'}", file=sys.stderr)
@@ -685,13 +698,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"note: {note}", file=sys.stderr)
         if arguments.dry_run:
             if _is_first_rank():
-                resume = _goes_on(arguments, config)
-                check = check_start(
-                    config, arguments.role, resume=resume, log_events=arguments.log_events
-                )
-                print_texts([dry_run(config, arguments.role, num_ranks=_num_ranks(), check=check)])
-                if check.problems:
-                    raise ConfigError(in_one("start", check.problems))
+                _print_dry_run(arguments, config)
             return 0
         if arguments.role == "worker":
             # Not for a learner: its rows have few lengths, but more shapes are in use at once.
@@ -705,13 +712,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except EchoError as error:
         return fail(error)  # the node has not begun, so no thread delays the end
-    has_tracker = arguments.role == "learner" and bool(config.metrics.sinks)
-    if interrupts.is_interruption(code) or has_tracker:
-        # A thread may still load a model or make a step, and the library of a tracker waits for its
-        # server when the process ends. Everything is saved already, so the process need not wait
-        # for them.
+    if code == ROLLED_BACK and _num_ranks() == 1:
+        start_again(arguments)
+    has_server = arguments.role == "learner" and bool(config.metrics.sinks or config.alerts.webhook)
+    if interrupts.is_interruption(code) or has_server:
+        # A thread may still load a model or make a step, and the library of a tracker or the thread
+        # of a webhook waits for its server when the process ends. Everything is saved already, so
+        # the process need not wait for them.
         interrupts.hurry(code)
     return code
+
+
+def _print_dry_run(arguments: argparse.Namespace, config: Config) -> None:
+    """Print what would start, and raise a ConfigError with all problems of a start."""
+    resume = _goes_on(arguments, config)
+    check = check_start(config, arguments.role, resume=resume, log_events=arguments.log_events)
+    print_texts([dry_run(config, arguments.role, num_ranks=_num_ranks(), check=check)])
+    if check.problems:
+        raise ConfigError(in_one("start", check.problems))
+
+
+def start_again(arguments: argparse.Namespace) -> None:
+    """Replace this process by the same learner with --resume, as after a rollback.
+
+    The new process keeps the process id, so launchers and terminals see no end.
+    """
+    own = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [*own, "node", *line_of_resume(arguments)])
+
+
+def line_of_resume(arguments: argparse.Namespace) -> list[str]:
+    """Return the command line of a learner that resumes the run of these arguments."""
+    sets = list(arguments.set)
+    if arguments.init_from:
+        sets.append(override_of("learner.init_from", arguments.init_from))
+    line = ["--role", arguments.role, "--resume"]
+    for option, value in (("--config", arguments.config), ("--log-events", arguments.log_events)):
+        line += [] if value is None else [option, str(value)]
+    for each in sets:
+        line += ["--set", each]
+    for option, is_given in (("--yes", arguments.yes), ("--no-report", arguments.no_report)):
+        line += [option] if is_given else []
+    return line
 
 
 def configuration_of(arguments: argparse.Namespace) -> Config:

@@ -16,6 +16,7 @@ from echo.core.errors import (
     DataError,
     EchoError,
     RefusedError,
+    RolledBackError,
     StorageError,
     TransportError,
 )
@@ -31,6 +32,7 @@ EXIT_CODES: dict[type[EchoError], int] = {
     DataError: 3,
     TransportError: 4,
     RefusedError: 5,
+    RolledBackError: 6,
 }
 """The exit code of each kind of error; every other error has the exit code 1."""
 

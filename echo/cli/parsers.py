@@ -21,8 +21,9 @@ MODEL_CONFIG = "word-problems.toml"
 EXIT_CODES_HELP = (
     "Exit codes: 0 done; 1 failed, or a simulation did not finish; 2 wrong command line or "
     "configuration; 3 unusable data or model; 4 the network failed, or no node answered; 5 refused "
-    "by the learner; 130, 143 and 129 interrupted by Ctrl-C, SIGTERM and a closed terminal: a "
-    "learner has saved its run, a worker has handed over what it had begun."
+    "by the learner; 6 rolled back, to be resumed; 130, 143 and 129 interrupted by Ctrl-C, SIGTERM "
+    "and a closed terminal: a learner has saved its run, a worker has handed over what it had "
+    "begun."
 )
 """The exit codes of all commands; docs/operations.md has the same as a table."""
 

@@ -275,6 +275,12 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
             if name != "interval_steps"
         ),
         (
+            "alerts.max_rollbacks",
+            config.alerts.on_divergence != "rollback",
+            f"alerts.on_divergence = {show(config.alerts.on_divergence)}",
+            "alerts.on_divergence",
+        ),
+        (
             "metrics.project",
             not {"trackio", "wandb"} & set(config.metrics.sinks),
             'metrics.sinks has neither "wandb" nor "trackio"',

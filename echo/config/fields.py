@@ -141,6 +141,12 @@ def _check_join(text: str) -> str:
     return text
 
 
+def _check_web_address(address: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", address):
+        raise ValueError("is not a web address; write http://HOST/PATH or https://HOST/PATH")
+    return address
+
+
 def has_secret(address: str) -> bool:
     """Return whether an address is a join string, which contains the run's secret."""
     return "." in address.partition("#")[2]
@@ -252,6 +258,13 @@ JoinString = Annotated[
 ]
 """tcp://host:port#KEY.SECRET.FINGERPRINT, or a file that holds it; left out of dumps of the model.
 """
+
+WebAddress = Annotated[
+    str,
+    AfterValidator(_check_web_address),
+    PlainSerializer(lambda _: None, return_type=str | None),
+]
+"""A URL of http or https; left out of dumps of the model, because it may contain a token."""
 
 Device = Annotated[str, AfterValidator(_check_device)]
 """The device on which torch computes: auto, cpu, cuda or cuda:N."""

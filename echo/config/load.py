@@ -455,8 +455,8 @@ def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
             # TOML has no word for a missing value, and this text should load again.
             text = f"# {leaf.path[-1]}" if value is None else f"{leaf.path[-1]} = {show(value)}"
             if value is None:
-                is_secret = leaf.key == "security.join" and config.security.join is not None
-                notes.append("a join string, which is a secret" if is_secret else "not set")
+                is_secret = getattr(getattr(config, leaf.path[0], None), leaf.path[-1], None)
+                notes.append("a secret, which is not shown" if is_secret else "not set")
             note = ", ".join(filter(None, notes))
             lines.append(f"{text:<56} # {note}" if note else text)
     return lines

@@ -42,6 +42,7 @@ from echo.config.fields import (
     Sinks,
     StopTexts,
     TaskKind,
+    WebAddress,
     kind_of,
 )
 from echo.config.losses import LOSSES, RATIO_UNDER_TOP_K, AnyLoss
@@ -549,6 +550,34 @@ class MetricsSection(Section):
     """Optimizer steps between analyses of the mismatch with the sampler; 0: never."""
 
 
+class AlertsSection(Section):
+    """Alerts: the log has each of them; where else they go, and what a divergence does."""
+
+    command: str | None = Field(default=None, min_length=1)
+    """Shell command for each alert and for its end; it reads ECHO_ALERT_KIND, ECHO_ALERT_TEXT."""
+    webhook: WebAddress | None = None
+    """URL to which each alert and its end are posted as JSON; saved nowhere."""
+    reward_drop: float | None = Field(default=None, gt=0)
+    """Fall of the mean reward of 10 steps below the best 10 before: a divergence; unset: off."""
+    min_entropy: float | None = Field(default=None, ge=0)
+    """Nats per token below which the median of 5 steps is a divergence; unset: off."""
+    min_ess: float | None = Field(default=None, gt=0, le=1)
+    """Effective sample size, a share, below which the median of 5 steps is one; unset: off."""
+    stall_s: OptionalSeconds = Field(default=1800.0, gt=0)
+    """Seconds without an optimizer step; false: off."""
+    max_cost_per_h: Dollars | None = None
+    """$ per hour for machines and traffic; unset: off."""
+    max_cost: Dollars | None = None
+    """$ spent in the run; activation.budget_per_run ends it. Unset: off."""
+    min_free_disk_bytes: Bytes | None = Field(default=None, ge=1)
+    """Bytes free for the run directory; unset: off."""
+    on_divergence: Literal["alert", "stop", "rollback"] = "alert"
+    """What a divergence does beside the alert: stop saves and ends the run; rollback resumes it
+    from the newest checkpoint before the trouble. NaN in weights ends a run or rolls it back."""
+    max_rollbacks: int = Field(default=2, ge=1)
+    """Rollbacks in a run; a divergence after them ends it."""
+
+
 class UiSection(Section):
     """The display in the terminal while a node runs."""
 
@@ -591,6 +620,7 @@ class Config(Section):
     security: SecuritySection
     limits: LimitsSection
     metrics: MetricsSection
+    alerts: AlertsSection
     ui: UiSection
 
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)

@@ -12,7 +12,9 @@ EchoError
 ├── RefusedError           the learner refused this node for good: reason and both values
 ├── PlanError              nothing fits: the reasons, listed
 ├── EngineError            the model runtime failed
-└── RankError              one of the processes that train together failed: which, and how
+├── RankError              one of the processes that train together failed: which, and how
+├── DivergedError          the policy has become worse, by a limit that the user has set
+└── RolledBackError        the run has to be resumed, from a checkpoint before a divergence
 
 A message says what is wrong, with the values, where, and what to do about it.
 """
@@ -73,6 +75,19 @@ class EngineError(EchoError):
 
 class RankError(EchoError):
     """One of the processes that train a model together failed, so none of them can go on."""
+
+
+class DivergedError(EchoError):
+    """The policy has diverged, and the user wants the training to end for that."""
+
+    def __init__(self, text: str, *, good_step: int) -> None:
+        """Store the message, and the last step before the trouble began."""
+        super().__init__(text)
+        self.good_step = good_step
+
+
+class RolledBackError(EchoError):
+    """The learner has to start again with --resume, from a checkpoint before a divergence."""
 
 
 def in_one(what: str, problems: Iterable[str]) -> str:

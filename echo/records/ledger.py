@@ -1,7 +1,7 @@
 """The learner's ledger: records of what happened to every group of prompts.
 
 A record is on the disk before any node is informed of the event. Files in the run's directory,
-format 2:
+format 3:
 
 * `ledger.sqlite`, small and never deleted. The table `records` has a row for each event: `seq` (1,
   2, 3, ... without a gap), `body` (a JSON object: `kind`, `at` in Unix seconds, and the fields of
@@ -57,7 +57,7 @@ from echo.core.rollout import Group, Lineage, PolicyVersion, is_surviving
 from echo.records.files import is_locked, lock_directory, sync_path, write_file
 from echo.wire.codec import Frame, decode_group
 
-FORMAT = 2
+FORMAT = 3
 """Number of the ledger's format; it is raised with every new kind of record."""
 FILE = "ledger.sqlite"
 HEAD = "ledger.head"
@@ -186,6 +186,18 @@ class BoundChanged(Record, tag="bound"):
     cause: str
 
 
+class RolledBack(Record, tag="rollback"):
+    """The run goes back to a checkpoint; the record of a new lineage follows."""
+
+    step: int
+    """Number of optimizer steps that had been made."""
+    to_step: int
+    """Step of the checkpoint; 0 if the run begins again from its initial weights."""
+    number: int
+    """How often the run has rolled back, this time included."""
+    cause: str
+
+
 class ActivationChanged(Record, tag="activation"):
     """The set of active workers changed."""
 
@@ -209,7 +221,7 @@ class Cost(Record, tag="cost"):
 
 AnyRecord = (
     Began | Granted | Cancelled | Refused | Accepted | Trained | Discarded | Published | Sealed
-    | Checkpointed | Finished | BoundChanged | ActivationChanged | Cost
+    | Checkpointed | Finished | BoundChanged | RolledBack | ActivationChanged | Cost
 )  # fmt: skip
 
 

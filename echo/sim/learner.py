@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from echo.config.fleet_schema import LEARNER_REGION
 from echo.config.schema import (
     ActivationSection,
+    AlertsSection,
     BatchSection,
     EvalSection,
     LearnerSection,
@@ -206,6 +207,7 @@ def make_sections(scenario: Scenario, *, scale: float) -> RunSections:
         evaluation=EvalSection(),
         keeps_best=False,
         activation=scenario.activation or ActivationSection(),
+        alerts=AlertsSection(stall_s=None),
     )
 
 

@@ -17,7 +17,7 @@ import pytest
 import echo.engine.model  # noqa: F401 -- torch, or whichever dry run comes first is charged with it
 from echo.cli import node as node_module
 from echo.cli import quickstart
-from echo.cli.node import configuration_of, main, run_rank, show_status
+from echo.cli.node import configuration_of, main, run_rank, show_status, start_again
 from echo.cli.output import make_log
 from echo.cli.parsers import node_parser
 from echo.config.load import load_config, save_resolved
@@ -475,3 +475,37 @@ def test_a_worker_shows_its_status_until_it_ends(monkeypatch: pytest.MonkeyPatch
         asyncio.run(show_status(worker, StatusLine(terminal), logging.getLogger("test.status")))
     assert terminal.text().count("v3  0 tokens/s  7 groups delivered  sampling") == 2
     assert terminal.text().endswith("\r\x1b[K")
+
+
+def test_a_learner_that_starts_again_keeps_its_options_and_resumes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {
+        "--config": "run.toml", "--set": "run.name=a b", "--init-from": "w", "--log-events": "e",
+        "--yes": None, "--no-report": None,
+    }  # fmt: skip
+    left_out = {
+        "--help",
+        "--version",
+        "--role",
+        "--dry-run",
+        "--help-config",
+        "--resume",
+        "--resume-or-begin",
+    }
+    known = {action.option_strings[-1] for action in node_parser()._actions}
+    assert known == options.keys() | left_out, "line_of_resume has to know every option"
+    line = [part for pair in options.items() for part in pair if part is not None]
+    started: list[Any] = []
+    monkeypatch.setattr("os.execv", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr("sys.orig_argv", ["python3", "-m", "echo.cli.main", "node", *line])
+    monkeypatch.setattr("sys.argv", ["main.py", "node", *line])
+    start_again(node_parser().parse_args(["--role", "learner", *line]))
+    [(_, command)] = started
+    assert command[:4] == ["python3", "-m", "echo.cli.main", "node"]
+    parsed = node_parser().parse_args(command[4:])
+    assert parsed.resume
+    assert parsed.set == ["run.name=a b", "learner.init_from=w"]
+    assert (str(parsed.config), str(parsed.log_events)) == ("run.toml", "e")
+    assert parsed.yes
+    assert parsed.no_report

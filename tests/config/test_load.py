@@ -265,7 +265,7 @@ def test_the_secret_of_a_join_string_is_never_written_or_shown(tmp_path: Path) -
     save_resolved(config, tmp_path / "config.json")
     dry_run = dry_run_text(config, "worker")
     assert "a worker that connects to tcp://10.0.0.5:7700 and " in dry_run
-    assert "# configuration, a join string, which is a secret\n" in dry_run
+    assert "# configuration, a secret, which is not shown\n" in dry_run
     shown = parse_config(tomllib.loads(dry_run.partition("\n")[2]))
     assert (shown.worker.connect, shown.security.join) == ((address,), None)
     texts = [(tmp_path / "config.json").read_text(), dry_run]
@@ -543,7 +543,7 @@ SAFE = {
     *("sync.eager", "sync.min_staleness", "sync.publish_period", "batch.minibatches_per_step"),
     *("batch.keep_zero_variance", "batch.max_zero_signal_batches", "loss", "reference"),
     *("optimizer", "learner", "leases", "activation", "worker", "agent", "rollout", "engine"),
-    *("relay", "checkpoint", "eval", "network", "security", "limits", "metrics", "ui"),
+    *("relay", "checkpoint", "eval", "network", "security", "limits", "metrics", "alerts", "ui"),
 }
 """Keys and whole sections: what is stored and sampled means the same after they changed."""
 

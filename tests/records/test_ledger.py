@@ -205,7 +205,7 @@ def test_whoever_reads_from_outside_needs_the_tables_alone(tmp_path: Path) -> No
         counts = database.execute("SELECT kind, count(*) FROM records GROUP BY kind ORDER BY 1")
         assert counts.fetchall() == [("accepted", 2), ("discarded", 1), ("lineage", 1)]
         assert database.execute("SELECT min(at) FROM records").fetchone()[0] > 1.6e9
-        assert database.execute("PRAGMA user_version").fetchone() == (2,)
+        assert database.execute("PRAGMA user_version").fetchone() == (3,)
     assert int((tmp_path / "ledger.head").read_text()) == 4
     for seq, body, digest in rows:
         assert digest == blake3(seq.to_bytes(8, "little") + body.encode()).digest()
@@ -752,9 +752,9 @@ def test_space_for_groups_is_bounded_and_comes_back(
 
 def test_a_directory_of_a_later_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     begin(tmp_path).close()
-    edit(tmp_path, "PRAGMA user_version = 3")
+    edit(tmp_path, "PRAGMA user_version = 4")
     for read in (open_ledger, records):
-        with pytest.raises(StorageError, match="has ledger format 3, this release has format 2"):
+        with pytest.raises(StorageError, match="has ledger format 4, this release has format 3"):
             read(tmp_path)
 
 

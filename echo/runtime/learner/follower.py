@@ -97,8 +97,8 @@ class Reporter:
 
     def write_step(
         self, metrics: Mapping[str, float], staleness: Mapping[int, int], *, now: float
-    ) -> None:
-        """Make the row of metrics of the step that was just done, and append it.
+    ) -> Row:
+        """Make the row of metrics of the step that was just done, append it and return it.
 
         Args:
             metrics: the trainer's metrics for the step.
@@ -128,6 +128,7 @@ class Reporter:
         row |= {f"count/{name}": value for name, value in role.counters.as_dict().items()}
         row |= {f"net/{name}": value for name, value in asdict(self._transport.stats()).items()}
         self._follower.write_metrics(role.step, row)
+        return row
 
     def _task_code_metrics(self) -> dict[str, float]:
         """Return counts of the task's code since the last step, for example of failed rewards."""

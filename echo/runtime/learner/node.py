@@ -27,6 +27,8 @@ node makes its parts, and calls them from `_train`; no part refers to the node:
     versions/evaluation.py      evaluates published versions
     versions/weights_check.py   looks for NaN in the weights of versions
     saving/save.py              saves the run
+    saving/rollback.py          goes back to a checkpoint after a divergence
+    alerts.py                   watches the run, and sends alerts to the operator
     shutdown.py                 sends every node the end of the run
     follower.py                 writes rows of metrics, draws the status
     samples.py                  writes some rollouts as text to the log and the trackers
@@ -45,6 +47,7 @@ from typing import TYPE_CHECKING
 
 from echo.config.schema import (
     ActivationSection,
+    AlertsSection,
     BatchSection,
     EvalSection,
     LearnerSection,
@@ -54,7 +57,12 @@ from echo.config.schema import (
     SyncSection,
 )
 from echo.core.buffer import StalenessBuffer
-from echo.core.errors import EchoError, EngineError, LocalProtocolError, TransportError
+from echo.core.errors import (
+    EchoError,
+    EngineError,
+    LocalProtocolError,
+    TransportError,
+)
 from echo.core.rollout import Group
 from echo.leases.open_groups import AppendRecord
 from echo.leases.results import StoreGroup
@@ -62,6 +70,7 @@ from echo.net.transport import Transport
 from echo.records.ledger import Finished, LedgerQueue
 from echo.roles.learner import BatchTaken, GrantsDue, GrantsStopped, Learner, StepTaken
 from echo.roles.review import ReviewDue, SamplesTrained
+from echo.runtime.learner.alerts import Alerts
 from echo.runtime.learner.batches.bound import AdaptiveBound
 from echo.runtime.learner.batches.failed_steps import FailedSteps
 from echo.runtime.learner.batches.groups import DeliveredGroups
@@ -77,6 +86,7 @@ from echo.runtime.learner.follower import Follower, Reporter
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.samples import SampleLog
 from echo.runtime.learner.saving.checkpoint import Checkpoints
+from echo.runtime.learner.saving.rollback import Rollback
 from echo.runtime.learner.saving.save import StateSaver
 from echo.runtime.learner.shutdown import RunShutdown
 from echo.runtime.learner.versions.evaluation import Evaluations, EvaluationSchedule, Evaluator
@@ -144,6 +154,7 @@ class RunSections:
     keeps_best: bool
     """Whether the checkpoint of the best held-out score is kept."""
     activation: ActivationSection
+    alerts: AlertsSection
 
 
 class LearnerNode(Node):
@@ -257,6 +268,9 @@ class LearnerNode(Node):
             run.checkpoints, run.trainer, run.ledger, run.role, self._weights_check,
             run_dir=sections.run_dir, trainer_pool=trainer_pool, disk=self._disk_pool, log=log,
         )  # fmt: skip
+        self._rollback = Rollback(
+            sections.alerts, run.checkpoints, run.ledger, self._weights_check, log=log
+        )
         self._evaluations: Evaluations | None = None
         if run.evaluator is not None:
             schedule = EvaluationSchedule(
@@ -291,6 +305,11 @@ class LearnerNode(Node):
             pace=self.pace, bound=self.bound, costs=self.costs, rewards=run.rewards,
             price_per_h=sections.learner.price_per_h, time_of_day=run.ledger.now,
             stalls=self._stalls, log=log,
+        )  # fmt: skip
+        self._alerts = Alerts(
+            sections.alerts, run.role, run.progress, self.costs, self._stalls,
+            run_dir=sections.run_dir, pool=self.threads.pool("alerts"), clock=self._clock,
+            time_of_day=run.ledger.now, log=log,
         )  # fmt: skip
         self._shutdown = RunShutdown(
             run.role, self.transport, report=self.report, wait_until=self.wait_until,
@@ -355,13 +374,16 @@ class LearnerNode(Node):
             self.spawn(self._reporter.run(), name="display")
         self.spawn(self._watch_costs(), name="activation")
         self.spawn(self._watch_stalls(), name="stalls")
+        self.spawn(self._alerts.watch(), name="alerts")
+        self.spawn(self._alerts.send(), name="sending alerts")
         if len(self.role.lineages) > 1:  # the run was resumed
             self._shutdown.expect_former_nodes()
         try:
             try:
                 await self._train()
-            except (TransportError, StepError):  # what was trained before is sound
-                await self._save()
+            except (TransportError, StepError) as error:
+                await self._roll_back(error)
+                await self._save()  # what was trained before is sound
                 raise
             if self.is_stopping:
                 await self._save()
@@ -369,6 +391,7 @@ class LearnerNode(Node):
             if self._failure is None:
                 await self._finish()
             if self._failure is not None:
+                await self._roll_back(self._failure)
                 await self._give_up(self._failure)
         finally:
             self._is_work_over.set()
@@ -422,6 +445,7 @@ class LearnerNode(Node):
             try:
                 result = await self._model_pool.run(self._train_on, groups)
             except StepError as error:
+                self._alerts.step_failed(error)
                 await self._failed_steps.end_faulty(groups, error)
                 # Groups may be granted in place of those that have ended.
                 self.report(GrantsDue())
@@ -454,11 +478,13 @@ class LearnerNode(Node):
             self.progress.stepped(
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
-            self._reporter.write_step(result.metrics | result.speed, staleness, now=self.now)
+            row = self._reporter.write_step(result.metrics | result.speed, staleness, now=self.now)
             if self._samples is not None:
                 self._samples.trained(role.step, groups)
+            self._failure = self._alerts.stepped(row)
             # A notice may mean that memory ran short, and the next step could run out of memory.
-            if result.notices or self._saver.is_due(now=self.now):
+            is_due = result.notices or self._saver.is_due(now=self.now)
+            if is_due and self._failure is None:
                 await self._checkpoint()
 
     async def _next_batch(self) -> list[Group] | None:
@@ -572,6 +598,7 @@ class LearnerNode(Node):
         if self.role.step >= self._sections.run.max_steps:
             self.ledger.append(Finished(step=self.role.step))
         await self._disk_pool.run(self.ledger.close)
+        await self._alerts.flush()
         self.stop("finished")
 
     async def _save(self) -> None:
@@ -582,6 +609,24 @@ class LearnerNode(Node):
             self.role.step, self._saver.saved_step,
             ", workers wait for it" if self.role.roster.members("worker") else "",
         )  # fmt: skip
+
+    async def _roll_back(self, error: EchoError) -> None:
+        """End the node so that it is resumed from an earlier checkpoint, if `error` calls for it.
+
+        Raises:
+            RolledBackError: if the run is to be resumed; nothing is announced to the nodes, which
+                wait for the learner.
+        """
+        if self._weights_check.has_failed:
+            self._alerts.nonfinite(str(error))
+        find = partial(self._rollback.find, error, step=self.role.step)
+        record = await self._disk_pool.run(find)
+        if record is None:
+            return
+        await self._take_no_more_groups()
+        await self._versions.wait()
+        await self._alerts.flush()
+        raise await self._disk_pool.run(self._rollback.apply, record)
 
     async def _give_up(self, failure: EchoError) -> None:
         """Save for a later --resume, announce the end to every node, and stop with the failure."""
@@ -595,6 +640,7 @@ class LearnerNode(Node):
         await self._checkpoint()
         await self._versions.wait()  # publication may still record a version's seal
         await self._disk_pool.run(self.ledger.close)
+        await self._alerts.flush()
 
     async def _take_no_more_groups(self) -> None:
         """Stop granting and accepting groups; return when written groups are on the disk."""

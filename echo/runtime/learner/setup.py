@@ -945,6 +945,7 @@ def run_sections(config: Config) -> RunSections:
         evaluation=config.eval,
         keeps_best=config.checkpoint.keep_best,
         activation=config.activation,
+        alerts=config.alerts,
     )
 
 

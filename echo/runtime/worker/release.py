@@ -14,20 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
-import tempfile
-from contextlib import suppress
 
 from echo.config.schema import NetworkSection, WorkerSection
 from echo.roles.worker.departure import ReleaseTerms
+from echo.runtime.commands import run_shell
 
 RELEASE_TIMEOUT_S = 60.0
 """Time limit of the command worker.on_release, seconds: providers answer in seconds, so retries
 fit.
 """
-MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
-"""Most bytes, and most lines, that are logged from the end of the release command's output."""
 
 
 def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
@@ -78,31 +73,11 @@ async def release(
         timeout_s: seconds after which the command and its child processes are killed.
     """
     log.info("giving the machine back: running worker.on_release")
-    outcome = f"did not end within {timeout_s:g} s and was killed"
-    # The output goes to a file: a background process of the command could hold a pipe open.
-    with tempfile.TemporaryFile() as output:
-        process = await asyncio.create_subprocess_shell(
-            command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "ECHO_RELEASE_REASON": reason},
-        )
-        try:
-            async with asyncio.timeout(timeout_s):
-                await process.wait()
-                outcome = f"ended with code {process.returncode}"
-        except TimeoutError:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT_BYTES))
-        lines = output.read().decode(errors="replace").splitlines()[-MAX_OUTPUT_LINES:]
-    for line in lines:
+    end = await run_shell(command, environment={"ECHO_RELEASE_REASON": reason}, timeout_s=timeout_s)
+    for line in end.lines:
         log.info("on_release: %s", line)
-    if process.returncode == 0:
-        log.info("on_release %s: the machine is given back", outcome)
+    if end.has_succeeded:
+        log.info("on_release %s: the machine is given back", end.outcome)
         return True
-    log.error("on_release %s: the machine may go on billing; release it yourself", outcome)
+    log.error("on_release %s: the machine may go on billing; release it yourself", end.outcome)
     return False

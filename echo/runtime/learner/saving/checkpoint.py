@@ -215,18 +215,37 @@ class Checkpoints:
         Raises:
             StorageError: if `latest` cannot be written.
         """
-        directory, complete = self._directory, list_checkpoints(self._directory)
+        complete = list_checkpoints(self._directory)
         if step in complete and step < max(complete):
-            try:
-                write_file(directory / "latest", f"{complete[step].name}\n".encode())
-            except OSError as error:
-                raise StorageError(f"cannot write {directory / 'latest'}: {error}") from error
-        best = read_best(directory)
+            self.go_back(step)
+        best = read_best(self._directory)
         if best is not None and best[0] > step:
-            (directory / BEST_FILE).unlink(missing_ok=True)  # another one will have its name
+            (self._directory / BEST_FILE).unlink(missing_ok=True)  # another one will have its name
         for later, path in complete.items():
             if later > step:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def newest_up_to(self, step: int) -> int | None:
+        """Return the step of the newest checkpoint up to `step`; None if there is none.
+
+        Without any checkpoint the result is 0: the run can begin again from its initial weights.
+        """
+        saved = list_checkpoints(self._directory)
+        return max((each for each in saved if each <= step), default=None if saved else 0)
+
+    def go_back(self, step: int) -> None:
+        """Make `latest` name the checkpoint of `step`; later ones stay until the run is resumed.
+
+        Raises:
+            StorageError: if `latest` cannot be written.
+        """
+        pointer, saved = self._directory / "latest", list_checkpoints(self._directory)
+        if step not in saved:
+            return
+        try:
+            write_file(pointer, f"{saved[step].name}\n".encode())
+        except OSError as error:
+            raise StorageError(f"cannot write {pointer}: {error}") from error
 
     def find_whole(self) -> FoundCheckpoint | None:
         """Return the newest undamaged checkpoint up to `latest`; None if there are no checkpoints.

@@ -1,0 +1,237 @@
+"""Rules of alerts: rows of metrics and facts on a run go in, alerts come out.
+
+A condition, such as an entropy below its limit, has episodes. Each episode raises one alert when it
+begins and clears it when it ends. An episode that begins within REPEAT_S of the condition's last
+alert is raised only if it lasts until then, so a value that moves around its limit raises few
+alerts. Time is an argument.
+
+Three conditions are divergences: the policy has become worse, or will. Their alerts name the last
+step before the trouble began, so that a run can go back to a checkpoint of that step or before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, Literal
+
+from echo.core.units import format_bytes, format_duration
+
+AlertKind = Literal[
+    "nonfinite", "reward", "entropy", "ess", "stall", "cost_per_h", "cost_total", "disk"
+]
+DIVERGENCES: frozenset[AlertKind] = frozenset({"reward", "entropy", "ess"})
+
+REPEAT_S = 600.0
+"""Least seconds between two episodes of a condition that both raise an alert."""
+NUM_REWARDS = 10
+"""Number of steps whose mean reward is compared with the best mean before."""
+NUM_VALUES = 5
+"""Number of steps in the median of entropy and effective sample size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertLimits:
+    """The values beyond which an alert is raised; None switches a condition off."""
+
+    reward_drop: float | None = None
+    """Fall of the mean reward of NUM_REWARDS steps below the best such mean before."""
+    min_entropy: float | None = None
+    min_ess: float | None = None
+    stall_s: float | None = None
+    max_cost_per_h: float | None = None
+    max_cost: float | None = None
+    min_free_disk_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """The begin or the end of an episode of a condition."""
+
+    kind: AlertKind
+    step: int
+    """Number of optimizer steps done at that time."""
+    text: str
+    """One line: the value and its limit; at the end of an episode also that it has cleared."""
+    is_cleared: bool = False
+    """Whether the episode has ended."""
+    good_step: int | None = None
+    """Of a divergence that begins: the last step before the trouble; otherwise None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What a periodic check sees of a run; None for a value that is not known."""
+
+    step: int
+    activity: str
+    """What the learner does or waits for."""
+    cost_per_h: float | None = None
+    cost_total: float | None = None
+    free_disk_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class _Condition:
+    """The episodes of one condition."""
+
+    is_active: bool = False
+    raised_at: float = -math.inf
+
+    def changes(self, *, is_bad: bool, now: float) -> bool:
+        """Return whether an episode begins or ends now, and enter or leave it."""
+        if is_bad == self.is_active or (is_bad and now < self.raised_at + REPEAT_S):
+            return False
+        self.is_active = is_bad
+        if is_bad:
+            self.raised_at = now
+        return True
+
+
+class AlertRules:
+    """Decides which alerts a run raises and clears."""
+
+    def __init__(
+        self, limits: AlertLimits, *, step: int, rewards: Sequence[float] = (), now: float
+    ) -> None:
+        """Begin at `step`; `rewards` are the mean rewards of the steps up to it, oldest first."""
+        self._limits = limits
+        self._conditions: dict[AlertKind, _Condition] = {}
+        self._stepped_at = now
+        self._best, self._best_step = -math.inf, step
+        self._newest: deque[float] = deque(maxlen=NUM_REWARDS)
+        """Mean rewards of the newest steps that this process made."""
+        self._entropies: deque[float] = deque(maxlen=NUM_VALUES)
+        self._ess: deque[float] = deque(maxlen=NUM_VALUES)
+        earlier: deque[float] = deque(maxlen=NUM_REWARDS)
+        for at, reward in enumerate(rewards, step - len(rewards) + 1):
+            self._note_best(earlier, reward, at)
+
+    @property
+    def active(self) -> tuple[AlertKind, ...]:
+        """The conditions whose episodes have been raised and not cleared."""
+        return tuple(kind for kind, each in self._conditions.items() if each.is_active)
+
+    def _note_best(self, window: deque[float], reward: float, step: int) -> None:
+        """Append the reward of a step to a window; keep the mean of a full window if it is best."""
+        if not math.isfinite(reward):
+            return
+        window.append(reward)
+        if len(window) == NUM_REWARDS and fmean(window) > self._best:
+            self._best, self._best_step = fmean(window), step
+
+    def _found(
+        self,
+        kind: AlertKind,
+        *,
+        is_bad: bool,
+        step: int,
+        text: str,
+        now: float,
+        good_step: int | None = None,
+    ) -> Iterator[Alert]:
+        condition = self._conditions.setdefault(kind, _Condition())
+        if not condition.changes(is_bad=is_bad, now=now):
+            return
+        if is_bad:
+            yield Alert(kind=kind, step=step, text=text, good_step=good_step)
+        else:
+            yield Alert(kind=kind, step=step, text=f"cleared: {text}", is_cleared=True)
+
+    def stepped(self, step: int, row: Mapping[str, Any], *, now: float) -> list[Alert]:
+        """Return the alerts after optimizer step `step`, from its row of metrics."""
+        waited_s, self._stepped_at = now - self._stepped_at, now
+        found = [
+            *self._found(
+                "nonfinite", is_bad=False, step=step, text=f"step {step} was made", now=now
+            ),
+            *self._found(
+                "stall", is_bad=False, step=step, now=now,
+                text=f"step {step} was made after {format_duration(waited_s)}",
+            ),
+        ]  # fmt: skip
+        limits = self._limits
+        if limits.reward_drop is not None:
+            found += self._reward(step, row.get("reward/mean"), limits.reward_drop, now=now)
+        for kind, values, metric, limit, key in (
+            ("entropy", self._entropies, "entropy/mean", limits.min_entropy, "min_entropy"),
+            ("ess", self._ess, "ess", limits.min_ess, "min_ess"),
+        ):
+            if limit is not None:
+                found += self._low(kind, values, row.get(metric), (metric, limit, key), step, now)
+        return found
+
+    def _reward(
+        self, step: int, reward: float | None, drop: float, *, now: float
+    ) -> Iterator[Alert]:
+        if reward is None or not math.isfinite(reward):
+            return
+        self._note_best(self._newest, reward, step)
+        if len(self._newest) < NUM_REWARDS:
+            return
+        mean = fmean(self._newest)
+        yield from self._found(
+            "reward",
+            is_bad=mean <= self._best - drop,
+            step=step,
+            text=f"the mean reward of the last {NUM_REWARDS} steps is {mean:.4g}, the best was "
+            f"{self._best:.4g} up to step {self._best_step}; alerts.reward_drop = {drop:g}",
+            good_step=self._best_step,
+            now=now,
+        )
+
+    def _low(
+        self,
+        kind: Any,
+        values: deque[float],
+        value: float | None,
+        named: tuple[str, float, str],
+        step: int,
+        now: float,
+    ) -> Iterator[Alert]:
+        """Compare the median of a metric's newest values with its limit."""
+        metric, limit, key = named
+        if value is None or not math.isfinite(value):
+            return
+        values.append(value)
+        if len(values) < NUM_VALUES:
+            return
+        middle = median(values)
+        yield from self._found(
+            kind,
+            is_bad=middle < limit,
+            step=step,
+            text=f"the median of {metric} in the last {NUM_VALUES} steps is {middle:.4g}; "
+            f"alerts.{key} = {limit:g}",
+            good_step=max(step - NUM_VALUES, 0),
+            now=now,
+        )
+
+    def failed(self, step: int, text: str, *, now: float) -> list[Alert]:
+        """Return the alert on NaN or infinity in gradients or weights, found after `step` steps."""
+        return list(self._found("nonfinite", is_bad=True, step=step, text=text, now=now))
+
+    def check(self, facts: RunFacts, *, now: float) -> list[Alert]:
+        """Return the alerts on time, costs and disk."""
+        limits, step, found = self._limits, facts.step, list[Alert]()
+        waited_s = now - self._stepped_at
+        if limits.stall_s is not None and waited_s >= limits.stall_s:
+            text = f"no optimizer step for {format_duration(waited_s)}: {facts.activity}"
+            found += self._found("stall", is_bad=True, step=step, text=text, now=now)
+        if (most := limits.max_cost_per_h) is not None and (cost := facts.cost_per_h) is not None:
+            text = f"${cost:.2f} per hour; alerts.max_cost_per_h = {most:g}"
+            found += self._found("cost_per_h", is_bad=cost > most, step=step, text=text, now=now)
+        if (most := limits.max_cost) is not None and (cost := facts.cost_total) is not None:
+            text = f"${cost:.2f} spent so far; alerts.max_cost = {most:g}"
+            found += self._found("cost_total", is_bad=cost > most, step=step, text=text, now=now)
+        least, free = limits.min_free_disk_bytes, facts.free_disk_bytes
+        if least is not None and free is not None:
+            text = (
+                f"{format_bytes(free)} are free for the run's directory; "
+                f"alerts.min_free_disk_bytes = {format_bytes(least)}"
+            )
+            found += self._found("disk", is_bad=free < least, step=step, text=text, now=now)
+        return found

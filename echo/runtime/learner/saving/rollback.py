@@ -1,0 +1,79 @@
+"""Rollback: after a divergence the run is resumed from a checkpoint before the trouble.
+
+A rollback makes `latest` name that checkpoint, writes a record to the ledger and ends the node with
+a RolledBackError. The process then starts again with --resume (`cli/node.py`). So a rollback is a
+resume like any other: a new lineage begins, and the later steps and checkpoints are void.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from echo.config.schema import AlertsSection
+from echo.core.errors import DivergedError, EchoError, RolledBackError
+from echo.records.ledger import LedgerQueue, RolledBack
+from echo.runtime.learner.saving.checkpoint import Checkpoints
+from echo.runtime.learner.versions.weights_check import WeightsCheck
+from echo.train.step import StepError
+
+
+class Rollback:
+    """Finds the checkpoint to go back to, and makes the run's files go on from it."""
+
+    def __init__(
+        self,
+        section: AlertsSection,
+        checkpoints: Checkpoints,
+        ledger: LedgerQueue,
+        check: WeightsCheck,
+        *,
+        log: logging.Logger,
+    ) -> None:
+        self._section, self._checkpoints, self._ledger = section, checkpoints, ledger
+        self._check, self._log = check, log
+
+    def is_divergence(self, error: EchoError) -> bool:
+        """Return whether a run ends with `error` because its policy or weights have diverged."""
+        if isinstance(error, DivergedError) or self._check.has_failed:
+            return True
+        return isinstance(error, StepError) and error.reason == "nonfinite_gradient"
+
+    def find(self, error: EchoError, *, step: int) -> RolledBack | None:
+        """Return the record of the rollback that `error` calls for at `step`; None for none.
+
+        The reason is logged if a divergence is not rolled back. Call this in a thread for the disk.
+        """
+        if self._section.on_divergence != "rollback" or not self.is_divergence(error):
+            return None
+        number = 1 + sum(isinstance(each, RolledBack) for each in self._ledger.records())
+        if number > self._section.max_rollbacks:
+            self._log.error(
+                "no rollback: the run has rolled back %d times, as often as alerts.max_rollbacks "
+                "allows",
+                number - 1,
+            )
+            return None
+        good_step = error.good_step if isinstance(error, DivergedError) else step
+        to_step = self._checkpoints.newest_up_to(good_step)
+        if to_step is None:
+            self._log.error(
+                "no rollback: no checkpoint up to step %d is kept; raise checkpoint.keep_last or "
+                "lower checkpoint.interval_steps",
+                good_step,
+            )
+            return None
+        return RolledBack(step=step, to_step=to_step, number=number, cause=str(error))
+
+    def apply(self, record: RolledBack) -> RolledBackError:
+        """Make the next resume continue from the record's checkpoint; return the node's error.
+
+        Raises:
+            StorageError: if the disk cannot be written.
+        """
+        self._checkpoints.go_back(record.to_step)
+        self._ledger.append(record)
+        self._ledger.close()
+        return RolledBackError(
+            f"rollback {record.number} of {self._section.max_rollbacks}, from step {record.step} "
+            f"to the checkpoint of step {record.to_step}, since {record.cause}"
+        )
