@@ -298,6 +298,7 @@ def test_bytes_are_counted_by_link_from_one_step_to_the_next() -> None:
     assert links.row(members(received=100)) == first
     assert links.row(members(received=100)) == {}
     assert links.row(members(received=150, parent="w2"))["links/bytes"] == {"w2 > w1": 50.0}
+    assert links.row(members(received=160, parent="-"))["links/bytes"] == {"w2 > w1": 10.0}
     restarted = links.row(members(received=30))
     assert restarted["links/bytes"] == {"relay > w1": 30.0}
     resumed = LinkTraffic(is_resumed=True)

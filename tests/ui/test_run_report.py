@@ -189,12 +189,14 @@ def test_each_figure_is_drawn_for_one_run_and_for_two(
         groups__all_right=0.25,
         groups__all_wrong=0.25,
     )
+    add_columns(run_dir, reward__format__mean=0.5, reward__answer__mean=lambda step: step / 10)
     write_ledger(run_dir, [{"kind": "lineage", "lineage": 2, "fork_step": 8, "at": 1020.0}])
     runs = [read_run(run_dir), read_run(make_run("_other $x^2"))]
     plots = draw_all(runs[:1])
     assert {plot.name for plot in plots} == {
         *("reward", "staleness", "timeline", "step_times", "waiting"),
         *("link_bytes", "link_goodput", "cost_by_node", "useful_groups"),
+        "reward_parts",
     }
     assert all(plot.png.startswith(b"\x89PNG") for plot in plots)
     compared = {plot.name for plot in draw_all(runs)}

@@ -628,6 +628,8 @@ def _refusals(counts: Mapping[str, float]) -> dict[str, int]:
 # --- Weight bytes by link: `links/` ---
 
 
+NO_PARENT = "-"
+"""What a node without a parent reports in place of its parent."""
 MAX_NAMES_SHOWN = 64
 """Most names in a table of bytes or costs of one row: the names with the most."""
 
@@ -643,7 +645,8 @@ def largest(values: Mapping[str, float]) -> dict[str, float]:
 class LinkTraffic:
     """Weight bytes that each node receives from its parent, from one step to the next.
 
-    A node's bytes of a step all count for the parent that it has at the end of the step.
+    A node's bytes of a step all count for the parent that it has at the end of the step, or had
+    last if it has none then.
     """
 
     def __init__(self, *, is_resumed: bool) -> None:
@@ -652,17 +655,18 @@ class LinkTraffic:
         The counters of nodes go on while the learner is away.
         """
         self._is_resumed = is_resumed
-        self._before: RecentMap[str, int] = RecentMap(max_entries=MAX_NAMES_KEPT)
+        self._before: RecentMap[str, tuple[int, str]] = RecentMap(max_entries=MAX_NAMES_KEPT)
 
     def row(self, members: Iterable[Member]) -> dict[str, Mapping[str, float]]:
         """Return the bytes since the last call, and the measured bytes/s, by "PARENT > NODE"."""
         received, goodput = {}, {}
         for member in members:
-            total, name = member.stats.bytes_received, f"{member.stats.parent} > {member.node_id}"
-            before = self._before.get(member.node_id)
-            if before is None:
-                before = total if self._is_resumed else 0
-            self._before[member.node_id] = total
+            total, parent = member.stats.bytes_received, member.stats.parent
+            first = total if self._is_resumed else 0
+            before, last_parent = self._before.get(member.node_id) or (first, parent)
+            parent = last_parent if parent == NO_PARENT else parent
+            self._before[member.node_id] = total, parent
+            name = f"{parent} > {member.node_id}"
             if total != before:
                 received[name] = float(_increase(before, total))
                 if member.stats.downlink_bytes_per_s is not None:

@@ -7,6 +7,7 @@ several runs has one line for each run. A figure without data is left out.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -366,6 +367,29 @@ def _reward(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
     return True
 
 
+PART = re.compile(r"reward/(.+)/mean")
+"""The name of the metric of a reward's part."""
+
+
+def _reward_parts(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
+    """Draw the mean of each part of the rewards, smoothed."""
+    rows = runs[0].history.train
+    parts = {name: part[1] for row in rows for name in row if (part := PART.fullmatch(name))}
+    names = sorted(parts)[: len(COLORS)]
+    for color, name in zip(_colors(len(names)), names, strict=True):
+        points = _points(rows, name)
+        if points:
+            steps, means = zip(*points, strict=True)
+            line = list(zip(steps, smoothed(means), strict=True))
+            _line(axes, line, color, short(parts[name]))
+    if not names:
+        return False
+    axes.set_ylabel("mean")
+    _by_step(axes, runs)
+    _legend(axes)
+    return True
+
+
 def _evaluations(axes: Axes, run: ReportedRun, color: str | None, values: list[float]) -> bool:
     """Draw the held-out scores of a run, and add them to `values`.
 
@@ -672,6 +696,14 @@ def short(name: str) -> str:
 
 DRAWINGS = (
     Drawing(name="reward", section=LEARNING, title="Reward", draw=_reward),
+    Drawing(
+        name="reward_parts",
+        section=LEARNING,
+        title="Parts of the reward",
+        note="Running means; the sum of the parts is trained.",
+        draw=_reward_parts,
+        compares=False,
+    ),
     Drawing(
         name="staleness",
         section=OFF_POLICY,
