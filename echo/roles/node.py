@@ -170,11 +170,6 @@ class DialingRole:
         return self.joining.state
 
     @property
-    def heartbeat_s(self) -> float:
-        """Seconds between two heartbeats of this node."""
-        return self.joining.heartbeat_s
-
-    @property
     def is_admitted(self) -> bool:
         """Whether the learner has admitted this node over the present control link."""
         return self.state is NodeState.ADMITTED
@@ -424,7 +419,7 @@ class DialingRole:
 
     def heartbeat(self, *, now: float) -> list[Action]:
         """Send the learner a heartbeat with this node's state at once."""
-        self._beat_at, self._heartbeat_at = now, now + self.heartbeat_s
+        self._beat_at, self._heartbeat_at = now, now + self.joining.heartbeat_s
         beat = Heartbeat(
             installed=self.version_in_use(),
             capacity=0 if self.is_leaving else self.capacity(),

@@ -134,7 +134,7 @@ class Agents:
         """Renew open leases until cancelled; give up leases that agents do not finish in time."""
         num_ticks = 0
         while True:
-            await asyncio.sleep(self.role.heartbeat_s / 2)
+            await asyncio.sleep(self.role.joining.heartbeat_s / 2)
             num_ticks += 1
             for lease, why in self._episodes.expire(now=self._node.now):
                 self._give_up(lease, "agent_timeout", why)
