@@ -120,11 +120,13 @@ def test_the_state_of_a_run_that_ended_goes_on_or_was_cut_off(run_dir: Path) -> 
     learner.close()
     write_ledger(run_dir, [{"kind": "finished", "step": 10}])
     assert read_run(run_dir).state == "finished"
-    write_ledger(run_dir, [{"kind": "lineage", "lineage": 2, "fork_step": 8}])
+    back = {"kind": "rollback", "step": 10, "to_step": 8, "number": 1, "cause": "NaN"}
+    write_ledger(run_dir, [back, {"kind": "lineage", "lineage": 2, "fork_step": 8}])
     run = read_run(run_dir)
     assert run.is_cut_off
     assert [each.what for each in run.decisions] == [
         "finished",
+        "rolled back to the checkpoint of step 8: NaN",
         "resumed from the checkpoint of step 8",
     ]
 
@@ -133,11 +135,13 @@ def test_a_run_that_crashed_before_its_first_step_has_a_report(tmp_path: Path) -
     (tmp_path / "config.json").write_text('{"run": {"name": "early", "max_steps": 9}}')
     write_ledger(tmp_path, [{"kind": "lineage", "lineage": 1, "fork_step": 0}])
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "learner.log").write_text(f"out of memory {EVIL}\n")
+    lines = (f"10:00:00 INFO    out of memory {EVIL}", "10:00:01 WARNING disk is full")
+    (tmp_path / "logs" / "learner.log").write_text("\n".join(lines))
     run = read_run(tmp_path)
     page = page_of(run)
     assert "ended after 0 of 9 steps without finishing" in page
     assert "out of memory &lt;script&gt;" in page
+    assert run.log_warnings == [lines[1]]
     assert draw_all([run]) == []
     with pytest.raises(DataError, match="no such steps"):
         render_trace(run, ALL)

@@ -143,6 +143,10 @@ def _parts(
         yield PagePart(heading="Groups that were not trained", tables=list(_lost_tables(run)))
         yield PagePart(heading="Decisions", tables=_decision_tables(run))
         yield PagePart(
+            heading="Warnings",
+            texts=_unfolded("The last warnings in the learner's log", run.log_warnings),
+        )
+        yield PagePart(
             heading="Sample rollouts",
             samples=[_sample(each) for each in rollouts],
             texts=_unfolded("Samples in the learner's log", run.log_samples),

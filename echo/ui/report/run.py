@@ -8,6 +8,7 @@ count abandoned steps too, since they were paid for.
 from __future__ import annotations
 
 import datetime
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from echo.records.ledger import (
     BoundChanged,
     Checkpointed,
     Finished,
+    RolledBack,
     deliveries_of,
     is_in_use,
     read_records,
@@ -43,6 +45,8 @@ from echo.ui.summary import RunSummary, summarise_run
 
 SAMPLE = " sample of step "
 """What a line of the learner's log has if it is a sample of a rollout."""
+WARNING = re.compile(r"[0-9:]+ (WARNING|ERROR|CRITICAL) ")
+"""The beginning of a line of the log with a warning or an error."""
 MAX_DECISIONS = 100
 """Most decisions in a report, the newest."""
 MAX_LONG_WAITS = 10
@@ -138,6 +142,8 @@ class ReportedRun:
     nodes: Sequence[ReportedNode]
     log: Sequence[str]
     """The last lines of the learner's log."""
+    log_warnings: Sequence[str]
+    """The last warnings, alerts and errors in the learner's log."""
     log_samples: Sequence[str]
     """The last samples of rollouts in the learner's log, a line each."""
 
@@ -205,6 +211,7 @@ def read_run(run_dir: Path) -> ReportedRun:
         long_waits=_long_waits(rows),
         nodes=_nodes(run_dir, config, rows),
         log=[line for line in log if SAMPLE not in line][-MAX_LOG_LINES:],
+        log_warnings=[line for line in log if WARNING.match(line)][-MAX_LOG_LINES:],
         log_samples=[line for line in log if SAMPLE in line][-MAX_SAMPLE_LINES:],
     )
 
@@ -245,6 +252,9 @@ class _Facts:
                 self._decide(record, record.step, what)
             case ActivationChanged():
                 self._decide(record, record.step, _activation(record))
+            case RolledBack():
+                what = f"rolled back to the checkpoint of step {record.to_step}: {record.cause}"
+                self._decide(record, record.step, what)
 
     def _decide(self, record: AnyRecord, step: int, what: str) -> None:
         self.decisions.append(Decision(at=record.at, step=step, what=what))
