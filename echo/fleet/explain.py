@@ -39,8 +39,8 @@ MAX_NAMES_LISTED = 3
 """Most nodes that an explanation names; it gives only the number of further ones."""
 BLOCKED_SHARE = 0.35
 """Share of the workers' time with groups from which on a stage that blocks groups is the cause."""
-STRAGGLER_SHARE = 0.5
-"""Share of all sampling during waits that a straggler does, at least."""
+STRAGGLER_TIME = 2.0
+"""How many times as long as the mean of the other workers a straggler samples during waits."""
 STRAGGLER_FACTOR = 2.0
 """How many times slower than the median of the other workers a straggler samples a rollout."""
 FETCHING_SHARE = 0.5
@@ -620,8 +620,9 @@ def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:
     others = [w.speed for w in fleet.workers if w.name != name and w.speed is not None]
     if worker is None or worker.speed is None or not others:
         return None
-    usual, share = median(others), times[name] / sum(times.values())
-    if share < STRAGGLER_SHARE or usual < STRAGGLER_FACTOR * worker.speed:
+    usual = median(others)
+    others_s = (sum(times.values()) - times[name]) / len(others)
+    if times[name] < STRAGGLER_TIME * others_s or usual < STRAGGLER_FACTOR * worker.speed:
         return None
     off = fleet.hedge_factor is None
     hedge = "set leases.hedge_factor = 2 so that a faster worker samples such groups, too, or "

@@ -16,6 +16,8 @@ from echo.weights.broadcast import Broadcast
 MAX_NAMES_LISTED = 3
 """Most silent nodes that a line names; the line gives only the number of further ones."""
 MAX_VERSIONS_LISTED = 8
+MIN_RUNNING_S = 5.0
+"""Seconds from which on the rate of a running group says how fast its worker is."""
 
 
 class FleetView:
@@ -115,7 +117,7 @@ class FleetView:
 
     def _observe_worker(self, member: Member, *, is_fresh: bool) -> ObservedNode:
         records = self._leases.worker_leases(member.node_id)
-        running = [record.rate for record in records if record.running_s > 0]
+        running = [record.rate for record in records if record.running_s >= MIN_RUNNING_S]
         measured = self._scheduler.finish_times.of(member.node_id).measured
         return replace(
             member.describe(len(records)),

@@ -133,6 +133,8 @@ def test_one_slow_worker_is_a_straggler_and_a_long_group_is_none(
     slow, idle = worker(speed=1.0), worker("w2", num_leases=0, speed=8.0)
     found = explained(fleet(slow, idle, is_closed=True, hedge_factor=hedge_factor))
     assert (found.cause, found.resource, found.setting) == ("straggler", "w1", setting)
+    busy = worker("w2", speed=8.0)
+    assert explained(fleet(slow, busy)).cause == "few_workers", "both of them sample"
     equal = replace(slow, speed=7.0)
     assert explained(fleet(equal, idle, is_closed=True)).cause == "few_in_flight"
 
