@@ -2,8 +2,8 @@
 
 During the handshake with a client libzmq asks whether to admit the client, by messages to an
 address inside the process (ZAP, RFC 27). The event loop answers, so no thread is needed. All nodes
-of the run dial with the same key, so no list of keys is kept. libzmq informs a refused client and
-closes its connection.
+of the run dial with the same key, and guests with one key per kind of guest. libzmq informs a
+refused client and closes its connection.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import zmq
 
@@ -25,6 +25,9 @@ from echo.net.transport import PeerId, TransportOptions
 MAX_STRANGER_BYTES = 256
 """Largest frame, in bytes, that a connection without a token may send; frames of a handshake are
 shorter."""
+MAX_GUEST_BYTES = 256 << 10
+"""Most bytes of an unfinished message of a guest, or of a connection's first message, which is a
+short Greet."""
 CHECK_S = 0.1
 """Seconds between two checks for connections whose unfinished message is too long."""
 CONNECTIONS_PER_CHECK = 512
@@ -46,9 +49,9 @@ class AcceptedConnections:
 
     **Unfinished messages.** libzmq reports a message when its last frame has arrived. It bounds the
     size of a frame and not the number of frames, so it would store an endless message. The kernel
-    counts the bytes of each connection. A connection is closed if it has received more than
-    `max_message_bytes` since its last whole message. Linux only: other kernels do not report the
-    count.
+    counts the bytes of each connection. A connection is closed if it has received more than its
+    limit since its last whole message: `max_message_bytes` for a node, MAX_GUEST_BYTES for a guest,
+    and for a stranger where guests are admitted. Linux only: other kernels do not report the count.
 
     libzmq owns the descriptors. It reports the end of a connection before it closes the descriptor,
     so once all events are read, the descriptor's number still belongs to the connection that was
@@ -57,15 +60,18 @@ class AcceptedConnections:
     again.
     """
 
-    def __init__(self, max_strangers: int, max_message_bytes: int) -> None:
+    def __init__(self, max_strangers: int, max_message_bytes: int, *, has_guests: bool) -> None:
         self._max_strangers = max_strangers
         self._max_message_bytes = max_message_bytes
+        self._max_guest_bytes = MAX_GUEST_BYTES if has_guests else max_message_bytes
         self._strangers: dict[int, None] = {}
         self._whole_bytes: OrderedDict[int, int] = OrderedDict()
         """Descriptor -> bytes received when a check last found a whole message; the connection to
         check next is first."""
         self._has_spoken: set[int] = set()
         """Descriptors over which a whole message has arrived since their last check."""
+        self._nodes: set[int] = set()
+        """Descriptors of connections of nodes."""
 
     def __contains__(self, descriptor: int) -> bool:
         return descriptor in self._whole_bytes
@@ -85,12 +91,20 @@ class AcceptedConnections:
         self._strangers.pop(descriptor, None)
         self._whole_bytes.pop(descriptor, None)
         self._has_spoken.discard(descriptor)
+        self._nodes.discard(descriptor)
 
-    def spoke(self, descriptor: int) -> None:
-        """Note that a whole message arrived over a connection, which is then no stranger."""
+    def spoke(self, descriptor: int, *, is_guest: bool = False) -> None:
+        """Note that a whole message of a node or guest has arrived, so it is no stranger."""
         if descriptor in self._whole_bytes:
             self._strangers.pop(descriptor, None)
             self._has_spoken.add(descriptor)
+            if not is_guest:
+                self._nodes.add(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a connection; the caller must first read all events of connections."""
+        if descriptor in self._whole_bytes:
+            _shut_down(descriptor)
 
     def close_excess(self) -> int:
         """Close the oldest strangers above the bound; return how many were closed.
@@ -116,11 +130,14 @@ class AcceptedConnections:
             if descriptor in self._has_spoken:
                 self._has_spoken.discard(descriptor)
                 self._whole_bytes[descriptor] = received
-            elif received - self._whole_bytes[descriptor] > self._max_message_bytes:
+            elif received - self._whole_bytes[descriptor] > self._limit_of(descriptor):
                 self.discard(descriptor)
                 _shut_down(descriptor)
                 num_closed += 1
         return num_closed
+
+    def _limit_of(self, descriptor: int) -> int:
+        return self._max_message_bytes if descriptor in self._nodes else self._max_guest_bytes
 
 
 @contextlib.contextmanager
@@ -171,15 +188,16 @@ class ZapHandler:
         self,
         context: zmq.Context[Socket],
         loop: asyncio.AbstractEventLoop,
-        client_key: bytes,
+        users: Mapping[bytes, str],
         warn: Callable[[str, str, str], None],
     ) -> None:
-        """Start to answer; admit clients that have the key `client_key`.
+        """Start to answer; admit the clients whose public keys are in `users`.
 
-        Make the handler before the listener is bound. `warn` is called when a client is refused.
+        Make the handler before the listener is bound. `users` has the name of each key, "" for the
+        key of nodes. `warn` is called when a client is refused.
         """
         self._loop = loop
-        self._client_key = client_key
+        self._users = users
         self._warn = warn
         self.tokens: dict[bytes, PeerId] = {}
         """Unused token -> the peer that may open one bulk connection with it."""
@@ -198,8 +216,8 @@ class ZapHandler:
                 return
             domain, host, _identity, mechanism, *credentials = facts
             user: PeerId | None = None
-            if (domain, mechanism) == (DOMAIN, b"CURVE") and credentials == [self._client_key]:
-                user = ""
+            if (domain, mechanism) == (DOMAIN, b"CURVE") and len(credentials) == 1:
+                user = self._users.get(credentials[0])
             elif (domain, mechanism) == (BULK_DOMAIN, b"PLAIN"):
                 user = self.tokens.pop(credentials[-1], None)
             status = (b"400", b"unknown key") if user is None else (b"200", b"OK")

@@ -318,18 +318,23 @@ class ZmqChannel:
             return None
 
     def user(self) -> PeerId:
-        """Return the peer whose token opened the connection of the last message.
+        """Return the name under which the connection of the last message was admitted.
 
-        "" if the connection was opened without a token.
+        This is the peer whose token opened the connection, or the name of a guest's key; "" for any
+        other connection.
         """
         try:
             return "" if self._first_part is None else str(self._first_part.get("User-Id"))
         except zmq.ZMQError:
             return ""
 
-    def outbox(self, identity: bytes) -> ZmqOutbox:
-        """Return a new outbox for the connection that libzmq names by this identity."""
-        return ZmqOutbox(self.socket, identity, self._options.max_unsent_bytes)
+    def outbox(self, identity: bytes, *, max_unsent_bytes: int | None = None) -> ZmqOutbox:
+        """Return a new outbox for the connection that libzmq names by this identity.
+
+        `max_unsent_bytes` limits the bytes that wait in it; None for the limit of the options.
+        """
+        most = self._options.max_unsent_bytes if max_unsent_bytes is None else max_unsent_bytes
+        return ZmqOutbox(self.socket, identity, most)
 
     def close(self, linger_s: float) -> None:
         """Close the socket; libzmq sends accepted messages for at most `linger_s` seconds."""

@@ -9,6 +9,11 @@ two questions:
 * *Does the dialler belong to the run?* The run has one **secret**. The key pair with which every
   node of the run dials is derived from this secret, and a listener admits only this key.
 
+**Guests** are not nodes: they watch the run, or operate it. Each kind of guest has a secret of its
+own, from which the key pair with which it dials is derived. Only the learner admits these keys. Its
+transport reports the name of the key with each guest's connection, and treats guests as strangers
+with small messages.
+
 A worker makes a new server key at each start, because other nodes know its address only from plans.
 The address of a relay is written into configurations. So the key of a relay is derived from the
 secret: the join string of the run is enough on every machine and stays valid when the relay
@@ -57,17 +62,31 @@ class CurveKeys:
     """Key pair with which every node of the run dials."""
     relay_key: bytes
     """The public server key of all relays of the run."""
+    guests: Mapping[bytes, str] = field(default_factory=dict)
+    """Public key of a kind of guest -> its name; empty unless this process is the learner."""
     known: Mapping[str, bytes] = field(default_factory=dict)
     """Server keys by address; used for addresses that are written without a key."""
 
     @classmethod
-    def of_learner(cls, server: KeyPair, secret: bytes) -> CurveKeys:
-        """Return the keys of the learner, which does not dial."""
+    def of_learner(
+        cls, server: KeyPair, secret: bytes, guests: Mapping[str, bytes] | None = None
+    ) -> CurveKeys:
+        """Return the keys of the learner, which does not dial.
+
+        `guests` maps the name of each kind of guest to its secret.
+        """
         return cls(
             server=server,
             client=_derive(secret, "client"),
             relay_key=_derive(secret, "relay").public,
+            guests={_derive(each, "guest").public: name for name, each in (guests or {}).items()},
         )
+
+    @classmethod
+    def of_guest(cls, secret: bytes, server_key: bytes) -> CurveKeys:
+        """Return the keys of a guest, which dials only the learner, whose key is `server_key`."""
+        guest = _derive(secret, "guest")
+        return cls(server=guest, client=guest, relay_key=server_key)
 
     @classmethod
     def of_node(cls, role: str, secret: bytes, *addresses: str) -> CurveKeys:

@@ -116,6 +116,9 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
 
 
+MAX_GUEST_UNSENT_BYTES = 4 << 20
+"""Most bytes that wait to be sent to a guest: some statuses of a large run. A guest that does not
+read gets no more."""
 STRANGERS_NEWS = 1024
 """Largest number of events of connections that are read in one turn of the loop before excess
 strangers are closed."""
@@ -134,10 +137,16 @@ class Inbound:
     tokens: list[bytes] = dataclasses.field(default_factory=list)
     """The tokens that the peer was sent, one for each bulk connection that it requested."""
     bulk: list[ZmqOutbox] = dataclasses.field(default_factory=list)
+    user: str = ""
+    """The name of the guest's key; "" for a node."""
 
 
 class ListenerHost(Host, Protocol):
     """The part of the transport that its listeners use."""
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether guests are admitted beside the nodes of the run."""
 
     def mint(self, prefix: str) -> PeerId:
         """Return a new peer id that begins with `prefix`."""
@@ -164,7 +173,9 @@ class Listener:
         self._by_identity: dict[bytes, Inbound] = {}
         self._by_descriptor: dict[int, Inbound] = {}
         self._accepted = AcceptedConnections(
-            host.options.max_strangers, largest_message(host.options)
+            host.options.max_strangers,
+            largest_message(host.options),
+            has_guests=host.has_guests,
         )
         self._checking: asyncio.TimerHandle | None = None
         """The next scheduled call of `_close_unfinished`; None before the first connection."""
@@ -182,7 +193,7 @@ class Listener:
             identity, frames = message
             inbound = self._by_identity.get(identity) or self._admit(identity, burst)
             if inbound is not None:
-                self._accepted.spoke(inbound.descriptor)
+                self._accepted.spoke(inbound.descriptor, is_guest=bool(inbound.user))
             if inbound is None or inbound.is_hung_up:
                 burst.discard()
             else:
@@ -191,7 +202,7 @@ class Listener:
 
     def _take(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
         """Handle a message of an inbound peer: answer a bulk request, or add it to the burst."""
-        if frames == [BULK_ASK]:
+        if frames == [BULK_ASK] and not inbound.user:
             self._host.offer_bulk(inbound)
         else:
             burst.add(inbound.peer, frames)
@@ -222,6 +233,12 @@ class Listener:
             if handle is not None:
                 handle.cancel()
         self.channel.close(linger_s)
+
+    def close_guest(self, inbound: Inbound) -> None:
+        """Close the connection of a guest, unless it has ended."""
+        self.channel.read_news()
+        if inbound.descriptor >= 0:
+            self._accepted.close(inbound.descriptor)
 
     def _close_strangers(self) -> None:
         """Close the oldest strangers above the bound, once all events of connections are read."""
@@ -279,9 +296,12 @@ class Listener:
 
         None if the connection belongs to no peer, so that its messages are discarded.
         """
-        inbound = Inbound(self._host.mint("in"), identity, self.channel.outbox(identity))
+        user = self.channel.user()
+        most = MAX_GUEST_UNSENT_BYTES if user else None
+        outbox = self.channel.outbox(identity, max_unsent_bytes=most)
+        inbound = Inbound(self._host.mint("in"), identity, outbox, user=user)
         self._host.adopt(inbound)
-        burst.events.append(Connected(inbound.peer, None))
+        burst.events.append(Connected(inbound.peer, None, user))
         return inbound
 
     def _report_ended(self, burst: Burst) -> None:

@@ -63,6 +63,9 @@ class Connected:
     peer: PeerId
     address: str | None
     """The dialled address; None for an inbound peer."""
+    user: str = ""
+    """The name of the guest's key with which an inbound peer was admitted (`curve.py`); "" for a
+    node of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +217,9 @@ class Transport(abc.ABC):
     def hang_up(self, peer: PeerId) -> None:
         """End the link to a peer: no event of the peer follows, and sends to it are refused.
 
-        Accepted messages are still delivered for `linger_s`. The connection to a dialled peer is
-        closed; further messages of an inbound peer are discarded. An unknown peer is ignored.
+        Accepted messages are still delivered for `linger_s`. The connection to a dialled peer or a
+        guest is closed; further messages of an inbound peer are discarded. An unknown peer is
+        ignored.
         """
 
     @abc.abstractmethod

@@ -257,6 +257,17 @@ class ZmqTransport(Transport):
                 self._noted.pop(link, None)
             case Inbound() as inbound:
                 inbound.is_hung_up = True
+                if inbound.user:
+                    self.loop.call_later(self.options.linger_s, self._close_guest, inbound)
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether guests are admitted beside the nodes of the run."""
+        return self._keys is not None and bool(self._keys.guests)
+
+    def _close_guest(self, inbound: Inbound) -> None:
+        if self.listener is not None:
+            self.listener.close_guest(inbound)
 
     def send(
         self,
@@ -435,9 +446,8 @@ class ZmqTransport(Transport):
         more: dict[int, int | bytes] = {zmq.IPV6: int(":" in host), zmq.ROUTER_MANDATORY: 1}
         if self._keys is not None:
             if self._admission is None:
-                self._admission = ZapHandler(
-                    self.context, self.loop, self._keys.client.public, self.warn
-                )
+                users = {self._keys.client.public: "", **self._keys.guests}
+                self._admission = ZapHandler(self.context, self.loop, users, self.warn)
             more[zmq.ZAP_ENFORCE_DOMAIN] = 1  # libzmq refuses all clients until it is answered
             if isinstance(listener, BulkListener):
                 more[zmq.ZAP_DOMAIN] = BULK_DOMAIN
