@@ -19,7 +19,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.errors import ConsoleError, LiveError
 from rich.live import Live
 
+from echo.core.metrics import held_out
 from echo.core.status import RunStatus
+from echo.core.units import format_duration
 from echo.ui.drawing import InAscii, clean, clock, short_count
 from echo.ui.screen import idle_shares, render_live
 
@@ -28,11 +30,13 @@ logger = logging.getLogger(__name__)
 # --- plain log ------------------------------------------------------------------------------------
 #
 # At most one line per step and one per interval; the first and last step and notices always have a
-# line. Evaluations are among the notices. A waiting learner is reported at growing intervals.
+# line. Evaluations are among the notices. A waiting learner is reported at growing intervals. Each
+# hour has a line on what it has cost and brought.
 
 
 _STEP_LINE_S = 5.0
 """Least seconds between two lines on steps."""
+HOUR_S = 3600.0
 _MAX_NOTICES_PER_UPDATE = 5
 _WAIT_GROWTH = 2
 _MAX_WAIT_INTERVAL_S = 300.0
@@ -51,6 +55,8 @@ class PlainLog:
         self._step_at = now()
         self._wait_interval_s = 2 * _STEP_LINE_S
         self._notices: Sequence[str] = ()
+        self._hour: RunStatus | None = None
+        """The status at the begin of the present hour."""
 
     def paint(self, snapshot: RunStatus) -> None:
         """Write lines on what is new in a snapshot."""
@@ -68,6 +74,7 @@ class PlainLog:
         now = self._now()
         stamp = f"[{clock(snapshot.elapsed_s)}]"
         lines = [f"{stamp} {line}" for line in self._new_notices(snapshot.notices)]
+        lines += [f"{stamp} {line}" for line in self._hour_line(snapshot)]
         if snapshot.step != self._step_seen:
             self._step_seen, self._step_at = snapshot.step, now
             self._wait_interval_s = 2 * _STEP_LINE_S
@@ -86,6 +93,17 @@ class PlainLog:
                 f"{clock(now - self._step_at)}, the learner waits for {clean(snapshot.waiting_for)}"
             )
         return lines
+
+    def _hour_line(self, snapshot: RunStatus) -> list[str]:
+        """Return a line on the last hour, if one has just ended."""
+        before = self._hour
+        if before is None or snapshot.step < before.step:
+            self._hour = snapshot
+            return []
+        if snapshot.elapsed_s < before.elapsed_s + HOUR_S:
+            return []
+        self._hour = snapshot
+        return [describe_progress(before, snapshot)]
 
     def _is_news(self, snapshot: RunStatus) -> bool:
         """Return whether the newest step has metrics and no line was written for it."""
@@ -151,6 +169,24 @@ class PlainLog:
             self._console.print(
                 encodable, markup=False, highlight=False, emoji=False, soft_wrap=True
             )
+
+
+def describe_progress(before: RunStatus, after: RunStatus) -> str:
+    """Return a line on what the time between two statuses of a run has cost and brought."""
+    num_steps = after.step - before.step
+    num_tokens = sum(after.staleness_tokens.values()) - sum(before.staleness_tokens.values())
+    parts = [f"{num_steps} steps", f"{short_count(num_tokens)} tokens trained"]
+    for label, first, last in (
+        ("reward", before.reward_history, after.reward_history),
+        (held_out(after.evals_are_rates), before.eval_history, after.eval_history),
+    ):
+        if first and last:
+            parts.append(f"{label} {first[-1][1]:.3f} -> {last[-1][1]:.3f}")
+    if before.cost is not None and after.cost is not None:
+        spent = after.cost.total - before.cost.total
+        price = f" (${spent / num_tokens * 1e6:.3g} per million tokens)" if num_tokens > 0 else ""
+        parts.append(f"for ${spent:.2f}{price}")
+    return f"the last {format_duration(after.elapsed_s - before.elapsed_s)}: {', '.join(parts)}"
 
 
 # --- full-screen view -----------------------------------------------------------------------------

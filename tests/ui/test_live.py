@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from echo.core.status import RunStatus, StepStatus
+from echo.core.status import CostStatus, RunStatus, StepStatus
 from echo.ui.live import LiveView, PlainLog
 from tests.ui.conftest import MakeStatus
 from tests.ui.terminals import Pipe, Terminal, terminal_console
@@ -166,6 +166,30 @@ def test_notices_are_told_once_and_evaluations_are_among_them(
     assert lines[0] == "[1:10] (45 earlier notices not shown)"
     assert lines[-1] == "[1:10] notice 49"
     assert len(lines) == 6
+
+
+def test_each_hour_is_told_with_what_the_money_bought(log: Log, make_status: MakeStatus) -> None:
+    cost = CostStatus(
+        per_h=4.0, total=10.0, per_million_tokens=2.0, standby_per_h=0.0, unconfirmed_per_h=0.0,
+        budget_per_run=None, num_active=2, num_standby=0,
+    )  # fmt: skip
+    begin = make_status(cost=cost, elapsed_s=0.0, eval_history=((0, 0.36, 0.3),))
+    assert not [line for line in log.lines_for(begin) if "the last" in line]
+    for minutes in (59, 61):
+        later = make_status(
+            step=9,
+            elapsed_s=60.0 * minutes,
+            staleness_tokens={0: 1_001_000},
+            reward_history=((7, 0.7), (9, 0.8)),
+            cost=replace(cost, total=14.0),
+        )
+        lines = [line for line in log.lines_for(later) if "the last" in line]
+        assert len(lines) == (minutes > 60)
+    assert lines == [
+        "[1:01:00] the last 1.02h: 2 steps, 1M tokens trained, reward 0.700 -> 0.800, "
+        "held-out pass rate 0.360 -> 0.610, for $4.00 ($4 per million tokens)"
+    ]
+    assert not [line for line in log.lines_for(later) if "the last" in line]
 
 
 def test_finish_tells_the_step_reached(log: Log, make_status: MakeStatus) -> None:
