@@ -183,6 +183,9 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "count/duplicates": "Results of groups that had ended; harmless.",
         "count/refused/*": "Results and nodes refused, by "
         "[reason](troubleshooting.md#refused-and-discarded-groups).",
+        "count/viewers/*": "[Viewers](security.md#viewers-and-operators) that were turned away "
+        "(`too_many`) or `disconnected` for what they sent; acts refused to a key that is "
+        "`read_only`.",
         "count/discarded/*": "Groups that ended untrained, by "
         "[reason](troubleshooting.md#refused-and-discarded-groups).",
         "count/steps_failed/*": "Optimizer steps that were undone, by reason.",

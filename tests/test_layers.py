@@ -133,6 +133,7 @@ OWNED = (
             "cli/doctor.py": "that of the process, while it tries the way to the learner",
             "sim/simulation.py": "virtual time",
             "engine/vllm/backend.py": "vLLM's client, which is asynchronous, in its own thread",
+            "runtime/viewer.py": "that of a viewer's process, which has no node",
             "tasks/processes/main.py": "a task's code that is asynchronous",
             "tasks/verifiers.py": "environments, which are asynchronous, in their own thread",
         },

@@ -264,6 +264,9 @@ class Lab:
     def show(self, _: Any) -> None:
         """Draw nothing."""
 
+    def save(self, _: Any) -> None:
+        """Write nothing."""
+
     def write_metrics(self, step: int, row: Row) -> None:
         """Note a step; after the last one there is nothing to wait for."""
         waited_s = cast("float", row["time/wait_for_batch"])

@@ -45,6 +45,9 @@ COMMANDS = {
     "eval": Command(
         "score a model or a checkpoint on held-out prompts", parsers.eval_parser, "learner"
     ),
+    "status": Command("print the status of a run, from anywhere", parsers.status_parser),
+    "top": Command("watch a run from anywhere, and operate it", parsers.top_parser),
+    "ctl": Command("pause, resume, drain, stand by, set or stop", parsers.ctl_parser),
     "ledger": Command("print what happened to every group of a run", parsers.ledger_parser),
     "explain": Command(
         "say what a run has waited for, and what would help", parsers.explain_parser

@@ -47,7 +47,14 @@ from echo.config.load import (
 from echo.config.memory.budget import ASSUMED_PROMPT_TOKENS, Budget, memory_budget, read_machine
 from echo.config.memory.models import check_unquantised, find_model, read_model_facts
 from echo.config.schema import Config, show
-from echo.core.errors import ConfigError, DataError, EchoError, RolledBackError, in_one
+from echo.core.errors import (
+    ConfigError,
+    DataError,
+    EchoError,
+    RolledBackError,
+    StorageError,
+    in_one,
+)
 from echo.core.extras import command, find_config
 from echo.core.metrics import LearningCurve
 from echo.core.paths import local_path
@@ -58,7 +65,7 @@ from echo.net.kernel import raise_descriptor_limit
 from echo.net.listener import bound_socket
 from echo.net.transport import is_loopback
 from echo.records.ledger import has_begun
-from echo.records.run_files import read_metrics
+from echo.records.run_files import read_metrics, save_status
 from echo.runtime import node
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import (
@@ -546,7 +553,7 @@ def run_learner(
         MetricsWriter(run_dir, sinks=sinks, project=project, config=shown) as metrics,
         LiveView(console, mode=config.ui.live) as view,
     ):
-        operator = Operator(metrics, view, board)
+        operator = Operator(run_dir, metrics, view, board)
         main = _run(
             config,
             resume=resume,
@@ -596,12 +603,19 @@ class Operator:
 
     is_watching = True
 
-    def __init__(self, metrics: MetricsWriter, view: LiveView, board: NoticeBoard) -> None:
-        """Use these metric sinks and this live view, which also shows the log lines of `board`."""
+    def __init__(
+        self, run_dir: Path, metrics: MetricsWriter, view: LiveView, board: NoticeBoard
+    ) -> None:
+        """Use these metric sinks and this live view, which also shows the log lines of `board`.
+
+        The status is written into `run_dir`.
+        """
         self.write_metrics = metrics.write
         self.write_samples = metrics.write_samples
+        self._run_dir = run_dir
         self._view = view
         self._board = board
+        self._can_save = True
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -612,6 +626,15 @@ class Operator:
         """Draw the status, and with it the newest log lines, in the live view."""
         self._board.shown()
         self._view.update(status)
+
+    def save(self, status: RunStatus) -> None:
+        """Write the status into the run's directory; warn once if that fails."""
+        try:
+            save_status(self._run_dir, status)
+        except StorageError as error:
+            if self._can_save:
+                self._can_save = False
+                logging.getLogger("echo.learner").warning("%s", error)
 
 
 async def _run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from pathlib import Path
 
 from echo.core.extras import ROLES, version
@@ -260,6 +261,64 @@ def quickstart_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, help="seed of the run (default: 0)")
     _add_set(parser)
+    return parser
+
+
+_RUN = (
+    "the run's directory; or a file with the line in its keys/view or keys/operate, copied from "
+    "the learner's machine"
+)
+
+
+def status_parser() -> argparse.ArgumentParser:
+    """Return the argument parser of `echo-rl status`."""
+    parser = _parser(
+        "status",
+        "Print the status of a run: asked of its learner, or as it was saved last.",
+        EXIT_CODES_HELP,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("run", type=_text, metavar="RUN", help=_RUN)
+    return parser
+
+
+def top_parser() -> argparse.ArgumentParser:
+    """Return the argument parser of `echo-rl top`."""
+    parser = _parser(
+        "top",
+        "Watch a run from anywhere, and operate it. Keys are shown on the screen.",
+        EXIT_CODES_HELP,
+    )
+    parser.add_argument("run", type=_text, metavar="RUN", help=_RUN)
+    return parser
+
+
+ACTS_HELP = """\
+acts:
+  pause RUN            grant no more groups; what was granted goes on, and nothing is lost
+  resume RUN           go on
+  drain NODE RUN       let a node finish what it has, and leave
+  standby NODE RUN     give a worker no leases and no weights, until `resume NODE RUN`
+  resume NODE RUN      give a worker leases again, as far as it is needed
+  set KEY VALUE RUN    sync.max_staleness (for new leases, up to its value at the start),
+                       activation.budget_per_run; until the learner restarts
+  stop RUN             end the step, save the run and stop; continue with --resume
+"""
+
+
+def ctl_parser() -> argparse.ArgumentParser:
+    """Return the argument parser of `echo-rl ctl`."""
+    parser = _parser(
+        "ctl",
+        "Operate a run from anywhere. Each act is answered, and recorded in ledger and log.",
+        f"{ACTS_HELP}\n{textwrap.fill(EXIT_CODES_HELP, 100)}",
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    acts = ("pause", "resume", "drain", "standby", "set", "stop")
+    parser.add_argument("act", choices=acts, metavar="ACT", help=", ".join(acts))
+    parser.add_argument(
+        "words", type=_text, nargs="+", metavar="[WORD ...] RUN", help=f"see below; RUN is {_RUN}"
+    )
     return parser
 
 

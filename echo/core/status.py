@@ -35,6 +35,8 @@ class NodeStatus:
     """"learner", "relay" or "worker"."""
     state: str
     """A word or short phrase: "training", "generating", "fetching v17 63%", "waiting", "lost"."""
+    hold: str = ""
+    """What the operator has chosen for the node: "standby" or "drain"; empty for nothing."""
     version: str = "-"
     """Installed policy version, as text."""
     staleness: int | None = None

@@ -219,9 +219,25 @@ class Cost(Record, tag="cost"):
     """$ per hour at the time of this step."""
 
 
+class Operated(Record, tag="operated"):
+    """An operator has changed the run, with `echo-rl ctl` or in `echo-rl top`."""
+
+    step: int
+    by: str
+    """The operator's name, as the operator stated it."""
+    act: str
+    subject: str
+    """The node or the key of a setting; empty for the run."""
+    value: str
+    """The value of a setting."""
+    outcome: str
+    """What was done, in words."""
+
+
 AnyRecord = (
     Began | Granted | Cancelled | Refused | Accepted | Trained | Discarded | Published | Sealed
     | Checkpointed | Finished | BoundChanged | RolledBack | ActivationChanged | Cost
+    | Operated
 )  # fmt: skip
 
 

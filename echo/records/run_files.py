@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl and config.json of a run.
+"""Reads metrics.jsonl, config.json and status.json of a run.
 
 If a crash has cut off the last line of metrics.jsonl, that line is left out. Any other damage is an
 error that names the line. Rows of steps that a resume has abandoned are left out, too.
@@ -21,7 +21,9 @@ from typing import Any
 import msgspec
 
 from echo.core.errors import DataError, StorageError
+from echo.core.status import RunStatus
 from echo.fleet.job import Job
+from echo.records.files import write_file
 from echo.records.ledger import Delivery
 
 MetricsRow = dict[str, Any]
@@ -100,6 +102,40 @@ def read_config(run_dir: Path) -> MetricsRow:
         return _json_object(path.read_bytes(), str(path))
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; is {run_dir} the directory of a run?") from error
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+STATUS = "status.json"
+
+
+def save_status(run_dir: Path, status: RunStatus) -> None:
+    """Write the status of a run into its directory.
+
+    Raises:
+        StorageError: if the file cannot be written.
+    """
+    path = run_dir / STATUS
+    try:
+        write_file(path, status.to_json())
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read_status(run_dir: Path) -> RunStatus:
+    """Return the status that a run's learner has written last.
+
+    Raises:
+        DataError: if there is none, or it is of another release.
+        StorageError: if the file cannot be read.
+    """
+    path = run_dir / STATUS
+    try:
+        return RunStatus.from_json(path.read_bytes(), source=str(path))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(
+            f"{path}: no such file; is {run_dir} the directory of a run that has started?"
+        ) from error
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -15,6 +15,7 @@ Its parts:
     roles/plans.py         tells each node its parents in the broadcast
     roles/review.py        sets workers aside
     roles/fleet.py         describes the nodes to the operator
+    roles/viewers.py       shows the run to viewers, and passes on their commands
     roles/members.py       knows the nodes, and tells them that the run has ended
     leases/scheduler.py    grants leases
     leases/results.py      judges results
@@ -32,6 +33,10 @@ events, which `Learner.handle` looks up in one table:
     ReviewDue          workers set aside, or admitted again
     SamplesTrained     workers set aside for their log-probabilities
     StandbyChosen      plans, grants
+    Paused             grants, or none
+    HoldChosen         plans, grants
+    StatusMade         the status for viewers
+    OperationDone        the answer to an operator
     Publishing         plans
     RunEnded           Finish for all nodes but relays that others may need
     LastCall           Finish for the rest
@@ -56,10 +61,11 @@ from echo.leases.run import AcceptedGroups, LeaseSettings, Prompts, RunState
 from echo.leases.scheduler import GRANT_S, Scheduler, WaitReason
 from echo.roles.fleet import FleetView
 from echo.roles.joining import Admission, AdmissionSettings
-from echo.roles.members import LastCall, Member, Roster, RunEnded, Shutdown
+from echo.roles.members import Hold, LastCall, Member, Roster, RunEnded, Shutdown
 from echo.roles.node import MAX_PEER_NAMES, Handler, Role
 from echo.roles.plans import Plans, Publishing
 from echo.roles.review import ReviewDue, SamplesTrained, WorkerReview
+from echo.roles.viewers import OperationDone, StatusMade, Viewers
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed
 from echo.weights.rates import acknowledge
@@ -148,6 +154,21 @@ class StandbyChosen:
     names: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Event: the operator has paused the run, so that no group is granted, or has resumed it."""
+
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HoldChosen:
+    """Event: the operator has chosen this for a node; None gives the node back to the run."""
+
+    node_id: str
+    hold: Hold | None
+
+
 class Learner(Role):
     """The learner's role: what it sends each node and records, without IO and without a clock."""
 
@@ -167,6 +188,8 @@ class Learner(Role):
         admission = settings.admission
         self.roster = Roster(heartbeat_s=admission.heartbeat_s, dead_after_s=admission.dead_after_s)
         self.is_granting = True
+        self.is_paused = False
+        """Whether the operator has paused the run; groups that were granted go on."""
         self._grants = Paced(GRANT_S)
         self.routes = Routes(self.counters, self.roster.channel_of)
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
@@ -201,6 +224,7 @@ class Learner(Role):
         self.review = WorkerReview(self.roster, self.scheduler.usefulness, counters=self.counters)
         self.fleet = FleetView(self.roster, self.scheduler, broadcast)
         self.shutdown = Shutdown(self.roster, self.routes)
+        self.viewers = Viewers(self.counters, self._peer_faults)
 
     @property
     def step(self) -> int:
@@ -221,12 +245,21 @@ class Learner(Role):
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Forget a lost link; nodes behind it are dropped only after `dead_after_s` of silence."""
+        if peer in self.viewers:
+            self.viewers.disconnected(peer)
+            return []
         self.routes.forget(peer)
         self._peer_names.discard(peer)
         return self.broadcast.remove_child(peer, now=now)
 
+    def guest_connected(self, peer: str, user: str, *, now: float) -> list[Action]:
+        """Admit a viewer; none of its messages reaches another part of this role."""
+        return self.viewers.connected(peer, user, now=now)
+
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Handle one message; a peer's mistake is counted and noted, and raises no exception."""
+        if peer in self.viewers:
+            return self.viewers.receive(peer, frames, now=now)
         try:
             return self._receive(peer, decode_envelope(frames), frames[1:], now)
         except RemoteProtocolError as error:
@@ -243,7 +276,7 @@ class Learner(Role):
         """
         self.counters.add("internal_errors")
         source, target, _ = describe(frames)
-        if target != LEARNER_ID:
+        if target != LEARNER_ID or peer in self.viewers:
             return [HangUp(peer), *self.disconnected(peer, "an internal error", now=now)]
         if self.routes.peer_of(source) == peer and self._admission.expel(source, now=now):
             self.leases.drop_worker(source)
@@ -369,6 +402,9 @@ class Learner(Role):
         refused = _note_refusal(member, message)
         num_sampled = member.beat(message, now=now)
         self.counters.add("tokens/sampled", num_sampled or 0)
+        num_leases = len(message.leases) + self.leases.num_leases(member.node_id)
+        if self.roster.is_drained(member, num_leases):
+            return self.routes.to(member.node_id, Finish(reason="drained by the operator"))
         actions = self.routes.to(
             member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
         )
@@ -383,7 +419,7 @@ class Learner(Role):
 
     def _grant(self, now: float) -> list[Action]:
         """Grant the groups that staleness and the workers' capacities allow, now or when due."""
-        is_over = self.shutdown.reason is not None or not self.is_granting
+        is_over = self.shutdown.reason is not None or not self.is_granting or self.is_paused
         is_resting = self.scheduler.just_in_time.is_resting(now=now)
         if is_over or is_resting or self.scheduler.quota.is_closed(self.broadcast.newest_complete):
             self._grants.deadline = None
@@ -412,6 +448,8 @@ class Learner(Role):
 
     def wait_reason(self) -> WaitReason:
         """Return why the groups of the next batch cannot be granted; "" if nothing is wrong."""
+        if self.is_paused:
+            return ""
         return self.scheduler.wait_reason(self._workers, self.broadcast.newest_complete)
 
     @property
@@ -475,10 +513,29 @@ class Learner(Role):
         """
         changed = False
         for member in self.roster.members("worker"):
-            is_standby = member.node_id in event.names
+            is_standby = member.node_id in event.names or member.hold is not None
             changed |= is_standby != member.is_standby
             member.node.is_standby = is_standby
         return [*self.plans.replan(now), *self._grant(now)] if changed else []
+
+    def _on_paused(self, event: Paused, now: float) -> list[Action]:
+        """Stop granting, or go on; leases that workers hold, and the buffer, stay as they are."""
+        self.is_paused = event.is_paused
+        return self._grant(now)
+
+    def _on_hold(self, event: HoldChosen, now: float) -> list[Action]:
+        """Put a node on standby, drain it, or give it back to the run, as the operator has chosen.
+
+        A node that is drained is on standby until it has nothing left to do, and then gets Finish.
+        """
+        self.roster.hold(event.node_id, event.hold)
+        return [*self.plans.replan(now), *self._grant(now)]
+
+    def _on_status(self, event: StatusMade, now: float) -> list[Action]:
+        return self.viewers.status_made(event.data, now=now)
+
+    def _on_operation_done(self, event: OperationDone, now: float) -> list[Action]:
+        return self.viewers.operation_done(event.peer, event.outcome)
 
     def _on_publishing(self, event: Publishing, now: float) -> list[Action]:
         return self.plans.before_publish(now=now)
@@ -502,6 +559,7 @@ class Learner(Role):
         """The time at which `expire` must be called next; None if nothing is scheduled."""
         paced = earliest(self.plans.deadline, self._grants.deadline)
         paced = earliest(paced, self.scheduler.just_in_time.deadline)
+        paced = earliest(paced, self.viewers.deadline)
         return earliest(self.roster.deadline, self.leases.deadline, paced, self.broadcast.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
@@ -534,7 +592,7 @@ class Learner(Role):
         is_due = self._grants.is_due(now=now) or (held_until is not None and now >= held_until)
         if actions or is_due:
             actions += [*self.review.update(now=now), *self._grant(now)]
-        return children + actions
+        return children + actions + self.viewers.expire(now=now)
 
     HANDLERS: ClassVar[Mapping[type, Handler]] = {
         GrantsDue: _on_grants_due,
@@ -546,6 +604,10 @@ class Learner(Role):
         ReviewDue: _on_review_due,
         SamplesTrained: _on_samples,
         StandbyChosen: _on_standby,
+        Paused: _on_paused,
+        HoldChosen: _on_hold,
+        StatusMade: _on_status,
+        OperationDone: _on_operation_done,
         Publishing: _on_publishing,
         RunEnded: _on_ended,
         LastCall: _on_last_call,

@@ -40,6 +40,9 @@ ERROR_COUNTS = (
 IDLE = "waiting for leases"
 """The reported state of a worker without leases."""
 
+Hold = Literal["standby", "drain"]
+"""What an operator has chosen for a node: to keep it on standby, or to let it finish and leave."""
+
 Claim = Literal["new", "again", "restarted", "wait", "name_taken", "full"]
 """How to treat a Hello, which claims the name of its node."""
 
@@ -73,6 +76,8 @@ class Member:
     """Hash of the Hello that was last answered with Welcome."""
     nonce: bytes = b""
     """The learner's nonce in the last Welcome."""
+    hold: Hold | None = None
+    """What the operator has chosen for the node; None for nothing."""
     tokens_sampled: int | None = None
     """Tokens that this process has sampled, by its last heartbeat; an increase renews the waiting
     leases of this process. None before the first heartbeat.
@@ -208,6 +213,8 @@ class Member:
         stats, state = self.stats, self._state(num_leases)
         if not self.is_admitted:
             state = "joining"
+        elif self.hold == "drain":
+            state = f"draining, {state}"
         elif self.is_standby:
             state = f"{state}, then standby" if num_leases else "standby"
         elif self.worker.is_set_aside:
@@ -220,6 +227,7 @@ class Member:
             node_id=self.node_id,
             role=self.role,
             state=state,
+            hold=self.hold or "",
             version="-" if self.installed is None else str(self.installed),
             staleness=None if self.installed is None else step - self.installed.step,
             tokens_per_s=tokens_per_s,
@@ -256,6 +264,8 @@ class Roster:
         """Node id -> incarnation, for nodes whose machines were given back recently."""
         self.uplinks: RecentMap[str, float] = RecentMap(max_entries=MAX_NAMES_KEPT)
         """Node id -> bytes per second that the node can send, by its last heartbeat."""
+        self._holds: RecentMap[str, Hold] = RecentMap(max_entries=MAX_NAMES_KEPT)
+        """Node id -> what the operator has chosen for the node."""
         self._left: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
         """Node id -> the last reported counters of a worker that has left."""
         self._deadlines: Deadlines[Member] = Deadlines(self)
@@ -287,10 +297,13 @@ class Roster:
         """Change the presence of a node, and add it to the roster or remove it."""
         if to is Presence.UNKNOWN:
             del self.nodes[member.node_id]
+            if member.hold == "drain":  # a process that is started again is wanted
+                self._holds.discard(member.node_id)
             if member.role == "worker":
                 self._left[member.node_id] = member.stats.refused
         elif self.nodes.get(member.node_id) is not member:
             self.nodes[member.node_id] = member
+            self._obey(member)
             self._deadlines.add(member)
         member.presence = to
 
@@ -298,6 +311,33 @@ class Roster:
         """Return node id -> last reported counters, for workers that left since the last call."""
         left, self._left = self._left.as_dict(), RecentMap(max_entries=MAX_NAMES_KEPT)
         return left
+
+    def hold(self, node_id: str, hold: Hold | None) -> None:
+        """Record what the operator has chosen for a node; None gives the node back to the run.
+
+        It holds for later processes of this name, too; but once a node was drained, only the
+        present process.
+        """
+        if hold is None:
+            self._holds.discard(node_id)
+        else:
+            self._holds[node_id] = hold
+        if (member := self.nodes.get(node_id)) is not None:
+            self._obey(member)
+
+    def _obey(self, member: Member) -> None:
+        member.hold = self._holds.get(member.node_id)
+        member.node.is_standby = member.hold is not None
+
+    def is_drained(self, member: Member, num_leases: int) -> bool:
+        """Return whether a node that is being drained may leave.
+
+        A worker may leave without leases, a relay if no node gets weights from it.
+        """
+        if member.hold != "drain" or num_leases:
+            return False
+        nodes = self.nodes.values() if member.role == "relay" else ()
+        return all(node.stats.parent != member.node_id for node in nodes)
 
     def release(self, member: Member) -> None:
         """Record that the machine of a node was given back, so that it no longer costs money."""

@@ -23,6 +23,7 @@ from echo.net.curve import KEY_BYTES, SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import format_address, is_loopback, parse_address, with_key, without_key
 from echo.records.files import make_private_directory, write_file
 from echo.roles.joining import fingerprint, show_fingerprint
+from echo.roles.viewers import OPERATE, VIEW
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
         StorageError: if the file cannot be read or written.
     """
     # Any bytes of this length are a private key.
-    return Ed25519PrivateKey.from_private_bytes(_load_or_create(_key_path(run_dir), KEY_BYTES))
+    return Ed25519PrivateKey.from_private_bytes(load_or_create(_key_path(run_dir), KEY_BYTES))
 
 
 def load_signing_key(run_dir: Path) -> Ed25519PrivateKey:
@@ -140,15 +141,18 @@ class Join:
 
 
 def load_or_create_keys(run_dir: Path) -> tuple[CurveKeys, bytes]:
-    """Return the learner's connection keys and the run's secret; create both for a new run.
+    """Return the learner's connection keys and the run's secret; create them for a new run.
 
     Raises:
         StorageError: if the files cannot be read or written.
     """
     directory = run_dir / "keys"
-    server = KeyPair.of(_load_or_create(directory / "server.key", KEY_BYTES))
-    secret = _load_or_create(directory / "join.secret", SECRET_BYTES)
-    return CurveKeys.of_learner(server, secret), secret
+    server = KeyPair.of(load_or_create(directory / "server.key", KEY_BYTES))
+    secret = load_or_create(directory / "join.secret", SECRET_BYTES)
+    guests = {
+        name: load_or_create(directory / f"{name}.secret", SECRET_BYTES) for name in (VIEW, OPERATE)
+    }
+    return CurveKeys.of_learner(server, secret, guests), secret
 
 
 def write_join(run_dir: Path, address: str, keys: CurveKeys, secret: bytes) -> Join:
@@ -167,7 +171,12 @@ def write_join(run_dir: Path, address: str, keys: CurveKeys, secret: bytes) -> J
     return join
 
 
-def _load_or_create(path: Path, num_bytes: int) -> bytes:
+def load_or_create(path: Path, num_bytes: int) -> bytes:
+    """Return the random bytes in a file that only its owner may read; create it if it is missing.
+
+    Raises:
+        StorageError: if the file cannot be read or written, or has another length.
+    """
     try:
         if not path.exists():
             make_private_directory(path.parent)

@@ -191,6 +191,9 @@ class Node:
         """Carry out an action that only this kind of role returns."""
         raise TypeError(f"{type(action).__name__} is not for {type(self).__name__}")
 
+    def on_guest(self, peer: str, user: str) -> None:
+        """Handle the connection of a guest, whose key has the name `user`."""
+
     def before_expire(self) -> None:
         """Update the role's counters; called before each `expire`, which may report them."""
 
@@ -306,8 +309,7 @@ class Node:
                     case Received():
                         self.perform(self._receive(event.peer, list(event.frames)))
                     case Connected():
-                        if event.address is not None:
-                            self.perform(role.connected(event.peer, now=self.now))
+                        self._connected(event)
                     case Disconnected(peer, reason):
                         self.perform(role.disconnected(peer, reason, now=self.now))
                     case DialFailed(peer, reason, is_refused):
@@ -315,6 +317,13 @@ class Node:
                         self.perform(failed)
             self._is_reading = False
             self._finish_turn()
+
+    def _connected(self, event: Connected) -> None:
+        """Report a link that this node has dialled, or a guest; other links report themselves."""
+        if event.address is not None:
+            self.perform(self._role.connected(event.peer, now=self.now))
+        elif event.user:
+            self.on_guest(event.peer, event.user)
 
     def _refuse_public(self, event: Received) -> None:
         """Drop a message that arrived without encryption and may arrive only encrypted."""

@@ -168,6 +168,9 @@ class SimLearner(LearnerNode):
     def show(self, status: RunStatus) -> None:
         """Do nothing with the status: a simulation has no terminal."""
 
+    def save(self, status: RunStatus) -> None:
+        """Do nothing with the status: a simulation has no disk."""
+
     def export(self, directory: Path, publication: Publication) -> None:
         """Report that the run has ended before its last step because its budget is spent.
 

@@ -11,8 +11,9 @@ import io
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.bar import Bar
 from rich.cells import cell_len, set_cell_size
@@ -36,6 +37,8 @@ from echo.ui.drawing import Curve, Marks, clean, clock, fit, line_chart, short_c
 _MIN_SIDE_BY_SIDE = 56
 """Least width, in cells, at which a curve and a histogram are shown side by side."""
 _MAX_CHART_ROWS = 14
+_LEAST_BAR = 8
+"""Least width of the bar of a version on its way, if there is text on it."""
 _MAX_NOTICES = 6
 
 _LABEL_WIDTH = 9
@@ -167,6 +170,8 @@ def staleness_histogram(snapshot: RunStatus, width: int, height: int) -> list[Re
     mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
     figures = f" mean {mean:.2f}" if total else " -"
     title = Text.assemble(("staleness", "bold"), f"{figures}, bound {snapshot.bound}")
+    if title.cell_len > width:
+        title = Text.assemble(("stale", "bold"), f"{figures}, bound {snapshot.bound}")
     bins = staleness_bins(tokens, snapshot.max_staleness, max(height - 2, 1))
     marked = [(label, count, "◂ bound" if is_bound else "") for label, count, is_bound in bins]
     return [fit(title, width), staleness_bars(marked, width)]
@@ -207,12 +212,11 @@ def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[Rende
     newest = snapshot.versions[0] if snapshot.versions else _NO_VERSION
     version = _labelled("weights", f"{clean(newest.version)} ")
     done = f" {newest.done:4.0%}   {format_bytes(snapshot.broadcast_bytes)} sent"
-    space = width - version.cell_len - len(done)
-    bar_width = max(min(space - 1, 40), 4)
+    space = width - version.cell_len - 1
     for more in (_slowest(newest.slowest), _older(snapshot.versions[1:]), _cadence(snapshot)):
-        if more and bar_width + len(more) + 3 <= space:
+        if more and len(done) + len(more) + 3 + _LEAST_BAR <= space:
             done += f"   {more}"
-            space -= len(more) + 3
+    bar_width = max(min(space - len(done), 40), 4)
     weights = _row(version, _progress(newest.done, 1, bar_width), done)
     waiting = _waiting(snapshot, width, num_wait_rows)
     costs = [] if snapshot.cost is None else cost_rows(snapshot.cost, width)
@@ -226,7 +230,7 @@ def _slowest(link: LinkStatus | None) -> str:
         return ""
     rate = "?" if link.bytes_per_s is None else f"{format_bytes(link.bytes_per_s)}/s"
     left = "" if link.remaining_s is None else f", {clock(link.remaining_s)} left"
-    return f"slowest {clean(link.parent)} to {clean(link.child)}: {rate}{left}"
+    return f"slowest {clean(link.parent)}>{clean(link.child)} {rate}{left}"
 
 
 def _older(versions: Sequence[VersionStatus]) -> str:
@@ -285,25 +289,38 @@ def node_table(nodes: Sequence[NodeStatus], width: int, height: int) -> list[Tex
     """
     if not nodes or height < min(len(nodes) + 1, 3):
         return []
-    ordered = sorted(nodes, key=_node_order)
+    ordered = sorted(nodes, key=node_order)
     hidden: list[NodeStatus] = []
     if len(ordered) + 1 > height:
         urgent = sorted(ordered, key=lambda node: (node.role == "worker", not _is_in_trouble(node)))
         kept = {id(node) for node in urgent[: height - 2]}
         hidden = [node for node in ordered if id(node) not in kept]
         ordered = [node for node in ordered if id(node) in kept]
-    columns, gap = _fitting_columns(ordered, width)
-    heading = gap.join(_align(column.name, column) for column in columns)
-    rows = [fit(Text(heading, "dim"), width)]
-    for index, node in enumerate(ordered):
-        styles = {"state": _state_style(node), "node": "bold"}
-        cells = [(_align(c.cells[index], c) + gap, styles.get(c.name, "")) for c in columns]
-        rows.append(fit(Text.assemble(*cells), width))
+    rows = node_rows(ordered, width)
     if hidden:
         words = [(clean(node.state).split() or ["-"])[0] for node in hidden]
         states = Counter(words)
         summary = ", ".join(f"{count} {state}" for state, count in states.most_common())
         rows.append(fit(Text(f"and {len(hidden)} more: {summary}", "dim"), width))
+    return rows
+
+
+def node_rows(nodes: Sequence[NodeStatus], width: int, *, selected: str = "") -> list[Text]:
+    """Return a heading and a row for each node, in this order.
+
+    Columns that do not fit are left out, the least important first. The row of the node with the id
+    `selected` is highlighted.
+    """
+    columns, gap = _fitting_columns(nodes, width)
+    heading = gap.join(_align(column.name, column) for column in columns)
+    rows = [fit(Text(heading, "dim"), width)]
+    for index, node in enumerate(nodes):
+        styles = {"state": _state_style(node), "node": "bold"}
+        cells = [(_align(c.cells[index], c) + gap, styles.get(c.name, "")) for c in columns]
+        row = fit(Text.assemble(*cells), width)
+        if node.node_id == selected:
+            row.stylize("reverse")
+        rows.append(row)
     return rows
 
 
@@ -382,7 +399,7 @@ def _waiting(snapshot: RunStatus, width: int, num_rows: int) -> list[Text]:
     return rows + [Text()] * (num_rows - len(rows))
 
 
-def _node_order(node: NodeStatus) -> tuple[int, list[tuple[int, str]]]:
+def node_order(node: NodeStatus) -> tuple[int, list[tuple[int, str]]]:
     """Return a node's sort key: by role, then by name with numbers in numeric order.
 
     So the node w2 is shown before w10.
@@ -479,8 +496,18 @@ def render_live(
     width: int,
     *,
     height: int | None = None,
+    has_chart: bool = True,
+    table: Callable[[int, int], list[Text]] | None = None,
 ) -> Group:
-    """Return a snapshot as rows of text that fill `width` and are at most `height` rows."""
+    """Return a snapshot as rows of text that fill `width` and are at most `height` rows.
+
+    Args:
+        snapshot: the status of the run.
+        width: number of cells of each row.
+        height: most rows; None for as many as there is content.
+        has_chart: whether the curves are shown.
+        table: returns the table of nodes for a width and a height; None for `node_table`.
+    """
     width = max(width, 1)
     rows_left = height if height is not None else 2 + _MAX_CHART_ROWS + len(snapshot.nodes) + 20
     title = header(snapshot, width)
@@ -491,19 +518,20 @@ def render_live(
     rows_of_newest, rows_of_notices = len(shown[-1]) if shown else 0, sum(map(len, shown))
     # Least and most rows of each part, most important first; gaps come before larger parts.
     rows_left -= len(title) + len(state)
-    num_nodes = len(snapshot.nodes)
+    num_nodes, num_heads = len(snapshot.nodes), 1 if table is None else 2
     wanted = {
-        "chart": (6, _MAX_CHART_ROWS),
-        "table": (min(num_nodes, 5) + 1, num_nodes + 1),
+        "chart": (6, _MAX_CHART_ROWS) if has_chart else (1, 1),
+        "table": (min(num_nodes, 5) + num_heads, num_nodes + num_heads),
         "refused": (len(refused), len(refused)),
         "notices": (rows_of_newest, rows_of_notices),
         "gaps": (4 if refused or shown else 3,) * 2,
     }
     granted = _share_out(wanted, rows_left)
-    table = node_table(snapshot.nodes, width, granted["table"])
+    make_table = table or partial(node_table, snapshot.nodes)
+    rows_of_nodes = make_table(width, granted["table"])
     charts = _charts(snapshot, width, granted["chart"])
     foot = refused[: granted["refused"]] + _newest_whole(shown, granted["notices"])
-    rows = _join([title, charts, state, table, foot], granted["gaps"])
+    rows = _join([title, charts, state, rows_of_nodes, foot], granted["gaps"])
     return Group(*(rows if height is None else rows[:height]))
 
 
@@ -543,17 +571,15 @@ def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str
 
 def _charts(snapshot: RunStatus, width: int, height: int) -> list[RenderableType]:
     """Return the reward curve, beside it the staleness histogram if the width allows."""
-    if width < _MIN_SIDE_BY_SIDE or height < 4:
+    if width < _MIN_SIDE_BY_SIDE:
         return [*reward_chart(snapshot, width, height)]
     right_width = min(max(width * 3 // 10, 21), 44)
     left_width = width - right_width - 3
     beside = Table.grid(padding=(0, 3, 0, 0))
     for column_width in (left_width, right_width):
         beside.add_column(width=column_width)
-    beside.add_row(
-        Group(*reward_chart(snapshot, left_width, height)),
-        Group(*staleness_histogram(snapshot, right_width, height)),
-    )
+    histogram = staleness_histogram(snapshot, right_width, height)
+    beside.add_row(Group(*reward_chart(snapshot, left_width, height)), Group(*histogram[:height]))
     return [beside]
 
 

@@ -1,7 +1,7 @@
 """The messages that nodes exchange.
 
 A message is sent as one header frame followed by raw payload frames (`wire/codec.py`). There are
-two kinds:
+three kinds:
 
 * **Link messages** go between the two ends of one connection: the greeting, and the weights plane,
   where each node pulls from its parent (`weights/broadcast.py`).
@@ -11,6 +11,7 @@ two kinds:
   have no seal. A Welcome, and a Refuse or Finish that answers a Hello, are signed by the learner
   and contain the hash of the Hello. Files are compared with hashes in the Welcome. A forged Hello,
   AssetRequest or Rehello can only make a node join again.
+* **Viewers' messages** go between a viewer, which is no node, and the learner (`roles/viewers.py`).
 
 Senders and the kinds that they may send:
 
@@ -20,6 +21,8 @@ Senders and the kinds that they may send:
                                Goodbye
     learner   -> node          Welcome, Asset, Admitted, Refuse, Rehello, TopologyPlan, Pulse,
                                Grant, Reclaim, Ack, Finish
+    viewer    -> learner       Watch, Operation
+    learner   -> viewer        Status, Outcome, Refuse
 
 Every routed message may be lost, for example with a relay that dies. So each message either repeats
 a state (Heartbeat, Pulse, TopologyPlan, Partial) or is repeated until it is answered (Hello, Ready,
@@ -598,6 +601,47 @@ class Ack(Message, frozen=True):
     reason: Word = ""
 
 
+# --- messages of viewers -------------------------------------------------------------------------
+
+
+Act = Literal["pause", "resume", "drain", "standby", "set", "stop"]
+"""What an operator can have done: `echo-rl ctl` has the meaning of each."""
+
+
+class Watch(Message, frozen=True):
+    """Viewer to learner: asks for the next status of the run, once."""
+
+
+class Status(Message, frozen=True):
+    """Learner to viewer: the status of the run, as JSON in the payload frame."""
+
+    may_operate: bool
+    """Whether the viewer's key is an operator's."""
+
+
+class Operation(Message, frozen=True):
+    """Operator to learner: an act to carry out; every act states a state, so it may be repeated."""
+
+    number: Count
+    """The operator's own number for this operation, which the Outcome repeats."""
+    act: Act
+    subject: Word = ""
+    """The name of a node, or the key of a setting; empty for the run."""
+    value: Word = ""
+    """The value of a setting."""
+    by: Word = ""
+    """The operator's name, as the operator states it."""
+
+
+class Outcome(Message, frozen=True):
+    """Learner to operator: what has become of an operation."""
+
+    number: Count
+    is_done: bool
+    text: Line
+    """What was done, or why it was not."""
+
+
 LINK_MESSAGES = (
     Greet
     | Greeted
@@ -633,7 +677,8 @@ ROUTED_MESSAGES = (
     | Failed
     | Ack
 )
-AnyMessage = LINK_MESSAGES | ROUTED_MESSAGES
+VIEWER_MESSAGES = Watch | Status | Operation | Outcome
+AnyMessage = LINK_MESSAGES | ROUTED_MESSAGES | VIEWER_MESSAGES
 UNSEALED = (Hello, Welcome, AssetRequest, Asset, Refuse, Rehello)
 """Routed messages that have no seal: they are signed, are compared with signed hashes, or are
 harmless."""

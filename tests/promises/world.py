@@ -696,6 +696,9 @@ class World:
     def show(self, status: RunStatus) -> None:
         self.snapshots.append(status)
 
+    def save(self, status: RunStatus) -> None:
+        self.saved = status
+
     def takes(self, process: Process, pool: str, function: Callable[..., Any]) -> float:
         """Return the seconds of the next call in a pool of a node."""
         seconds = 0.0

@@ -79,6 +79,9 @@ class Run:
     def show(self, status: RunStatus) -> None:
         self.snapshots.append(status)
 
+    def save(self, status: RunStatus) -> None:
+        self.saved = status
+
     @property
     def run_dir(self) -> Path:
         return self.directory / "run"

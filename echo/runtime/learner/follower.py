@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Protocol
 
 from echo.config.schema import RunSection
 from echo.core.samples import TextSample
-from echo.core.status import RunStatus
+from echo.core.status import RunState, RunStatus
 from echo.net.transport import Transport
 from echo.roles.learner import Learner
 from echo.runtime.learner.batches.bound import AdaptiveBound
@@ -24,6 +24,7 @@ from echo.runtime.learner.report import (
     Progress,
     TaskMetrics,
 )
+from echo.runtime.threads import Pool
 from echo.weights.schedule import PublishPace
 
 Row = Mapping[str, float | Mapping[str, float] | Mapping[str, str]]
@@ -31,6 +32,8 @@ Row = Mapping[str, float | Mapping[str, float] | Mapping[str, str]]
 MIN_TRAINED_SHARE = 0.5
 """If less than this share of the tokens that agents sampled is trained on, a note is logged once.
 """
+SAVE_S = 30.0
+"""Seconds between two writes of the status to the disk."""
 REFRESH_S = 0.25
 """Seconds between two statuses for the display."""
 
@@ -53,6 +56,9 @@ class Follower(Protocol):
 
     def show(self, status: RunStatus) -> None:
         """Draw the status of the run on the display."""
+
+    def save(self, status: RunStatus) -> None:
+        """Write the status to the disk, for when no learner answers; called in a thread."""
 
 
 class Reporter:
@@ -172,6 +178,21 @@ class Reporter:
             "partials/mean_age": counts["partials/age_sum"] / max(1, counts["partials/resumed"]),
             "partials/wasted_ratio": num_wasted / max(1, num_sampled),
         }
+
+    async def save(self, pool: Pool, *, state: RunState | None = None) -> None:
+        """Write the present status to the disk, with this state if one is given."""
+        status = self.status(now=asyncio.get_running_loop().time())
+        if state is not None:
+            learner, *others = status.nodes
+            nodes = (replace(learner, state=state), *others)
+            status = replace(status, state=state, nodes=nodes, waiting_for="", activity="")
+        await pool.run(self._follower.save, status)
+
+    async def keep_saved(self, pool: Pool) -> None:
+        """Write the present status to the disk every SAVE_S, until the run's end is announced."""
+        while self._role.shutdown.reason is None:
+            await self.save(pool)
+            await asyncio.sleep(SAVE_S)
 
     async def run(self) -> None:
         """Draw the present state every REFRESH_S, until the end of the run is announced."""

@@ -30,6 +30,7 @@ node makes its parts, and calls them from `_train`; no part refers to the node:
     saving/rollback.py          goes back to a checkpoint after a divergence
     alerts.py                   watches the run, and sends alerts to the operator
     shutdown.py                 sends every node the end of the run
+    operations.py               carries out what operators ask for
     follower.py                 writes rows of metrics, draws the status
     samples.py                  writes some rollouts as text to the log and the trackers
 """
@@ -70,6 +71,7 @@ from echo.net.transport import Transport
 from echo.records.ledger import Finished, LedgerQueue
 from echo.roles.learner import BatchTaken, GrantsDue, GrantsStopped, Learner, StepTaken
 from echo.roles.review import ReviewDue, SamplesTrained
+from echo.roles.viewers import MakeStatus, Operate, StatusMade
 from echo.runtime.learner.alerts import Alerts
 from echo.runtime.learner.batches.bound import AdaptiveBound
 from echo.runtime.learner.batches.failed_steps import FailedSteps
@@ -83,6 +85,7 @@ from echo.runtime.learner.costs.activation import ActivationSettings
 from echo.runtime.learner.costs.control import METER_S, CostControl
 from echo.runtime.learner.costs.measurements import POLL_S
 from echo.runtime.learner.follower import Follower, Reporter
+from echo.runtime.learner.operations import Operations
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.samples import SampleLog
 from echo.runtime.learner.saving.checkpoint import Checkpoints
@@ -311,6 +314,10 @@ class LearnerNode(Node):
             run_dir=sections.run_dir, pool=self.threads.pool("alerts"), clock=self._clock,
             time_of_day=run.ledger.now, log=log,
         )  # fmt: skip
+        self._operations = Operations(
+            run.role, bound=self.bound, costs=self.costs, ledger=run.ledger, report=self.report,
+            stop=self.interrupt, log=log,
+        )  # fmt: skip
         self._shutdown = RunShutdown(
             run.role, self.transport, report=self.report, wait_until=self.wait_until,
             clock=self._clock,
@@ -337,12 +344,12 @@ class LearnerNode(Node):
         super()._finish_turn()
         self._commits.want()
 
-    def on_action(self, action: Action) -> None:
-        """Store a delivered group, or append a record to the ledger.
+    def on_guest(self, peer: str, user: str) -> None:
+        """Admit a viewer, if there is space for it."""
+        self.perform(self.role.guest_connected(peer, user, now=self.now))
 
-        Only a learner's role returns these two actions. Both are dropped after the learner has
-        stopped accepting groups.
-        """
+    def on_action(self, action: Action) -> None:
+        """Carry out an action of a learner's role; after its end, store and record no groups."""
         match action:
             case StoreGroup() if self._delivered.is_open:
                 self._delivered.accept(action)
@@ -351,10 +358,12 @@ class LearnerNode(Node):
                 self._delivered.note(action)
                 if action.worker_id and self._weights_check.suspect(action.record):
                     self.wake()
+            case MakeStatus():
+                self.report(StatusMade(self._reporter.status(now=self.now).to_json()))
+            case Operate():
+                self._operations.carry_out(action)
             case StoreGroup() | AppendRecord():
-                # Too late: the group is not acknowledged, or it was never accepted, so it needs no
-                # end.
-                pass
+                pass  # too late: the group is not acknowledged, or has no end to be recorded
             case _:
                 raise LocalProtocolError(f"a learner cannot {type(action).__name__}")
 
@@ -372,8 +381,9 @@ class LearnerNode(Node):
             self.spawn(self._make_prompts(self._prompts), name="prompts")
         if self._reporter.is_watching:
             self.spawn(self._reporter.run(), name="display")
+            self.spawn(self._reporter.keep_saved(self._disk_pool), name="status")
         self.spawn(self._watch_costs(), name="activation")
-        self.spawn(self._watch_stalls(), name="stalls")
+        self.spawn(self._stalls.watch(), name="stalls")
         self.spawn(self._alerts.watch(), name="alerts")
         self.spawn(self._alerts.send(), name="sending alerts")
         if len(self.role.lineages) > 1:  # the run was resumed
@@ -423,13 +433,6 @@ class LearnerNode(Node):
             if question is not None:
                 answer = await pool.run(question.solve)
                 self.perform(costs.decide(question, answer, now=self.now))
-
-    async def _watch_stalls(self) -> None:
-        """Observe the fleet once per heartbeat interval, and explain long waits."""
-        heartbeat_s = self.role.settings.leases.heartbeat_s
-        while True:
-            await asyncio.sleep(heartbeat_s)
-            self._stalls.check(self.now)
 
     async def _train(self) -> None:
         role = self.role
@@ -595,10 +598,12 @@ class LearnerNode(Node):
         self._reporter.display(now=self.now)
         await self._shutdown.announce("the run is finished")
         await self._versions.wait()
-        if self.role.step >= self._sections.run.max_steps:
+        is_finished = self.role.step >= self._sections.run.max_steps
+        if is_finished:
             self.ledger.append(Finished(step=self.role.step))
         await self._disk_pool.run(self.ledger.close)
         await self._alerts.flush()
+        await self._reporter.save(self._disk_pool, state="finished" if is_finished else "stopped")
         self.stop("finished")
 
     async def _save(self) -> None:
@@ -641,6 +646,7 @@ class LearnerNode(Node):
         await self._versions.wait()  # publication may still record a version's seal
         await self._disk_pool.run(self.ledger.close)
         await self._alerts.flush()
+        await self._reporter.save(self._disk_pool, state="stopped")
 
     async def _take_no_more_groups(self) -> None:
         """Stop granting and accepting groups; return when written groups are on the disk."""

@@ -478,6 +478,7 @@ class Progress:
         return RunStatus(
             run_name=run_name,
             at=at,
+            state="paused" if role.is_paused else "running",
             elapsed_s=now - self._started_at,
             step=role.step,
             max_steps=max_steps,

@@ -70,6 +70,7 @@ from echo.records.ledger import Ledger
 from echo.roles.joining import EXPECTED, LIKELY_IDS, MAX_TREE_TOKENS, AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime import node as wiring
+from echo.runtime.access import write_access
 from echo.runtime.episodes import code_settings, make_local_host, make_runner, turns_of
 from echo.runtime.identity import (
     Identity,
@@ -882,15 +883,16 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
 def invite(
     config: Config, keys: CurveKeys, secret: bytes, transport: Transport, *, log: logging.Logger
 ) -> None:
-    """Write the run's join string to a file, and log only the file's path.
+    """Write the run's join string and the keys of viewers to files, and log only the join's path.
 
-    The join string is secret, and others may read the log.
+    They are secret, and others may read the log.
 
     Raises:
         StorageError: if the file cannot be written.
     """
     address = join_address(str(transport.listen_address), config.learner.advertise)
     write_join(config.run_dir, address, keys, secret)
+    write_access(config.run_dir, address, keys)
     log.info(
         "%s join with the line in %s: ECHO_JOIN=THAT_LINE %s --role worker",
         "others on this machine" if is_loopback(address) else "others",

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from echo.algo.staleness import ControlSettings, Signals, StalenessController
 from echo.config.schema import SyncSection
 from echo.core.buffer import StalenessBuffer
+from echo.core.errors import ConfigError
 from echo.records.ledger import BoundChanged, LedgerQueue
 from echo.weights.schedule import PublishPace
 
@@ -30,6 +31,7 @@ class AdaptiveBound:
         The bound never moves if `sync` is not adaptive, or if its least and largest staleness are
         equal.
         """
+        self._most = sync.max_staleness
         self._controller: StalenessController | None = None
         if sync.adaptive and sync.min_staleness < sync.max_staleness:
             settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
@@ -68,8 +70,26 @@ class AdaptiveBound:
         self._pace.limit(decision.bound)
         return decision.bound < decision.before
 
+    def set(self, step: int, bound: int, *, cause: str) -> None:
+        """Set the bound for new leases; an adaptive bound moves on from it, up to the hard bound.
+
+        Raises:
+            ConfigError: if the bound is not between 0 and the hard bound.
+        """
+        if not 0 <= bound <= self._most:
+            raise ConfigError(
+                f"sync.max_staleness = {bound}: must be from 0 to {self._most}, the bound with "
+                "which the run was started; a higher one needs a resume"
+            )
+        before = self._buffer.admission_staleness
+        if self._controller is not None:
+            self._controller.bound = bound
+        self._ledger.append(BoundChanged(step=step, before=before, bound=bound, cause=cause))
+        self._buffer.admission_staleness = bound
+        self._pace.limit(bound)
+
     def metrics(self) -> dict[str, float]:
-        """Return {"staleness/bound": the present bound}; empty if the bound never moves."""
-        if self._controller is None:
+        """Return {"staleness/bound": the present bound}; empty if it is fixed at the hard bound."""
+        if self._controller is None and self._buffer.admission_staleness >= self._most:
             return {}
         return {"staleness/bound": self._buffer.admission_staleness}

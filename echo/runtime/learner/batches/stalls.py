@@ -15,6 +15,7 @@ that the files of a crashed run tell what it waited for.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -123,7 +124,9 @@ class Stalls:
             return
         self._count(now)
         self._look(now)
-        if self._activity or not self._role.is_granting:
+        if self._role.is_paused:
+            self._waits_from = now
+        if self._activity or self._role.is_paused or not self._role.is_granting:
             return  # no wait, or one that the operator has asked for
         waited_s = self._waited_s + now - self._waits_from
         if waited_s < self._limit_s or self._fleet.num_missing <= 0:
@@ -132,11 +135,19 @@ class Stalls:
         if self._report(found, f"waits {format_duration(waited_s)} for {found}", now):
             self._write(self._role.step, {"explain": _as_row(found)})
 
+    async def watch(self) -> None:
+        """Until cancelled, observe the fleet every heartbeat interval, and explain long waits."""
+        heartbeat_s = self._role.settings.leases.heartbeat_s
+        while True:
+            await asyncio.sleep(heartbeat_s)
+            self.check(asyncio.get_running_loop().time())
+
     def _count(self, now: float) -> None:
         """Add the time since the last call to what the learner and the fleet did."""
         seconds, self._at = now - self._at, now
-        self._activities[self._activity] += seconds
-        self._tally.add(self._fleet, seconds, is_waiting=not self._activity)
+        activity = self._activity or ("paused" if self._role.is_paused else "")
+        self._activities[activity] += seconds
+        self._tally.add(self._fleet, seconds, is_waiting=not activity)
 
     def _look(self, now: float) -> None:
         self._looked_at, self._fleet = now, self._observe()
@@ -167,6 +178,8 @@ class Stalls:
         """A text on what the learner waits for, and what would help if it is long; or empty."""
         if self._activity:
             return ""
+        if self._role.is_paused:
+            return f"the operator: paused, {self._role.leases.num_running} groups go on"
         text = describe_wait(self._fleet)
         return f"{text}; {self.current.remedy}" if text and self.current is not None else text
 

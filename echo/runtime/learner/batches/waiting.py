@@ -6,10 +6,11 @@ happens, one check per heartbeat interval handles these cases:
     no version may be sampled for the next step   the learner publishes at once, due or not
     no worker at all                              logged each minute; after a limit the run ends
 
-Once a worker has joined, the limit is `network.reconnect_for_s`: workers that have lost the learner
-try to come back for that long. Before the first worker joins, the limit is at least FIRST_WORKER_S,
-because the operator may rent or start workers much later. A worker counts from its Hello on, also
-while it loads its model and while it is on standby.
+A run that its operator has paused waits without a limit. Once a worker has joined, the limit is
+`network.reconnect_for_s`: workers that have lost the learner try to come back for that long. Before
+the first worker joins, the limit is at least FIRST_WORKER_S, because the operator may rent or start
+workers much later. A worker counts from its Hello on, also while it loads its model and while it is
+on standby.
 """
 
 from __future__ import annotations
@@ -80,10 +81,10 @@ class BatchWait:
         self.check_at = now + self._role.settings.leases.heartbeat_s
         nodes = self._role.roster.nodes.values()
         worker = next((node.node_id for node in nodes if node.role == "worker"), None)
-        if worker is None:
+        if worker is None and not self._role.is_paused:
             self._alone(now)
         else:
-            self._last_worker = worker
+            self._last_worker = worker or self._last_worker
             self._alone_since = self._warned_at = now
         return self._role.wait_reason()
 

@@ -173,13 +173,15 @@ class Activation:
 
         `waiting_s` is the length of the learner's present wait, seconds.
         """
-        # A worker that is set aside delivers nothing that counts, whatever rate and price it
-        # states; a worker that was not looked at yet, as in a large fleet, takes part in the next
-        # question.
+        # The operator's choice for a worker stands. A worker that is set aside delivers nothing
+        # that counts, whatever rate and price it states; a worker that was not looked at yet, as in
+        # a large fleet, takes part in the next question.
         members = [
             member
             for member in role.roster.members("worker")
-            if member.node_id in self.measured.workers and not member.worker.is_set_aside
+            if member.node_id in self.measured.workers
+            and not member.worker.is_set_aside
+            and member.hold is None
         ]
         train_s = self.train_s
         if train_s is None or not any(member.price.per_h for member in members):

@@ -164,6 +164,10 @@ class CostControl:
         """Whether the run has spent its budget, activation.budget_per_run."""
         return self._budget_per_run is not None and self._meter.total >= self._budget_per_run
 
+    def set_budget(self, budget_per_run: float) -> None:
+        """Set another budget of the run, in $."""
+        self._budget_per_run = budget_per_run
+
     def describe_spent(self, step: int) -> str:
         """Return a log line: the run ends at `step` as its budget is spent, and how to continue."""
         return (

@@ -1,0 +1,78 @@
+"""`echo-rl status`: prints the status of a run, from its learner or as it was saved last."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from echo.cli.output import print_texts, run_command
+from echo.cli.parsers import status_parser
+from echo.core.errors import TransportError
+from echo.core.status import RunStatus
+from echo.core.units import format_duration
+from echo.records.run_files import read_status
+from echo.runtime.access import Target, find_run
+from echo.runtime.viewer import ask_status
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MAX_WIDTH = 160
+"""Most columns of the text: beyond it the chart only gets longer."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `echo-rl status` and return its exit code."""
+    return run_command(_run, status_parser().parse_args(argv))
+
+
+def _run(arguments: Namespace, console: Console) -> int:
+    from echo.ui.screen import render_live  # here, since --json needs no rich
+
+    target = find_run(arguments.run)
+    status, note = present_status(target)
+    if arguments.json:
+        print_texts([status.to_json().decode()])
+        return 0
+    if note:
+        console.print(note, highlight=False)
+    width = min(console.width, MAX_WIDTH) if console.is_terminal else 100
+    console.print(render_live(status, width))
+    return 0
+
+
+def present_status(target: Target) -> tuple[RunStatus, str]:
+    """Return the status of a run, and a line on how old it is; "" if its learner has answered.
+
+    Raises:
+        EchoError: if no learner answers, and no status was saved on this machine.
+    """
+    if not target.accesses and target.run_dir is not None:
+        return saved_status(target, why="its links are not encrypted, so it admits no viewers")
+    try:
+        return ask_status(target), ""
+    except TransportError as error:
+        if target.run_dir is None:
+            raise
+        return saved_status(target, why=str(error))
+
+
+def saved_status(target: Target, *, why: str) -> tuple[RunStatus, str]:
+    """Return the status that a run's learner has saved last, and a line on why and how old it is.
+
+    Raises:
+        DataError, StorageError: if there is none, or it cannot be read.
+    """
+    assert target.run_dir is not None
+    status = read_status(target.run_dir)
+    age = format_duration(max(0.0, time.time() - status.at))
+    if status.state in ("finished", "stopped"):
+        return status, f"the run has {status.state}, {age} ago"
+    saved = f"as it was saved {age} ago ({why})"
+    if not target.accesses:
+        return status, saved
+    status = replace(status, state="stopped", activity="", waiting_for="", eta_s=None)
+    return status, f"the learner has ended without a word, or is elsewhere: {saved}"

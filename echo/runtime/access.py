@@ -1,0 +1,136 @@
+"""The keys of viewers: what `echo-rl status`, `top` and `ctl` need to reach a run's learner.
+
+    tcp://host:port#KEY.SECRET      in keys/view: may read the status of the run
+                                    in keys/operate: may also change the run
+
+KEY is the learner's connection key, as in the join string. SECRET is the viewers' own, so neither
+key lets anybody join the run, and a join string lets nobody watch or operate it.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from echo.config.fields import read_text
+from echo.core.errors import ConfigError, DataError, StorageError, TransportError
+from echo.net.curve import SECRET_BYTES, CurveKeys
+from echo.net.transport import format_address, parse_address, with_key
+from echo.records.files import write_file
+from echo.records.run_files import read_config
+from echo.roles.viewers import OPERATE, VIEW
+from echo.runtime.identity import load_or_create
+
+_ACCESS = re.compile(
+    r"(?P<address>tcp://[^#]+#[A-Za-z0-9_-]{43})\.(?P<secret>[A-Za-z0-9_-]{22})"
+)  # fmt: skip
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The contents of a viewer's key."""
+
+    address: str
+    """Address of the learner, with its connection key."""
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def parse(cls, text: str, *, source: str) -> Access:
+        """Return the contents of a viewer's key; `source` names where the text comes from.
+
+        Raises:
+            ConfigError: if the text has another form; the message does not contain the text.
+        """
+        match = _ACCESS.fullmatch(text.strip())
+        try:
+            if match is not None:
+                parse_address(match["address"])
+                return cls(match["address"], base64.urlsafe_b64decode(match["secret"] + "=="))
+        except TransportError:
+            pass
+        raise ConfigError(
+            f"{source} is no viewer's key; expected tcp://host:port#KEY.SECRET with 43 and 22 "
+            "letters after the #, as the learner wrote it into runs/NAME/keys/view (read only) and "
+            "runs/NAME/keys/operate. A join string is for nodes, and shows nothing"
+        )
+
+    def __str__(self) -> str:
+        """Return the key as text, which is secret."""
+        return f"{self.address}.{base64.urlsafe_b64encode(self.secret).decode().rstrip('=')}"
+
+
+def write_access(run_dir: Path, address: str, keys: CurveKeys) -> None:
+    """Write both keys of viewers into the run directory, for a learner at `address`.
+
+    Raises:
+        StorageError: if a file cannot be written.
+    """
+    directory = run_dir / "keys"
+    for name in (VIEW, OPERATE):
+        secret = load_or_create(directory / f"{name}.secret", SECRET_BYTES)
+        text = f"{Access(with_key(address, keys.server.public), secret)}\n"
+        try:
+            write_file(directory / name, text.encode(), mode=0o600)
+        except OSError as error:
+            raise StorageError(f"cannot write {directory / name}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The run that a command names, and how to reach its learner."""
+
+    name: str
+    """What the user has called it, without secrets."""
+    run_dir: Path | None
+    """The run's directory, if it is on this machine."""
+    accesses: tuple[Access, ...]
+    """Ways to reach the learner, in order; empty for a run whose links are not encrypted."""
+
+
+def find_run(text: str) -> Target:
+    """Return the run that a command line names: its directory, a file with a key, or the key.
+
+    For a directory, the learner is tried on this machine first, then at the address that it has
+    advertised.
+
+    Raises:
+        ConfigError: if the text names none of these, or a key has another form.
+        DataError: if the directory is not that of a run that has started.
+    """
+    if "tcp://" in text:
+        access = Access.parse(text, source="the argument")
+        return Target(access.address.partition("#")[0], None, (access,))
+    path = Path(text)
+    try:
+        if path.is_dir():
+            return Target(text, path, _own_accesses(path))
+        access = Access.parse(read_text(path), source=repr(text))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{text!r} is no run: expected the directory of a run, or a file with the line in "
+            "keys/view or keys/operate of that directory, copied from the learner's machine "
+            f"({getattr(error, 'strerror', None) or error})"
+        ) from error
+    return Target(text, None, (access,))
+
+
+def _own_accesses(run_dir: Path) -> tuple[Access, ...]:
+    """Return how to reach the learner of a run on this machine, with the operator's key."""
+    path = run_dir / "keys" / OPERATE
+    try:
+        access = Access.parse(read_text(path), source=repr(str(path)))
+    except (OSError, UnicodeDecodeError):
+        return ()
+    try:
+        listen = read_config(run_dir).get("learner", {}).get("listen")
+        host, port = parse_address(listen)
+    except (DataError, StorageError, TransportError, AttributeError, TypeError):
+        return (access,)
+    _, advertised_port = parse_address(access.address)
+    place = format_address(_WILDCARDS.get(host, host), port or advertised_port)
+    key = access.address.partition("#")[2]
+    own = replace(access, address=f"{place}#{key}")
+    return tuple(dict.fromkeys((own, access)))
