@@ -181,7 +181,10 @@ class Stalls:
         if self._role.is_paused:
             return f"the operator: paused, {self._role.leases.num_running} groups go on"
         text = describe_wait(self._fleet)
-        return f"{text}; {self.current.remedy}" if text and self.current is not None else text
+        if not text or self.current is None:
+            return text
+        missing, _, nodes = text.partition("; ")  # the end is cut off on a small screen
+        return f"{missing}; {self.current.remedy}; {nodes}"
 
     def stepped(self, now: float) -> Fields:
         """Explain the step that has just been made; return its fields of the row of metrics."""
