@@ -182,7 +182,9 @@ def check_start(
     problems += [*data.problems, *map(str, _taken_addresses(config, role))]
     problems += _unwritable_places(config, role, log_events)
     if role == "learner":
-        problems += sinks_missing(config.metrics.sinks)
+        metrics = config.metrics
+        has_prometheus = metrics.prometheus is not None
+        problems += sinks_missing(metrics.sinks, has_prometheus=has_prometheus)
         try:
             if not resume:
                 check_unused(config.run_dir)
@@ -310,6 +312,8 @@ def _taken_addresses(config: Config, role: str) -> list[EchoError]:
     addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)
+    if role == "learner":
+        addresses.append(config.metrics.prometheus)
     errors = []
     for address in filter(None, addresses):
         try:
@@ -550,7 +554,13 @@ def run_learner(
     shown = resolved(config)
     with (
         interrupts.unwinding(),
-        MetricsWriter(run_dir, sinks=sinks, project=project, config=shown) as metrics,
+        MetricsWriter(
+            run_dir,
+            sinks=sinks,
+            project=project,
+            prometheus=config.metrics.prometheus,
+            config=shown,
+        ) as metrics,
         LiveView(console, mode=config.ui.live) as view,
     ):
         operator = Operator(run_dir, metrics, view, board)

@@ -544,6 +544,9 @@ class MetricsSection(Section):
     "trackio": files on this machine, or the server that its variables name."""
     project: str = Field(default="echo", min_length=1)
     """Project of wandb and trackio."""
+    prometheus: ListenAddress | None = None
+    """Address at which Prometheus reads the newest metrics, such as tcp://127.0.0.1:9464; it asks
+    for no password. Unset: none; needs the extra prometheus."""
     samples: int = Field(default=2, ge=0, le=MAX_SAMPLES)
     """Rollouts of every tenth step and of every evaluation, as text in the log and the sinks."""
     attribution_steps: int = Field(default=0, ge=0)

@@ -22,6 +22,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ from echo.core.errors import ConfigError, StorageError
 from echo.core.extras import import_extra
 from echo.core.samples import COLUMNS, TextSample, table_of
 from echo.core.units import one_line
+from echo.ui.prometheus import PrometheusEndpoint, prometheus_client
 
 logger = logging.getLogger(__name__)
 
@@ -123,15 +125,16 @@ class _Feed:
         logger.warning(text, self._name, what, why, self._mirror.remedy, self._path)
 
 
-def sinks_missing(sinks: Collection[str]) -> list[str]:
+def sinks_missing(sinks: Collection[str], *, has_prometheus: bool = False) -> list[str]:
     """Return one line, with the remedy, for each configured sink that is not installed."""
+    wanted: list[Callable[[], object]] = [partial(_import, name) for name in sinks]
+    wanted += [prometheus_client] if has_prometheus else []
     problems = []
-    for name in _MODULES:
-        if name in sinks:
-            try:
-                _import(name)
-            except ConfigError as error:
-                problems.append(str(error))
+    for import_library in wanted:
+        try:
+            import_library()
+        except ConfigError as error:
+            problems.append(str(error))
     return problems
 
 
@@ -144,6 +147,7 @@ class MetricsWriter:
         *,
         sinks: Collection[str] = (),
         project: str = "echo",
+        prometheus: str | None = None,
         config: Mapping[str, object] | None = None,
     ) -> None:
         """Open metrics.jsonl, remove a line that a crash has cut off, and start the mirrors.
@@ -154,10 +158,12 @@ class MetricsWriter:
             sinks: "tensorboard" for event files in `run_dir`/tensorboard; "trackio" and "wandb" for
                 these trackers, which read variables such as TRACKIO_DIR and WANDB_MODE.
             project: the project in trackio and wandb.
+            prometheus: "tcp://host:port" at which Prometheus may read the newest metrics.
             config: the resolved configuration, which trackio and wandb show.
 
         Raises:
-            ConfigError: if a configured mirror is not installed.
+            ConfigError: if a configured mirror is not installed, or the address of Prometheus
+                cannot be used.
             StorageError: if the file cannot be opened or repaired.
         """
         # The mirrors come first, since a refusal must not leave an open file.
@@ -169,6 +175,9 @@ class MetricsWriter:
         if "trackio" in sinks:
             mirrors["trackio"] = _Trackio(run_dir, project, config or {})
         self.path = run_dir / "metrics.jsonl"
+        self.endpoint = None
+        if prometheus is not None:
+            self.endpoint = PrometheusEndpoint(prometheus, run_name=run_dir.name)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             drop_torn_line(self.path)
@@ -202,6 +211,8 @@ class MetricsWriter:
             ) from error
         if written != len(row):
             raise StorageError(f"{self.path}: the disk is full at step {step}; free some space")
+        if self.endpoint is not None:
+            self.endpoint.write(step, numbers, at)
         flat = {n: value for n, value in numbers.items() if not isinstance(value, dict)}
         for feed in self._feeds if flat else ():
             feed.put(step, lambda mirror: mirror.write(step, flat, at))
@@ -215,6 +226,8 @@ class MetricsWriter:
     def close(self) -> None:
         """Close metrics.jsonl and the mirrors, within a limited time."""
         self._file.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
         for feed in self._feeds:
             feed.close()
 
