@@ -48,9 +48,9 @@ class StopStrings:
         known = self._may_end.get(token)
         if known is None:
             text = self.decode([token])
-            # A token may be a part of a character, or a space that is left out at the beginning.
+            # A token may be a part of a character, and decoders leave out a space at the beginning.
             known = UNKNOWN in text or any(
-                stop[-1] in text or stop[-1].isspace() for stop in self.texts
+                stop[-1] in text or stop.endswith(" ") for stop in self.texts
             )
             self._may_end[token] = known
         return known
