@@ -30,7 +30,7 @@ def test_the_newest_value_of_each_metric_is_read_with_its_labels(tmp_path: Path)
         assert scrape(writer) == []
         tables: dict[str, Metric] = {
             "workers/reward": {"w1": 0.25, "w2": 1.0},
-            "staleness/hist": {0: 7},
+            "staleness/hist": {"0": 7},
         }
         writer.write(1, {"reward/mean": 0.1, "explain": {"cause": "slow link"}}, at=10.0)
         writer.write(2, {"reward/mean": 0.5, "reward/format/mean": 0.2, **tables}, at=20.0)
