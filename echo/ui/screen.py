@@ -213,9 +213,12 @@ def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[Rende
     version = _labelled("weights", f"{clean(newest.version)} ")
     done = f" {newest.done:4.0%}   {format_bytes(snapshot.broadcast_bytes)} sent"
     space = width - version.cell_len - 1
-    for more in (_slowest(newest.slowest), _older(snapshot.versions[1:]), _cadence(snapshot)):
+    slowest, time_left = _slowest(newest.slowest)
+    for more in (slowest, _older(snapshot.versions[1:]), _cadence(snapshot)):
         if more and len(done) + len(more) + 3 + _LEAST_BAR <= space:
             done += f"   {more}"
+            if more == slowest and len(done) + len(time_left) + _LEAST_BAR <= space:
+                done += time_left
     bar_width = max(min(space - len(done), 40), 4)
     weights = _row(version, _progress(newest.done, 1, bar_width), done)
     waiting = _waiting(snapshot, width, num_wait_rows)
@@ -224,13 +227,16 @@ def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[Rende
     return [fit(groups, width), *speed, weights, *(fit(row, width) for row in waiting), *costs]
 
 
-def _slowest(link: LinkStatus | None) -> str:
-    """Return text on the link whose child receives a version last; "" if none fetches it."""
+def _slowest(link: LinkStatus | None) -> tuple[str, str]:
+    """Return text on the link whose child receives a version last, and on the time left.
+
+    Both are empty if no node fetches the version.
+    """
     if link is None:
-        return ""
+        return "", ""
     rate = "?" if link.bytes_per_s is None else f"{format_bytes(link.bytes_per_s)}/s"
     left = "" if link.remaining_s is None else f", {clock(link.remaining_s)} left"
-    return f"slowest {clean(link.parent)}>{clean(link.child)} {rate}{left}"
+    return f"slowest {clean(link.parent)}>{clean(link.child)} {rate}", left
 
 
 def _older(versions: Sequence[VersionStatus]) -> str:

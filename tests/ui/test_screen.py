@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
+from rich.console import Console, Group
 from rich.segment import Segment
 from rich.text import Text
 
-from echo.core.status import CostStatus, NodeStatus, SpeedStatus
+from echo.core.status import CostStatus, LinkStatus, NodeStatus, SpeedStatus, VersionStatus
 from echo.ui import screen
 from echo.ui.screen import render_live
 from tests.ui.conftest import MakeStatus
@@ -159,6 +159,21 @@ def test_long_waits_wrap_and_end_visibly_cut(make_status: MakeStatus) -> None:
     assert len(rows) == 4
     assert plain(rows[2]).startswith("learner  idle 12% recently, 25% in all   waits for 12")
     assert plain(rows[3]).rstrip().endswith("...")
+
+
+@pytest.mark.parametrize(
+    ("width", "shown", "hidden"),
+    [(90, "slowest r1>w2 2 MiB/s, 0:41 left", "per step"), (70, "slowest r1>w2 2 MiB/s", "left")],
+)
+def test_the_slowest_link_of_a_version_is_named(
+    make_status: MakeStatus, width: int, shown: str, hidden: str
+) -> None:
+    slowest = LinkStatus(parent="r1", child="w2", bytes_per_s=2 * 2**20, remaining_s=41.0)
+    version = VersionStatus(version="v7", done=0.5, num_nodes=3, num_complete=1, slowest=slowest)
+    rows = screen.status(make_status(versions=(version,)), width, num_wait_rows=1)
+    [row] = [row for row in lines_of(Group(*rows), width) if row.startswith("weights")]
+    assert shown in row
+    assert hidden not in row
 
 
 def test_costs_and_the_learners_speed_have_rows_of_their_own(make_status: MakeStatus) -> None:
