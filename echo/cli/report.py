@@ -33,7 +33,7 @@ PAGE, TRACE = "report.html", "trace.json"
 NUM_SAMPLES = 8
 """Number of rollouts on the page."""
 NUM_SAMPLED_GROUPS = 16
-"""Number of groups, the newest that are kept, from which these rollouts are chosen."""
+"""Number of groups, the last trained that are kept, from which these rollouts are chosen."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,8 +63,12 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def _samples(run_dir: Path) -> tuple[list[ShownRollout], str]:
-    """Return rollouts of the newest groups, from the best to the worst, or why there are none."""
+    """Return rollouts of the newest groups, from the best to the worst, or why there are none.
+
+    Groups that were trained are preferred, those of the last steps first.
+    """
     stored = stored_groups(read_records(run_dir))
+    stored.sort(key=lambda each: each.step or 0)
     found: list[ShownRollout] = []
     try:
         decode = decoder_of(run_dir)

@@ -55,6 +55,20 @@ def test_page_and_figures_are_written_beside_each_other(
     assert page.index(">46</span>") < page.index(">47</span>")  # from the best rollout to the worst
 
 
+def test_rollouts_of_trained_groups_are_preferred(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "NUM_SAMPLED_GROUPS", 1)
+    newer = make_group(1, "56+78=", {"0134": 1.0, "0135": 0.0})
+    ledger = Ledger(run, spool_bytes=1 << 20)
+    ledger.store(newer, *encode_group(newer))
+    ledger.close()
+    assert main([str(run)]) == 0
+    page = (run / "report" / "report.html").read_text()
+    assert "12+34=" in page
+    assert "56+78=" not in page
+
+
 def test_a_report_without_rollouts_says_why(run: Path, tmp_path: Path) -> None:
     for path in (run / "groups").iterdir():
         path.unlink()
