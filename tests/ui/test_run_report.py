@@ -121,11 +121,14 @@ def test_the_state_of_a_run_that_ended_goes_on_or_was_cut_off(run_dir: Path) -> 
     write_ledger(run_dir, [{"kind": "finished", "step": 10}])
     assert read_run(run_dir).state == "finished"
     back = {"kind": "rollback", "step": 10, "to_step": 8, "number": 1, "cause": "NaN"}
+    paused = {"act": "pause", "subject": "", "value": "", "outcome": "paused at step 9"}
+    write_ledger(run_dir, [{"kind": "operated", "step": 9, "by": "ann", **paused}])
     write_ledger(run_dir, [back, {"kind": "lineage", "lineage": 2, "fork_step": 8}])
     run = read_run(run_dir)
     assert run.is_cut_off
     assert [each.what for each in run.decisions] == [
         "finished",
+        "ann: paused at step 9",
         "rolled back to the checkpoint of step 8: NaN",
         "resumed from the checkpoint of step 8",
     ]

@@ -26,6 +26,7 @@ from echo.records.ledger import (
     BoundChanged,
     Checkpointed,
     Finished,
+    Operated,
     RolledBack,
     deliveries_of,
     is_in_use,
@@ -235,9 +236,6 @@ class _Facts:
             case Began():
                 self.is_finished = False
                 self.lineages.append(record)
-                if len(self.lineages) > 1:
-                    what = f"resumed from the checkpoint of step {record.fork_step}"
-                    self._decide(record, record.fork_step, what)
             case Discarded():
                 self.discarded[record.reason] += 1
             case Refused():
@@ -246,18 +244,30 @@ class _Facts:
                 self.checkpoint = record.step
             case Finished():
                 self.is_finished = True
-                self._decide(record, record.step, "finished")
-            case BoundChanged():
-                what = f"bound on staleness {record.before} to {record.bound}: {record.cause}"
-                self._decide(record, record.step, what)
-            case ActivationChanged():
-                self._decide(record, record.step, _activation(record))
-            case RolledBack():
-                what = f"rolled back to the checkpoint of step {record.to_step}: {record.cause}"
-                self._decide(record, record.step, what)
+        decision = _decision(record)
+        if decision is not None:
+            self.decisions.append(decision)
 
-    def _decide(self, record: AnyRecord, step: int, what: str) -> None:
-        self.decisions.append(Decision(at=record.at, step=step, what=what))
+
+def _decision(record: AnyRecord) -> Decision | None:
+    """Return the decision that a record is about; None if it is about none."""
+    match record:
+        case Began() if record.lineage > 1:
+            what = f"resumed from the checkpoint of step {record.fork_step}"
+            return Decision(at=record.at, step=record.fork_step, what=what)
+        case Finished():
+            what = "finished"
+        case BoundChanged():
+            what = f"bound on staleness {record.before} to {record.bound}: {record.cause}"
+        case ActivationChanged():
+            what = _activation(record)
+        case Operated():
+            what = f"{record.by}: {record.outcome}"
+        case RolledBack():
+            what = f"rolled back to the checkpoint of step {record.to_step}: {record.cause}"
+        case _:
+            return None
+    return Decision(at=record.at, step=record.step, what=what)
 
 
 def _activation(record: ActivationChanged) -> str:
