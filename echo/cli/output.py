@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -50,6 +52,27 @@ class LogFormatter(logging.Formatter):
         return "\n    ".join(map(one_line, without_keys(super().format(record)).split("\n")))
 
 
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one line of JSON, without the keys in addresses."""
+
+    def __init__(self, node: str) -> None:
+        """Name the node in every line."""
+        super().__init__()
+        self._node = node
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's time (UTC), level and message, and the traceback if it has one."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "node": self._node,
+            "message": without_keys(record.getMessage()),
+        }
+        if record.exc_info:
+            line["traceback"] = without_keys(self.formatException(record.exc_info))
+        return json.dumps(line)
+
+
 class _Forward(logging.Handler):
     """Passes records on to a node's log, and therefore also to handlers that are added later."""
 
@@ -89,11 +112,13 @@ class LogFile(logging.FileHandler):
             self._log.warning(text, self.baseFilename, sys.exc_info()[1])
 
 
-def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.Logger:
+def make_log(
+    name: str, *, to_file: Path | None, to_terminal: bool, is_json: bool = False
+) -> logging.Logger:
     """Return the log of a node, which writes to a file, to standard error, or to both.
 
-    The log also gets the warnings of the transport, of tasks and of the rest of the runtime, and
-    the messages of engines.
+    Its lines are text, or JSON objects if `is_json`. The log also gets the warnings of the
+    transport, of tasks and of the rest of the runtime, and the messages of engines.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -116,7 +141,8 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
     if to_terminal:
         handlers.append(StatusLine(sys.stderr))
     for handler in handlers:
-        handler.setFormatter(LogFormatter(LOG_FORMAT, datefmt="%H:%M:%S"))
+        text = LogFormatter(LOG_FORMAT, datefmt="%H:%M:%S")
+        handler.setFormatter(JsonFormatter(name) if is_json else text)
         log.addHandler(handler)
     for part in ("engine", "net", "runtime", "tasks", "ui"):
         logging.getLogger(f"echo.{part}").handlers[:] = [_Forward(log)]

@@ -587,6 +587,8 @@ class UiSection(Section):
     roles = ROLES
     live: Literal["auto", "on", "off"] = "auto"
     """Live view; auto shows it on a terminal and writes plain lines elsewhere."""
+    log_format: Literal["text", "json"] = "text"
+    """Lines of logs: text, or a JSON object with time, level, node and message."""
 
 
 # --- the whole ------------------------------------------------------------------------------------

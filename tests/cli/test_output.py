@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import pty
@@ -26,6 +27,7 @@ from echo.core.errors import (
     StorageError,
     TransportError,
 )
+from echo.ui.report.run import WARNING
 
 
 @pytest.mark.parametrize(
@@ -237,3 +239,25 @@ def test_without_a_terminal_what_others_write_stays_where_it_was(
         handler.close()
     assert "NUMA binding" in capfd.readouterr().err
     assert path.read_text() == ""
+
+
+def test_a_log_in_json_has_one_object_per_record_whatever_its_text(tmp_path: Path) -> None:
+    key = "k" * 43
+    log = make_log("w1", to_file=tmp_path / "w1.log", to_terminal=False, is_json=True)
+    log.warning("two\nlines \x1b[31m of tcp://a:1#%s.s.f", key)
+    try:
+        int("none")
+    except ValueError:
+        log.exception("failed")
+    first, second = map(json.loads, (tmp_path / "w1.log").read_text().splitlines())
+    assert first["message"].startswith("two\nlines \x1b[31m of tcp://a:1")
+    assert key not in first["message"]
+    lines = (tmp_path / "w1.log").read_text().splitlines()
+    assert all(map(WARNING.match, lines)), "a report looks for them"
+    assert (first["level"], first["node"], first.keys()) == (
+        "warning", "w1", {"time", "level", "node", "message"},
+    )  # fmt: skip
+    assert first["time"].endswith("+00:00")
+    assert second["traceback"].endswith(
+        "ValueError: invalid literal for int() with base 10: 'none'"
+    )

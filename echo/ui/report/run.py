@@ -46,7 +46,10 @@ from echo.ui.summary import RunSummary, summarise_run
 
 SAMPLE = " sample of step "
 """What a line of the learner's log has if it is a sample of a rollout."""
-WARNING = re.compile(r"[0-9:]+ (WARNING|ERROR|CRITICAL) ")
+WARNING = re.compile(
+    r"[0-9:]+ (WARNING|ERROR|CRITICAL) "
+    r'|\{"time": "[^"]+", "level": "(warning|error|critical)"'  # ui.log_format = "json"
+)
 """The beginning of a line of the log with a warning or an error."""
 MAX_DECISIONS = 100
 """Most decisions in a report, the newest."""
