@@ -37,7 +37,7 @@ from echo.core.bounds import (
     Word,
 )
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
-from echo.core.reward_parts import MAX_PARTS, PartName
+from echo.core.reward_parts import MAX_PARTS, PartName, find_name_fault
 from echo.core.rollout import NO_OPINION, Group, Rollout
 from echo.wire.messages import PROTOCOL_VERSION, UNSEALED, AnyMessage, Chunk, Message
 from echo.wire.seals import Channel, Seal, Seals
@@ -316,6 +316,9 @@ def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
         raise RemoteProtocolError(f"group {header.group_id}: numbers of branches disagree")
     if header.reward_parts and len(header.reward_parts) != num_rollouts:
         raise RemoteProtocolError(f"group {header.group_id}: numbers of reward parts disagree")
+    for parts in filter(None, header.reward_parts):
+        if fault := find_name_fault(parts):
+            raise RemoteProtocolError(f"group {header.group_id}: {fault}")
     expected = 4 * header.num_prompt_tokens + _rollout_bytes(header)
     expected += sum(map(sum, header.set_bytes))
     if len(arrays_frame) != expected:

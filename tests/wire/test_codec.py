@@ -257,7 +257,7 @@ def test_a_group_of_arbitrary_bytes_is_a_remote_error(header: bytes, arrays: byt
         ({"finish_reasons": ["eos"]}, "'eos'; use stop, length or abort"),
         ({"num_branches": [0, 0]}, "numbers of branches disagree"),
         ({"reward_parts": [{}, {}]}, "numbers of reward parts disagree"),
-        ({"reward_parts": [{"a b": 1.0}]}, "matching regex"),
+        ({"reward_parts": [{"a b": 1.0}]}, "a part is named .a b."),
         ({"reward_parts": [{"a": math.inf}]}, r"reward_parts"),
         ({"reward_parts": [{str(n): 0.0 for n in range(33)}]}, "length <= 32"),
         ({"num_branches": [1]}, "25 bytes of arrays|21 bytes of arrays where its header needs 29"),
