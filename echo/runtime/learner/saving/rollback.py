@@ -48,9 +48,8 @@ class Rollback:
         number = 1 + sum(isinstance(each, RolledBack) for each in self._ledger.records())
         if number > self._section.max_rollbacks:
             self._log.error(
-                "no rollback: the run has rolled back %d times, as often as alerts.max_rollbacks "
-                "allows",
-                number - 1,
+                "no rollback: alerts.max_rollbacks = %d, and as many were made in this run",
+                self._section.max_rollbacks,
             )
             return None
         good_step = error.good_step if isinstance(error, DivergedError) else step
