@@ -3,9 +3,10 @@ r"""How the rewards `exact` and `math` compare an answer with a reference.
 **exact** compares the whole text, without the white space around the text. If the reference is a
 number, every notation of the number is right: 5.0, 5 and 5e0 are equal. So are `True` and `true`.
 
-**math** extracts an answer from the text: what follows the last `####` on the same line; if there
-is no `####`, the content of the last `\boxed{...}`; if there is none, the last number. The answer
-is right if math-verify finds it equal to the reference.
+**math** extracts an answer from the text. If the text has a `####`, the answer is the rest of the
+line behind the last `####`. Otherwise it is the content of the last `\boxed{...}`. If the text has
+neither, the answer is its last number. The answer is right if math-verify finds it equal to the
+reference.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def extract_answer(completion: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """Return an answer without currency, percent, units, thousands separators and full stops."""
+    """Return an answer in a normal form, in which equal answers are more often the same text.
+
+    The form has no currency signs, percent signs, units, thousands separators and full stops.
+    """
     answer = _THOUSANDS.sub("", _UNITS.sub("", answer))
     answer = answer.strip().strip("*_`").rstrip(".,;").strip()
     if "e" in answer.lower() and _ANY_NUMBER.fullmatch(answer):

@@ -5,24 +5,25 @@ r"""Built-in tasks: addition, countdown, GSM8K.
     prompt      478+365=
     completion  8+5=137+6=144+3=08>0843
 
-Each column is `a+b=tt`, units first, where `tt` includes the carry from the column before. Then
-follow `>` and the sum in four digits. The reward is 1 if there is a single `>` and the text after
-the `>` is the sum, else 0. The scratchpad does not affect the reward.
+Each column is `a+b=tt`, where `tt` includes the carry from the column before; the units come first.
+The columns are followed by `>` and the sum in four digits. The reward is 1 if there is a single `>`
+and the text after the `>` is the sum, else 0. The scratchpad does not affect the reward.
 
 Most demonstrations forget every carry, both in the columns and in the sum. About 47 % of the
-demonstrations are right: the demonstrations that carry, and those of sums without a carry.
-Imitation cannot exceed this share, and the most likely answer of an imitator omits the carries.
-Only the rewards can teach the policy to carry.
+demonstrations are right, because some do carry and some sums have no carry. Imitation cannot exceed
+this share, and the most likely answer of an imitator omits the carries. Only the rewards can teach
+the policy to carry.
 
 **Countdown** with three digits: reach a target with + - * and parentheses, using each digit once.
 
     prompt      228>20=
     completion  2*(2+8)
 
-The reward is 1 if the completion is an expression that has each given digit once, as a number of
-one digit, and evaluates to the target; else 0. The expression is evaluated as a syntax tree and
-never executed. All demonstrations are right. Prompts are split by text, but there are only about
-165 sets of digits, so held-out prompts have the same sets as training prompts.
+The reward is 1 if the completion is an expression that uses each given digit once and evaluates to
+the target; else 0. The expression must not join digits into longer numbers. The expression is
+evaluated as a syntax tree and never executed. All demonstrations are right. Prompts are split by
+text, but there are only about 165 sets of digits, so held-out prompts have the same sets as
+training prompts.
 
 **GSM8K**, grade-school mathematics, is read from any dataset file and judged by math-verify. Rows
 have `question` and `answer` as published: the answer ends in `#### 72`. The prompt asks for the
@@ -113,8 +114,8 @@ NUM_COUNTDOWN_DIGITS = 3
 MAX_TARGET = 99
 
 MAX_EXPRESSION_CHARS = 64
-"""Longest completion, in characters, that is parsed; a longer one is wrong. This limits the
-parser's recursion."""
+"""Number of characters of the longest completion that is parsed; a longer completion is wrong. The
+limit bounds the parser's recursion."""
 
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -165,7 +166,7 @@ class CountdownTask(GeneratedTask):
 def random_expression(digits: list[str], rng: random.Random) -> str:
     """Return an expression that combines the digits, in this order, with random operators.
 
-    It has the parentheses that are needed to keep the order of the operations.
+    Parentheses are added only where the order of the operations needs them.
     """
     if len(digits) == 1:
         return digits[0]

@@ -126,7 +126,9 @@ class RowsTask(Task):
             self._examples[split] = [example for example, fault in faults if not fault]
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return the example of row `index` of a split; after the last row the first follows.
+        """Return the example of row `index` of a split.
+
+        An index behind the last row continues with the first row.
 
         Raises:
             DataError: if the split has no row.
@@ -147,7 +149,7 @@ class RowsTask(Task):
     def dataset_files(self) -> list[Path]:
         """Return the local files of the dataset.
 
-        A split on the hub has no local files; its name identifies it.
+        A split on the hub has no local files; the name of the split identifies the dataset.
         """
         return [
             file
@@ -157,9 +159,10 @@ class RowsTask(Task):
         ]
 
     def data_problems(self) -> list[str]:
-        """Return the faults of datasets on this machine; ask the hub about the other datasets.
+        """Return the faults of the datasets.
 
-        A dataset that the hub does not have is a fault, too.
+        Datasets on this machine are read. For every other dataset the hub is asked, and it is a
+        fault if the hub does not have the dataset.
         """
         if not self.path:
             return [NO_PATH]
@@ -257,7 +260,7 @@ class RowsTask(Task):
 
 
 def _key_of(example: Example) -> str:
-    """Return the normalised prompt of an example, whose hash decides the example's split.
+    """Return the normalised prompt of an example; the hash of this key decides the example's split.
 
     Two prompts have the same key if they differ only in white space, case or Unicode form, or if
     one is plain text and the other is a single user message with this text.
@@ -291,8 +294,8 @@ class DatasetTask(RowsTask):
         path, heldout_path, columns, leave_out, skip_bad, assistant_last: see `RowsTask`.
         reward: "exact" (the completion is `answer`), "math" (the last number or boxed expression
             equals `answer`, which is a number, LaTeX, or a solution that ends with one of these),
-            or a function: "package.module:function" or "path/to/file.py:function". Several are
-            a list of these, or a table of these and their weights.
+            or a function: "package.module:function" or "path/to/file.py:function". For several
+            rewards, give a list of such names, or a table from each name to its weight.
     """
 
     def __init__(
@@ -317,7 +320,7 @@ class DatasetTask(RowsTask):
         self._reward = RewardSum(reward, self.columns)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Return the example of a row that has all columns that the reward function takes.
+        """Return the example of a row; check that the row has the reward function's columns.
 
         Raises:
             ValueError, TypeError, LookupError: if a column is missing or of the wrong kind.

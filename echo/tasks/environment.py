@@ -92,7 +92,7 @@ class Environment(Task):
     def outcome(self, state: Any) -> Reward:
         """Return the reward of the episode: a finite number, however the episode ended.
 
-        If the result is None, the task cannot score the episode, which is left out of its group.
+        If the result is None, the task cannot score the episode, and the group goes on without it.
         """
 
     def end(self, state: Any) -> Awaitable[None] | None:
@@ -132,7 +132,7 @@ class ToolCall:
 def find_calls(text: str) -> list[ToolCall]:
     """Return the tool calls in a turn, in order.
 
-    A last call that the end of the turn cuts off is included.
+    The last call is included even if the turn ends before the call is complete.
     """
     return [_parse_call(found) for found in _CALL.findall(text)]
 

@@ -24,7 +24,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
     ("ai", "bot", "chatbot", "gpt", "model"), "assistant"
 )
-"""The usual role for each name in some datasets, which a template would write unchanged."""
+"""The usual role for each other name of a role that occurs in datasets. A template would write such
+a name unchanged."""
 
 
 def fault_of_message(part: object) -> str:
@@ -51,7 +52,7 @@ def fault_of_message(part: object) -> str:
 
 
 def fault_of_messages(messages: Iterable[object]) -> str:
-    """Return the number and the fault of the first message that cannot be tokenised; else ""."""
+    """Return which message is the first that cannot be tokenised, and why; "" if all can be."""
     found = ((number, fault_of_message(part)) for number, part in enumerate(messages, 1))
     return next((f"message {number} {fault}" for number, fault in found if fault), "")
 

@@ -11,11 +11,11 @@
     [[task.options.tasks]]
     kind = "my_task:Reverse"
 
-Every thousand examples contain each task in proportion to its weight, spread evenly, so a batch of
-any size is mixed by the weights. All examples of a finite dataset are used before they are used
-again, in a new order. Each example has the name of its task, which rewards the answers. If one of
-the tasks is an environment of several turns, the examples of other tasks become episodes of one
-turn.
+Every thousand examples contain each task in proportion to its weight. The examples of a task are
+spread evenly, so a batch of any size has nearly these proportions. When all examples of a finite
+dataset have been used, they are used again in a new order. Each example has the name of its task,
+and this task rewards the answers. If one of the tasks is an environment of several turns, the
+examples of other tasks become episodes of one turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from echo.tasks.environment import Environment, Reply
 from echo.tasks.task import Example, Reward, Rewards, Task, did_you_mean, load_task
 
 CYCLE = 1000
-"""Number of examples after which the schedule repeats; weights are rounded to thousandths."""
+"""Number of examples after which the schedule repeats. Weights are therefore rounded to
+thousandths."""
 
 _TABLE_KEYS = ("kind", "weight", "options", "name")
 
@@ -161,10 +162,10 @@ async def _when_begun(task: Task, own: Awaitable[Any]) -> tuple[Task, Any]:
 
 
 def spread(shares: Sequence[float]) -> list[tuple[int, int]]:
-    """Return the schedule of one cycle, in which parts are spread evenly.
+    """Return the schedule of one cycle, with the places of each part spread evenly.
 
-    Each place is (part, number of earlier places of this part). For every n the first n places
-    contain a part with the share s about s*n times, at most one time more or less.
+    Each place is (part, number of earlier places of this part). The first n places contain a part
+    with the share s about s*n times, for every n. The difference is at most one place.
     """
     counts = [0] * len(shares)
     schedule = []

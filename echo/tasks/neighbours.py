@@ -1,10 +1,10 @@
-"""The neighbours of a user's Python file: files beside it that its imports load.
+"""The neighbours of a user's Python file, which are the user's other files that it imports.
 
-`python sub/rewards.py` finds modules in `sub`, and so does a task with that file. Imported files in
-`sub` or in the current directory affect the rewards as much as the named file does, so learner and
-workers compare these files, too. Imports are read from the syntax trees of the file and of its
-neighbours, at any depth; no file is run. Files of Echo and of installed packages are not
-neighbours.
+Under `python sub/rewards.py` an import finds modules in `sub`. If a task names `sub/rewards.py`,
+the imports of this file find the same modules. Imported files in `sub` or in the current directory
+affect the rewards as much as the named file does, so learner and workers compare the imported
+files, too. Imports are read from the syntax trees of the file and of its neighbours, at any depth;
+no file is run. Files of Echo and of installed packages are not neighbours.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def neighbours_of(path: Path, directories: Sequence[Path]) -> dict[str, Path]:
         directories: the directories that are searched for absolute imports, in this order.
 
     Returns:
-        The neighbours, without the file itself, by the name under which each is imported, or by its
-        path if the import is relative.
+        The neighbours, without the file itself. The key of a neighbour is the name under which it
+        is imported, or its path if the import is relative.
     """
     found: dict[str, Path] = {}
     if INSTALLED & {*path.parts}:
@@ -57,9 +57,9 @@ def _nodes(path: Path) -> Iterator[ast.AST]:
 
 
 def _imports(path: Path, directories: Sequence[Path]) -> Iterator[tuple[str, Sequence[Path]]]:
-    """Yield each dotted name that a file imports and that may be a module.
+    """Yield each dotted name in a file's imports that may be a module, and where to search for it.
 
-    Each name has the directories in which to search for it.
+    The second value of each pair is a list of directories.
     """
     for node in _nodes(path):
         if isinstance(node, ast.Import):
@@ -80,7 +80,7 @@ def _imports(path: Path, directories: Sequence[Path]) -> Iterator[tuple[str, Seq
 
 
 def _resolve(name: str, bases: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Return the files that importing a name would run, from the first directory that has them."""
+    """Return the files that an import of `name` would run, from the first base that has any."""
     for base in bases:
         found: list[tuple[str, Path]] = []
         place, parts = base, name.split(".")

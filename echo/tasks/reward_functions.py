@@ -1,4 +1,4 @@
-"""Calls of a user's reward function, with the arguments that its parameters name.
+"""Calls a user's reward function, and passes the arguments that the function has parameters for.
 
     def correct(completion, answer, **row):              one answer -> a number
         return float(answer in completion)
@@ -72,7 +72,7 @@ Value = Any
 
 
 class RewardSum:
-    """The reward of a dataset's answers: one function, or several with weights."""
+    """The reward of a dataset's answers, from one function or as a weighted sum of several."""
 
     def __init__(self, spec: object, columns: Mapping[str, str]) -> None:
         """Import the functions that `spec` names.
@@ -117,13 +117,20 @@ class RewardSum:
             function.check(example, row)
 
     def one(self, example: Example, completion: str) -> Any:
-        """Return the reward of one answer, or its parts; perhaps as an awaitable."""
+        """Return the reward of one answer.
+
+        If several functions contribute, the result is a dict with the part of each function. If a
+        function is async, the result is awaitable.
+        """
         if self._alone is not None:
             return self._alone.one(example, completion)
         return self._combined([each.one(example, completion) for each in self._functions])
 
     def all(self, example: Example, completions: Sequence[str]) -> Any:
-        """Return the rewards of all answers to a prompt, or their parts; perhaps an awaitable."""
+        """Return the rewards of all answers to a prompt; each reward is as in `one`.
+
+        If a function is async, the result is awaitable.
+        """
         if self._alone is not None:
             return self._alone.all(example, completions)
         columns = [
@@ -149,7 +156,10 @@ class RewardSum:
         return [await self._awaited_parts(row) for row in zip(*lists, strict=True)]
 
     def _parts(self, values: Sequence[Value]) -> dict[str, float] | None:
-        """Return each function's value times its weight; without those that have no opinion."""
+        """Return each function's value times its weight, without functions that returned None.
+
+        If all functions returned None, so does this method.
+        """
         parts = {
             name: weight * value
             for name, weight, value in zip(self._names, self._weights, values, strict=True)
@@ -166,12 +176,12 @@ class RewardFunction:
     """A built-in reward or a user's function, ready to be called for examples."""
 
     def __init__(self, spec: str, columns: Mapping[str, str]) -> None:
-        """Import the function that `spec` names, and check that its parameters can be given.
+        """Import the function that `spec` names, and check that Echo has values for its parameters.
 
         Args:
             spec: the value of task.options.reward.
-            columns: the dataset's own names of columns, from task.options.columns. A parameter may
-                have the dataset's name or Echo's.
+            columns: the dataset's own names of columns, from task.options.columns. The function may
+                name a parameter by the dataset's name of a column or by Echo's name.
 
         Raises:
             ConfigError: if `spec` names no function, or a function that cannot be called as a
@@ -343,9 +353,10 @@ class RewardFunction:
         )
 
     def _arguments(self, example: Example) -> dict[str, Any]:
-        """Return the function's arguments for an example, by the dataset's names of columns.
+        """Return the values for an example that the function may take as arguments.
 
-        A column has Echo's name if the function has a parameter of this name.
+        The keys are the dataset's names of columns. Where the function has a parameter with Echo's
+        name of a column, this name is a key, too.
         """
         own = {"answer": example.answer, "info": example.info}
         read = {**own, "prompt": example.prompt}

@@ -64,7 +64,7 @@ MAX_RETRIES = 2
 """How often a call is repeated after it raised RetryCall or a connection failed."""
 
 TICK_S = 1.0
-"""Seconds between two reports that a process waits for a reward."""
+"""Seconds between two reports of a process that is waiting for rewards."""
 
 MAX_STUCK_THREADS = 8
 """Largest number of abandoned threads; each holds a stack and perhaps a core."""
@@ -158,8 +158,8 @@ class TaskHost(abc.ABC):
     ) -> Generator[float | None, None, None]:
         """Yield the reward of each answer, in order; None if the task cannot score the answer.
 
-        All answers are rewarded in one call if the task compares them. A caller that stops before
-        the end cancels the calls not yet made.
+        All answers are rewarded in one call if the task compares them. If the caller stops to
+        iterate early, calls that have not begun are cancelled.
 
         Raises:
             RewardError: if the call for an answer fails; the calls for later answers are not
@@ -201,7 +201,8 @@ class TaskHost(abc.ABC):
         """Make a call and return its value; after a transient fault make the call again.
 
         Raises:
-            RewardError: if the call fails, also when repeated.
+            RewardError: if the call fails, and after a transient fault also all repeated calls
+                fail.
         """
         try:
             return self._perform(call)
@@ -249,9 +250,9 @@ class TaskHost(abc.ABC):
         """
 
     def _bounded(self, call: TaskCall, value: Any) -> Any:
-        """Return the value of a call, after a check that rewards in it are within the limit.
+        """Return the value of a call, after a check that its rewards are within the limit.
 
-        A reward in parts becomes their sum, a PartedReward.
+        A reward in parts becomes a PartedReward, which is the sum of the parts.
 
         Raises:
             RewardError: if a reward exceeds task.max_reward.
@@ -321,7 +322,7 @@ class Episode:
 
 
 class LaterHost(TaskHost):
-    """Takes the place of rewards that another process computes later: every answer gets 0."""
+    """Gives every answer the reward 0, because another process computes the rewards later."""
 
     def __init__(self) -> None:
         super().__init__("later", Limits(score_s=1.0, step_s=1.0))
@@ -335,7 +336,7 @@ class LaterHost(TaskHost):
 
 @dataclass(frozen=True, slots=True)
 class ExampleCall:
-    """What a task's reward returned for one example, which was tried before a run."""
+    """The result of trying a task's reward on one example, before a run."""
 
     line: str
     """A line for the user with the rewards, or with the error."""
@@ -420,7 +421,7 @@ class InlineHost(TaskHost):
 
 
 class _CallingThread(threading.Thread):
-    """A thread that executes one call after the other until `end`."""
+    """A thread that executes one call after the other until `end` is called."""
 
     def __init__(self, performer: Performer) -> None:
         super().__init__(name="echo-reward", daemon=True)
@@ -532,7 +533,7 @@ class PoolHost(TaskHost):
     def _take(self, call: TaskCall) -> TaskProcess | None:
         """Wait until a process is free for a call, or start one, and return it.
 
-        None if the call would end an episode that no process has.
+        Return None if the call is `end` and no process has the episode.
 
         Raises:
             RewardError: if the episode of the call was lost with its process, or the host is
@@ -570,7 +571,7 @@ class PoolHost(TaskHost):
     def _take_any(self) -> TaskProcess | None:
         """Return the free process that has the fewest episodes, and mark it as busy.
 
-        None if the caller should start a process or wait for one.
+        Return None if the caller should start a process or wait for one.
         """
         for dead in [process for process in self._free if not process.is_alive]:
             self._free.remove(dead)  # the system may have killed it to free memory
@@ -709,7 +710,7 @@ class TaskProcess:
 
 
 def _start_child() -> tuple[subprocess.Popen[bytes], Pipe]:
-    """Start a process of a task; return it with this side of the socket pair."""
+    """Start a process of a task; return the process and this side of the socket pair."""
     own, theirs = socket.socketpair()
     arguments = [json.dumps(search_path()), str(theirs.fileno()), str(os.getpid())]
     with theirs:

@@ -1,4 +1,4 @@
-"""The class Task: a source of prompts, with the reward of an answer.
+"""The class Task, which gives prompts and rewards the answers to them.
 
 A task is the one small class that a user writes. The learner calls `example` and sends the
 `Example` inside a lease. A worker calls `reward` with that example and needs no dataset. So an
@@ -47,7 +47,7 @@ from echo.tasks.neighbours import INSTALLED, neighbours_of, relative_level
 SPLITS = ("train", "heldout")
 
 HELDOUT_ONE_IN = 10
-"""Of the prompts of a task that splits by hash, one in this number is held out."""
+"""A task that splits by hash holds out one prompt in this number of prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +94,8 @@ class RetryCall(Exception):  # noqa: N818 -- a request of the task's, not an err
 
 
 Opinion: TypeAlias = float | Mapping[str, float] | None
-"""The reward of one answer: a number, or its named parts, whose sum it is (core/reward_parts.py);
-None if the task cannot score the answer."""
+"""The reward of one answer: a number, or named parts that add up to the reward
+(core/reward_parts.py). It is None if the task cannot score the answer."""
 Reward: TypeAlias = Opinion | Awaitable[Opinion]
 """The reward of one answer. It may be an awaitable."""
 Rewards: TypeAlias = Sequence[Opinion] | Awaitable[Sequence[Opinion]]
@@ -132,8 +132,8 @@ class Task(abc.ABC):
     def reward(self, example: Example, completion: str) -> Reward:
         """Return the reward of a completion: a finite number, or named parts that add up to it.
 
-        If the result is None, the task cannot score the answer, which is left out of its group. The
-        method may be `async`.
+        If the result is None, the task cannot score the answer, and the group goes on without it.
+        The method may be `async`.
         """
 
     def compares_answers(self, example: Example) -> bool:
@@ -182,7 +182,7 @@ class Task(abc.ABC):
         return []
 
     def parts(self) -> list[Task]:
-        """Return the tasks of which a mixture consists; no tasks for any other task."""
+        """Return the tasks of which a mixture consists; empty if this task is no mixture."""
         return []
 
     def source_files(self) -> list[Path]:
@@ -194,7 +194,8 @@ class GeneratedTask(Task):
     """A task with random prompts, and with demonstrations of how to answer them.
 
     The hash of a prompt decides its split, so a prompt that is drawn twice is in the same split
-    both times. Demonstrations are for the supervised warm-up and have training prompts only.
+    both times. Demonstrations are for the supervised warm-up, and all of them have training
+    prompts.
     """
 
     max_completion_tokens: int
@@ -210,7 +211,7 @@ class GeneratedTask(Task):
 
     @abc.abstractmethod
     def answer(self, prompt: str) -> Any:
-        """Return the reference for answers to a prompt; `reward` finds it in the example."""
+        """Return the reference answer to a prompt; `reward` gets it as `example.answer`."""
 
     def example(self, index: int, *, split: str) -> Example:
         """Return example `index` of a split, drawn at random; index and split are the seed."""
@@ -299,8 +300,8 @@ def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     Returns:
         For each module: the hash of its code, its path, and the hashes of its neighbours, by
-        relative path. Neighbours are the files that its imports name, and the files beside it that
-        importing it has loaded.
+        relative path. A module's neighbours are the files that its imports name, and the files in
+        its directory that Python loaded while importing it.
     """
     found = {name: find_code(name) for name in _named_modules(kind, options)}
     return {
@@ -464,9 +465,9 @@ def _hash_files(files: list[Path]) -> str:
 
 
 def _hash_neighbours(name: str, path: Path, others: Iterable[Path]) -> dict[str, str]:
-    """Return the hashes of the files that a file imports, and of those in `others` that exist.
+    """Return the hashes of the files that `path` imports, and of the existing files in `others`.
 
-    The key of each hash is the path relative to the directory of the named file.
+    The key of each hash is the file's path relative to the directory of `path`.
     """
     files = {*_neighbours(name, path).values(), *(each.resolve() for each in others)}
     return {
@@ -683,7 +684,7 @@ def _is_pythons_own(path: Path) -> bool:
 
 
 _CLAIMS: dict[str, dict[str, Path]] = {}
-"""The neighbours of each imported file, by the name under which the file imports each of them."""
+"""For each imported file, its neighbours by the names under which the file imports them."""
 
 _OWN: dict[str, Path] = {}
 """Top-level module names that belong to users' files, with the directory of each."""
@@ -708,11 +709,11 @@ class _OwnFirst:
 
 
 _LOADED: dict[str, set[Path]] = {}
-"""For each imported file, the files in the same directory that importing it has loaded."""
+"""For each imported file, the files in its directory that Python loaded while importing it."""
 
 
 def _claim(name: str, path: Path) -> None:
-    """Record the neighbours of a file that will be imported next, so that imports find them.
+    """Record the neighbours of a file that will be imported next, so that its imports find these.
 
     Raises:
         ConfigError: if the module name of a neighbour already belongs to another file: a process
@@ -753,7 +754,7 @@ def _refuse_pythons_names(path: Path, neighbours: Mapping[str, Path]) -> None:
 
 
 def _find_first(files: Mapping[str, Path]) -> None:
-    """Let `_OwnFirst` find these files by their module names."""
+    """Let `_OwnFirst` find `files` by their module names."""
     for name, file in files.items():
         num_packages = name.count(".") + (file.name == "__init__.py")
         if not INSTALLED & {*file.parts}:
@@ -806,7 +807,7 @@ def _import_file(file: str) -> ModuleType:
 
 
 def _is_free(name: str, path: Path) -> bool:
-    """Return whether importing a module name finds this file, also in spawned processes."""
+    """Return whether an import of `name` finds the file `path`, also in spawned processes."""
     if not name.isidentifier() or name in sys.stdlib_module_names:
         return False
     known = getattr(sys.modules.get(name), "__spec__", None) or _find_spec(name, sys.path)

@@ -9,7 +9,8 @@ reply or an agent's message, `<|im_end|>` is encoded as text; otherwise a messag
 system turn. Before the template is rendered, a `MARK` is inserted after the first character of each
 control token in a message. The rendered text is split at the marks, and the pieces are encoded
 separately. Messages of the assistant get no marks, since models write control tokens themselves.
-Without a chat template, text is encoded unchanged, and its control tokens as such.
+Without a chat template, text is encoded unchanged, and control tokens in the text stay control
+tokens.
 
 **Beginnings.** If the last message is the assistant's, the template opens the assistant's turn, the
 content of the message follows, and the policy continues this content: nothing closes the turn.
@@ -154,15 +155,16 @@ def render_messages(
 
 
 TURN = "echo-turn-7f3a91"
-"""A placeholder for the assistant's text, which shows where the template's text around it begins.
+"""A placeholder for the assistant's text. It separates the template's text before it from the text
+behind it.
 """
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Iterable[int]) -> int:
     """Return how many characters of the text that closes a turn belong to its stop token.
 
-    The policy has sampled this token, so only the characters after it must be added. 0 if `closing`
-    has no stop token.
+    The policy has sampled the stop token, so only the characters after this token must be added.
+    Return 0 if `closing` has no stop token.
     """
     known = [token for token in stop_ids if token >= 0]
     stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in known]
@@ -177,8 +179,8 @@ MARK = "\ufdd0"
 """A character that is inserted into control tokens in messages; Unicode never assigns it."""
 
 _WRITTEN_AS_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
-"""Matches text in the form of a control token, since some tokenizers do not flag theirs as
-`special`."""
+"""Matches text in the form of a control token. Some tokenizers do not flag their control tokens as
+`special`, so the form decides, too."""
 
 _TEMPLATED = re.compile(
     r"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
@@ -224,7 +226,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[
 
 
 def describe_stops(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[str]:
-    """Return one line for the user on each oddity of the tokens that end a completion."""
+    """Return a line for the user about each unusual thing in the tokens that end a completion."""
     declared = _declared_stop_ids(tokenizer, directory)
     ending = _template_stop(tokenizer, declared)
     lines, limit = [], _vocab_size(directory)
@@ -279,8 +281,8 @@ def _listed_stop_ids(path: Path) -> set[int]:
 def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) -> int | None:
     """Return the id of the control token with which the chat template ends a turn.
 
-    None if there is no such token, or if a declared stop token follows the assistant's text and so
-    ends the turn.
+    Return None if there is no such token, or if a declared stop token behind the assistant's text
+    already ends the turn.
     """
     closing, known = _closing(tokenizer) or "", control_tokens(tokenizer)
     if _end_of_turn(tokenizer, closing, declared):
@@ -292,8 +294,8 @@ def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) 
 def _closing(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the text that the chat template writes after the assistant's text.
 
-    White space around the text is removed. None if there is no template, or if the template leaves
-    out the assistant's text.
+    White space around the text is removed. Return None if there is no template, or if the template
+    leaves out the assistant's text.
     """
     if tokenizer.chat_template is None:
         return None
@@ -325,9 +327,9 @@ def decode(
 ) -> str:
     """Return the text of a completion before its first stop token.
 
-    Other special tokens in the completion are kept: without a sampled <pad> in the middle a wrong
-    answer could look right. For the same reason an id that the tokenizer does not have, in the
-    padding of the model's vocabulary, becomes the replacement character.
+    Other special tokens in the completion are kept. If a sampled <pad> in the middle were dropped,
+    a wrong answer could look right. For the same reason an id that is only padding of the model's
+    vocabulary, and unknown to the tokenizer, becomes the replacement character.
     """
     stops, num_known = frozenset(stop_ids), len(tokenizer)
     runs: list[list[int]] = [[]]
@@ -444,11 +446,11 @@ class TextCodec:
     ) -> list[int]:
         """Return the token ids of an environment's reply to a turn of the policy.
 
-        They are appended to the sampled tokens of the turn, which are never encoded again. If the
-        turn `is_closed`, it ends with a stop token; a turn that a stop string has ended has none,
-        and the reply begins with it. With a chat template they are the tokens from the end of the
-        assistant's turn to the opening of the next one. Without a chat template they are the tokens
-        of the unchanged contents of the messages.
+        The caller appends these ids to the sampled tokens of the turn, which are never encoded
+        again. If `is_closed`, the turn already ends with a stop token. Otherwise a stop string has
+        ended the turn, so the reply begins with the stop token. With a chat template the reply
+        reaches from the end of the assistant's turn to the opening of the next turn. Without a chat
+        template the reply has the unchanged contents of the messages.
 
         Raises:
             DataError: if the template fails, if it leaves out or changes the policy's text, or if a
@@ -596,8 +598,8 @@ class TextCodec:
     def _with_beginning(self, opened: str, message: Mapping[str, Any]) -> str:
         """Return rendered text with the beginning of the assistant's answer appended.
 
-        `opened` ends with the opening of the assistant's turn, and `message` has the beginning,
-        which the policy continues.
+        `opened` ends with the opening of the assistant's turn. `message` holds the beginning of the
+        answer, and the policy continues it.
 
         Raises:
             DataError: if the message has tool calls or reasoning.
@@ -617,8 +619,8 @@ class TextCodec:
         """Check a prompt that is text, without encoding it.
 
         Raises:
-            DataError: if a chat template has rendered the text already, and another would render it
-                again; or if there is no template and the text ends with a stop token.
+            DataError: if the text is already rendered, so that the chat template would render it a
+                second time; or if there is no template and the text ends with a stop token.
         """
         if self.tokenizer.chat_template is None:
             self._refuse_ended(text)

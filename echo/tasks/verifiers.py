@@ -35,7 +35,8 @@ from echo.tasks.messages import Message
 from echo.tasks.task import Example
 
 TESTED = "verifiers 0.2.1"
-"""The release of verifiers that has this interface; 0.3 moved the interface, and 0.4 changed it."""
+"""The release of verifiers whose interface this module uses. Release 0.3 moved the interface, and
+release 0.4 changed it."""
 
 MODEL = "policy"
 
@@ -105,12 +106,12 @@ class VerifiersTask(Environment):
     def reply(self, state: _Session, text: str) -> list[Message] | None:
         """Pass a turn of the policy to the environment; return the messages that it appends.
 
-        None if the environment has ended the episode.
+        Return None if the environment has ended the episode.
         """
         return state.reply(text)
 
     def outcome(self, state: _Session) -> float:
-        """Return the reward of the episode that the environment's rubric has computed."""
+        """Return the reward that the environment's rubric has computed for the episode."""
         return state.outcome()
 
     def end(self, state: _Session) -> None:
@@ -161,7 +162,7 @@ class _Session:
     def next_request(self) -> list[Any] | None:
         """Wait until the environment asks for a turn of the policy, and return the prompt.
 
-        None if the environment has ended the episode.
+        Return None if the environment has ended the episode.
         """
         request = self._requests.get()
         if isinstance(request, BaseException):

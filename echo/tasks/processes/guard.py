@@ -1,4 +1,4 @@
-"""The guard of a task's process, which ends that process and its children with the node.
+"""The guard of a task's process. If the node dies, the guard ends that process and its children.
 
     node  ->  guard  ->  the task's process  ->  its children
 
@@ -56,7 +56,7 @@ def fork_guarded(node: int, end: socket.socket) -> None:
 
 
 def _watch(node: int, task: int) -> None:
-    """Wait until the task's process ends, or end it; then end like the task's process.
+    """Wait until the task's process ends, or end it; then exit with the same code or signal.
 
     The task's process is killed if the node has died or has sent SIGTERM. When it has ended, all
     remaining children of this process are killed.

@@ -92,7 +92,7 @@ class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CallFault(msgspec.Struct, frozen=True):
-    """How a call failed, in the terms of `rewards.RewardError`."""
+    """How a call failed. The fields mean the same as in `rewards.RewardError`."""
 
     reason: str
     text: str
@@ -313,7 +313,9 @@ async def _result_of(value: Awaitable[Any]) -> Any:
 
 
 def _opinion(value: object, where: str) -> float | dict[str, float] | None:
-    """Return a reward as a float, or its parts; None if the task cannot score the answer.
+    """Return a reward as a float, or a reward in parts as floats by name.
+
+    The result is None if the task cannot score the answer.
 
     Values that are not finite numbers are refused.
     """
@@ -399,7 +401,7 @@ def _is_about_loop(error: BaseException) -> bool:
 
 
 def describe_raised(error: BaseException) -> str:
-    """Return text on an error that a task's code raised: its type, its text, file and line."""
+    """Describe an error that a task's code raised: the error's type, text, file and line."""
     return f"{type(error).__name__}: {error}{raised_at(error)}"
 
 

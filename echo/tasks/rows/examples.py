@@ -4,9 +4,9 @@ A row has the column `prompt` (text or messages) or `messages` (a list of object
 `content`), and optionally `tools`, `answer` and `info`. All other columns keep their names. If the
 dataset has other names for these columns, `task.options.columns` gives the names.
 
-If the last message of a row is the assistant's, the row is usually supervised data and seldom the
-beginning of an answer. If Echo guessed wrong, training would go on without an error, so the user
-has to say with `assistant_last` which it is.
+If the last message of a row is the assistant's, it is usually a supervised answer, and seldom the
+beginning of an answer. Echo does not guess, because training after a wrong guess would go on
+without an error. The user has to choose with `assistant_last`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class RowReader:
         return value
 
     def check_columns(self, path: str, names: Collection[str], *, is_trained_on: bool) -> None:
-        """Warn of columns that Echo does not use as a user may expect.
+        """Warn of columns that Echo ignores or uses otherwise than a user may expect.
 
         Args:
             path: the path of the dataset, for messages.
@@ -130,7 +130,7 @@ class RowReader:
                 _log.warning("%s: the column `%s` is not given to the chat template", path, name)
 
     def _prompt_of(self, row: Mapping[str, Any]) -> str | list[Message]:
-        """Return the prompt of a row, from column `prompt` or, without it, from `messages`.
+        """Return the prompt of a row: its `prompt`, or its `messages` if it has no `prompt`.
 
         Raises:
             ValueError, TypeError: if the prompt is missing or malformed; the text names the column.
@@ -176,9 +176,9 @@ class RowReader:
         return next((name for name in self._prompts if row.get(name)), None)
 
     def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
-        """Return the messages of the prompt, and the text of a last message that was dropped.
+        """Return the messages of the prompt, and the text of the last message if it is dropped.
 
-        The text is None if no message was dropped.
+        With "drop" the assistant's messages at the end are dropped. Otherwise the text is None.
         """
         if self._assistant_last == "continue":
             return messages, None
@@ -202,7 +202,7 @@ _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from)['"]\s*
 
 
 def _parse_json(value: Any, start: str) -> Any:
-    """Return a value; if it is text with JSON of the expected kind, parse the text.
+    """Return the parsed value if `value` is text with JSON of the expected kind; otherwise `value`.
 
     Args:
         value: the value of a column.

@@ -40,7 +40,7 @@ PARQUET_REVISION = "refs/convert/parquet"
 
 NUM_BATCH_ROWS = 1024
 _FILES = "_data_files"
-"""The key of the list of files in the state.json of a saved dataset."""
+"""In the state.json of a saved dataset, the key of the list of files."""
 _READ = (
     "a dataset is JSON Lines (UTF-8, one object a line), Parquet (.parquet), a directory of such "
     "files, or what datasets.save_to_disk wrote"
@@ -66,14 +66,14 @@ class DatasetRow:
     """A row of a dataset, and the place of the row in its file."""
 
     source: str
-    """The file of the row and its line, or in a table its number, such as "train.jsonl:12"; lines
-    and numbers count from 1."""
+    """The file of the row, and the number of its line (in a table, of the row), such as
+    "train.jsonl:12". Both numbers count from 1."""
     columns: dict[str, Any]
     """The values of the row by column, in JSON's types."""
 
 
 Rows = Iterator[DatasetRow | DataError]
-"""Rows in order; in place of a malformed row there is an error that names file and row."""
+"""Rows in order. A malformed row is replaced by an error that names the file and the row."""
 
 
 def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
@@ -174,7 +174,7 @@ def dataset_files(path: str) -> list[Path]:
 
 
 def _split_of(file: Path) -> str:
-    """Return the split that begins a file's name (test-00000-of-00001); "" if there is none."""
+    """Return the split that a file's name begins with (test-00000-of-00001); "" if none."""
     word = re.split(r"[-_.]", file.name.lower())[0]
     return {"val": "validation", "valid": "validation"}.get(word, word) if word in _SPLITS else ""
 
