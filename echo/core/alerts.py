@@ -1,9 +1,9 @@
 """Rules of alerts: rows of metrics and facts on a run go in, alerts come out.
 
 A condition, such as an entropy below its limit, has episodes. Each episode raises one alert when it
-begins and clears it when it ends. An episode that begins within REPEAT_S of the condition's last
-alert is raised only if it lasts until then, so a value that moves around its limit raises few
-alerts. Time is an argument.
+begins and clears it when it ends. Two alerts of a condition are at least REPEAT_S apart: an episode
+that begins earlier raises its alert after that time, if the episode still lasts. So a value that
+moves around its limit raises few alerts. Time is an argument.
 
 Three conditions are divergences: the policy has become worse, or will. Their alerts name the last
 step before the trouble began, so that a run can go back to a checkpoint of that step or before.
@@ -82,7 +82,7 @@ class _Condition:
     raised_at: float = -math.inf
 
     def changes(self, *, is_bad: bool, now: float) -> bool:
-        """Return whether an episode begins or ends now, and enter or leave it."""
+        """Return whether an episode begins or ends now, and store whether an episode is active."""
         if is_bad == self.is_active or (is_bad and now < self.raised_at + REPEAT_S):
             return False
         self.is_active = is_bad
@@ -97,7 +97,7 @@ class AlertRules:
     def __init__(
         self, limits: AlertLimits, *, step: int, rewards: Sequence[float] = (), now: float
     ) -> None:
-        """Begin at `step`; `rewards` are the mean rewards of the steps up to it, oldest first."""
+        """Start with no alerts; `rewards` are the mean rewards up to `step`, oldest first."""
         self._limits = limits
         self._conditions: dict[AlertKind, _Condition] = {}
         self._stepped_at = now
@@ -116,7 +116,7 @@ class AlertRules:
         return tuple(kind for kind, each in self._conditions.items() if each.is_active)
 
     def _note_best(self, window: deque[float], reward: float, step: int) -> None:
-        """Append the reward of a step to a window; keep the mean of a full window if it is best."""
+        """Append a step's reward to a window; store the window's mean if it is the best so far."""
         if not math.isfinite(reward):
             return
         window.append(reward)

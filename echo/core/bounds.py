@@ -22,7 +22,7 @@ MAX_CHUNKS = 8
 MAX_FRAMES = 1 + MAX_CHUNKS
 """Frames of a message, its header included."""
 MAX_HEADER_BYTES = 8 << 20
-"""Size of the header frame; Grants and a Welcome with its settings have the largest headers."""
+"""Size of the header frame. The largest headers are those of Grants and of a Welcome."""
 MAX_LEASE_BYTES = 7 << 20
 """Size of one lease, with prompt and example, in a header."""
 MAX_PAYLOAD_BYTES = 64 << 20
@@ -75,7 +75,7 @@ Size: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
 Place: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
 """Index or number of chunks or segments."""
 Capacity: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LEASES)]
-"""Number of groups that a worker can hold, or samples concurrently."""
+"""Number of groups that a worker can hold, or number of groups that it samples concurrently."""
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 Period: TypeAlias = Annotated[float, Meta(ge=1e-3, le=1e9)]
 """Seconds between two periodic events."""
@@ -98,8 +98,9 @@ MAX_CONNECTIONS = 8
 ONE_CONNECTION_RTT_S = 0.045
 """Largest round-trip time at which one connection with a 4 MiB buffer reaches 500 Mbit/s."""
 RTT_PER_CONNECTION_S = 0.012
-"""Additional round-trip time per additional connection: 6 connections at 100 ms, which fill 1
-Gbit/s. Fewer connections do not fill such a link, and 8 overload it, so that it drops packets.
+"""Each such amount of round-trip time above ONE_CONNECTION_RTT_S adds one connection. A link of 100
+ms gets 6 connections, which fill 1 Gbit/s. Fewer connections do not fill such a link, and 8 make it
+drop packets.
 """
 
 

@@ -63,8 +63,8 @@ class StalenessBuffer:
     def num_unspent(self, *, step: int) -> int:
         """Return the number of groups that wait for a step or are in the step being made.
 
-        These are the groups in the buffer, and the groups taken at `step`, which is not completed
-        yet. Admission counts them besides the completed steps.
+        The groups of a step that is being made were taken from the buffer at `step`. Admission adds
+        this number to the groups of the completed steps.
         """
         return len(self._groups) + (self._num_taken if self._taken_at == step else 0)
 
@@ -138,7 +138,7 @@ class StalenessBuffer:
         """Undo the last `take` after its step failed.
 
         Args:
-            groups: the groups that may be taken again.
+            groups: the groups to put back; groups that must not be trained are left out.
             num_taken: the number of groups that `take` returned.
         """
         self._num_taken -= num_taken

@@ -1,13 +1,13 @@
-"""Chains of a rollout: the sequences of tokens that its sampled tokens stand in.
+"""Chains of a rollout: the sequences of tokens that were sampled one after the other.
 
 Most rollouts are one chain: each token follows the one before it. An agent that rewrites its
-history, or makes calls in parallel, samples in several chains. Their tokens form a tree, which a
-rollout has as pieces, one after the other: a piece continues its own tokens, and its first token
-follows any earlier token. So chains share the tokens of their common beginning, and each sampled
-token is there once.
+history, or makes calls in parallel, samples in several chains. The tokens of all chains form a
+tree. A rollout stores this tree as a list of pieces: within a piece each token follows the one
+before it, and the first token of a piece may follow any earlier token. So chains share the tokens
+of their common beginning, and each sampled token is stored once.
 
 A place is a token's number in the completion. The prompt's tokens have negative places: -1 is its
-last token, -P its first; -P - 1 says that nothing comes before a token.
+last token, -P its first. A token that follows the place -P - 1 has no token before it.
 
 Shapes: T completion tokens, P prompt tokens, K branches.
 """
@@ -26,11 +26,11 @@ Branches: TypeAlias = npt.NDArray[np.int32]
 the order of the starts. The first piece starts at 0, follows the prompt, and is not listed."""
 
 Run = tuple[int, int]
-"""The place of the first of some consecutive tokens, and the place after the last."""
+"""Consecutive tokens: the place of the first token, and the place after the last token."""
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of a completion, each of which but the first follows the one before it."""
+    """Consecutive tokens of a completion: each token after the first follows the one before it."""
 
     start: int
     end: int
@@ -47,7 +47,7 @@ def no_branches() -> Branches:
 def find_branch_fault(branches: Branches, *, num_tokens: int) -> str | None:
     """Return what is wrong with the branches of a completion of T tokens; None if they are valid.
 
-    Whether the prompt has the tokens that they follow is not checked.
+    A branch may follow a token of the prompt. The length of the prompt is not checked.
     """
     if branches.dtype != np.int32 or branches.ndim != 2 or branches.shape[1] != 2:
         return f"{branches.dtype}{list(branches.shape)}, expected int32[K, 2]"
@@ -72,7 +72,7 @@ def predecessors(branches: Branches, *, num_tokens: int) -> npt.NDArray[np.int64
 
 
 class HasBranches(Protocol):
-    """A completion whose tokens may form a tree: a rollout."""
+    """A rollout, or another completion whose tokens may form a tree."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -82,7 +82,7 @@ class HasBranches(Protocol):
 
 
 class Tree:
-    """The pieces of a completion, with the way to each of them."""
+    """The pieces of a completion, and the tokens that come before each piece."""
 
     @classmethod
     def of(cls, rollout: HasBranches, *, num_prompt: int) -> Self:
@@ -104,7 +104,7 @@ class Tree:
         return piece.end - 1 in self._followed
 
     def way_to(self, piece: Piece) -> list[Run]:
-        """Return the runs of tokens before a piece in its chains, the prompt's first.
+        """Return the tokens that come before a piece, as runs, from the prompt to the piece.
 
         A run lies within the prompt or within one piece.
         """
@@ -119,7 +119,7 @@ class Tree:
 
     @property
     def chains(self) -> list[list[Run]]:
-        """The chains, each as runs of tokens, the prompt's tokens included.
+        """All chains. Each chain is a list of runs, which begins with the prompt's tokens.
 
         A chain ends with a piece that no other piece continues.
         """

@@ -78,7 +78,7 @@ class RankError(EchoError):
 
 
 class DivergedError(EchoError):
-    """The policy has diverged, and the user wants the training to end for that."""
+    """The policy has diverged, and the user has asked that training then ends."""
 
     def __init__(self, text: str, *, good_step: int) -> None:
         """Store the message, and the last step before the trouble began."""

@@ -48,9 +48,9 @@ def program(name: str) -> str:
 
 
 def command(name: str, *, elsewhere: bool = False) -> str:
-    """Return the command line that runs a command: `bin/echo-node`, or else `echo-rl node`.
+    """Return the command line that runs a command of Echo.
 
-    The first form is for a checkout, the second for an installed package.
+    In a checkout this is `bin/echo-node`; with an installed package it is `echo-rl node`.
 
     Args:
         name: the command.

@@ -1,8 +1,9 @@
 """Rewards that consist of named parts.
 
 A task may return the parts of a reward, such as {"correct": 1.0, "format": 0.2}, in place of a
-number. Their sum is the reward that trains; the parts are only shown. From the task to the rollout
-the reward travels as a number that knows its parts; a `Rollout` keeps both.
+number. The policy is trained on their sum; the parts are only shown. On its way from the task to
+the rollout the reward is a `PartedReward`: a number with an attribute that holds the parts. A
+`Rollout` has a field for the reward and a field for the parts.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ MAX_PARTS = 32
 """The largest number of parts of a reward."""
 
 _NAME = r"[A-Za-z0-9_.-]{1,64}"
-"""The names become parts of the names of metrics."""
+"""A pattern for the name of a part, since a metric's name contains the name of the part."""
 
 PartName = Annotated[str, msgspec.Meta(max_length=64)]
 """A name on the wire; `find_name_fault` checks its characters."""
 
 
 class PartedReward(float):
-    """A reward with its parts, whose sum it is."""
+    """A reward that is the sum of its parts, and has the parts as an attribute."""
 
     parts: Mapping[str, float]
 
     def __new__(cls, parts: Mapping[str, float]) -> PartedReward:
-        """Return the sum of the parts, a number that knows them."""
+        """Return the sum of the parts, as a number with the attribute `parts`."""
         made = super().__new__(cls, math.fsum(parts.values()))
         made.parts = dict(parts)
         return made
@@ -53,7 +54,10 @@ def find_name_fault(names: Iterable[object]) -> str:
 
 
 def part_means(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each part over the rewards that have it, the first MAX_PARTS by name."""
+    """Return the mean of each part over the rewards that have this part.
+
+    If there are more than MAX_PARTS names, the first MAX_PARTS in alphabetical order are used.
+    """
     values: dict[str, list[float]] = {}
     for parts in rewards:
         for name, value in parts.items():

@@ -28,9 +28,9 @@ may still be fetching the previous version, and it is the base of deltas.
 """
 
 MAX_UNACKED_GROUPS = 64
-"""Finished groups that a worker keeps until the learner has them, and that a relay buffers: several
-times the groups of a full engine. With this number sampling does not pause for a slow disk, and the
-groups take little memory (2 MB each at 16 rollouts of 8192 tokens)."""
+"""Largest number of finished groups that a worker keeps until the learner has them, and that a
+relay buffers. A full engine has several times fewer groups, so a slow disk does not interrupt
+sampling. The groups take little memory (2 MB each at 16 rollouts of 8192 tokens)."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -113,8 +113,8 @@ class Rollout(Tokens):
     finish_reason: str
     """"stop" (a stop token), "length" (the token limit) or "abort" (cut short)."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """The named parts of the reward, which is their sum; empty if it has none. A PartedReward given
-    as `reward` is divided into the reward and its parts."""
+    """The named parts whose sum is the reward; empty if the reward has no parts. If `reward` is a
+    PartedReward, the parts are taken from it."""
     branches: Branches = field(default_factory=no_branches)
     """[K, 2] where the chains of an agent's tokens branch off (core/chains.py); empty if each token
     follows the one before it."""
@@ -236,8 +236,8 @@ def scored_part(group: Group) -> Group | None:
     """Return a group without the rollouts that the task cannot score.
 
     Returns:
-        The group, or None if rollouts were left out and fewer than two remain: their rewards cannot
-            be compared.
+        The group; None if rollouts were left out and fewer than two remain, because the advantage
+            compares the rewards of several rollouts.
     """
     scored = tuple(rollout for rollout in group.rollouts if not math.isnan(rollout.reward))
     if len(scored) == len(group.rollouts):
@@ -266,8 +266,8 @@ def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
     Continued rollouts may have such tokens.
 
     Returns:
-        The copy. None if no token is beyond the bound, or if a rollout would lose all its trainable
-            tokens, so that the group would lose a member.
+        The copy. None if no token is beyond the bound. Also None if a rollout would lose all its
+            trainable tokens, because the group would then lack a rollout.
     """
     rollouts = []
     for rollout in group.rollouts:
@@ -357,7 +357,7 @@ class PartialRollout(Tokens):
     def reset(self) -> PartialRollout:
         """Return a copy of the answer without its tokens.
 
-        The number of segments is kept, so the next segment gets another seed than the first.
+        The number of segments is kept, so that the next segment is sampled with a new seed.
         """
         return PartialRollout(num_segments=self.num_segments)
 
@@ -370,7 +370,7 @@ class PartialRollout(Tokens):
     def rollout(self, reward: float, *, stale_tokens: StaleTokens) -> Rollout:
         """Return the finished answer as a rollout with this reward.
 
-        If `stale_tokens` is "mask", tokens of other versions than the last token's are masked.
+        If `stale_tokens` is "mask", only tokens sampled by the last token's version stay trainable.
         """
         finished = self
         if stale_tokens == "mask":

@@ -1,17 +1,17 @@
 """Scores of a policy on held-out prompts: means and pass@k, each with a confidence interval.
 
-K answers are sampled for each of P prompts. Answers to one prompt resemble each other, so all
-spreads are taken over the prompts, of which each counts once.
+K answers are sampled for each of P prompts. Answers to one prompt resemble each other, so each
+prompt counts as one observation in means and standard errors.
 
     mean (avg@K)   mean over prompts of the mean reward of a prompt's answers
     pass@k         mean over prompts of the probability that at least one of k answers is right, if
                    k of the prompt's n answers, c of them right, are drawn:
                    1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv:2107.03374)
 
-Intervals hold 95 %. Where all values lie in [0, 1], as pass rates do, the interval is Wilson's,
-with the number of independent answers in place of the number of answers: it also means something
-where all answers are right, or none is. Otherwise it is the mean and 1.96 standard errors to both
-sides.
+All intervals are 95 % confidence intervals. If all values lie in [0, 1], as pass rates do, the
+interval is Wilson's, computed with an estimated number of independent answers. Wilson's interval is
+valid even if all answers are right or all are wrong. For other values the interval extends 1.96
+standard errors from the mean to both sides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Z = 1.959964
-"""Standard errors on both sides of the mean in which 95 % of a normal distribution lie."""
+"""95 % of a normal distribution lie within this many standard deviations of its mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Estimate:
 
     mean: float
     low: float
-    """Lower end of the interval; NaN if one prompt alone does not determine it, as `high`."""
+    """Lower end of the interval; both ends are NaN if one prompt is too few for an interval."""
     high: float
 
     @classmethod
@@ -94,6 +94,6 @@ class PromptScores:
 
     @property
     def ks(self) -> list[int]:
-        """The k of which pass@k is shown: 1, 2, 4 and so on, and K."""
+        """The values of k for which pass@k is shown: the powers of two up to K, and K itself."""
         powers = {1 << n for n in range(self.num_samples.bit_length())}
         return sorted({*powers, self.num_samples})

@@ -2,8 +2,8 @@
 
 Only the learner makes a status, from the state of its parts (`runtime/learner/report.py`). The live
 view draws the status, viewers receive it as JSON, and `status.json` in the run's directory has the
-last status. All numbers are finite, because JSON has no NaN and no infinity: such a value becomes
-None, or is left out of a history.
+last status. JSON has no NaN and no infinity, so a value that is not finite becomes None in a
+status, and is left out of a history.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 from echo.core.errors import DataError
 
 MAX_POINTS = 512
-"""Most points of a curve in a status. A screen has fewer columns of dots, and the points take a few
-kB.
+"""Largest number of points of a curve in a status. A screen cannot show more points, and this many
+points take only a few kB.
 """
 
 RunState = Literal["running", "paused", "finished", "stopped"]
@@ -48,8 +48,8 @@ class NodeStatus:
     """Weight bytes sent per second over the last seconds."""
     downlink_bytes_per_s: float | None = None
     uplink_bytes_per_s: float | None = None
-    """This field and the field before are the rates of the node's links, measured by transfers;
-    None before a measurement.
+    """Rate of the node's uplink; `downlink_bytes_per_s` is the rate of its downlink. Both were
+    measured by transfers, and are None before a measurement.
     """
     rtt_s: float | None = None
     """Round-trip time to the node's parent, seconds; None before a measurement."""
@@ -84,7 +84,7 @@ class LinkStatus:
     bytes_per_s: float | None
     """Measured rate of the child's transfers; None before a measurement."""
     remaining_s: float | None
-    """Seconds until the version has arrived, at this rate; None if the rate is not known."""
+    """Seconds until the version has arrived, if `bytes_per_s` stays; None if no rate is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class CostStatus:
     num_active: int
     num_standby: int
     decision: str = ""
-    """A description of the last change in which workers are active."""
+    """A description of the last change of the set of active workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +180,8 @@ class RunStatus:
     waiting_for: str = ""
     """The reason why the learner waits; empty while it does not wait."""
     explanation: str = ""
-    """Why the learner waited long in the last steps, or why workers have no groups, and the setting
-    to change; empty if nothing stalls."""
+    """Why the learner waited long in the last steps or why workers have no groups, and which
+    setting would help; empty if nothing stalls."""
     eta_s: float | None = None
     """Estimated seconds until the last step; None before two steps were timed."""
     nodes: tuple[NodeStatus, ...] = ()
@@ -230,7 +230,7 @@ class RunStatus:
 
     @classmethod
     def from_json(cls, data: bytes, *, source: str) -> RunStatus:
-        """Return the status that `to_json` has written; `source` names the data in an error.
+        """Return the status from JSON that `to_json` has made; an error names the data by `source`.
 
         Raises:
             DataError: if the data is no status, or a status of another release.

@@ -1,12 +1,12 @@
 """Deadlines, pacing and bounded maps for thousands of nodes.
 
-* `Paced`: limits how often work over all nodes is done (granting leases, planning links), which
-  nearly every message requests. In a small fleet the work is done at once. In a large fleet the
-  interval between two runs grows with the number of nodes, so that the cost per second stays
-  constant.
+* `Paced`: limits how often the learner does work that concerns all nodes, such as granting leases
+  and planning links. Nearly every message requests such work. In a small fleet the work is done
+  at once. In a large fleet the interval between two runs grows with the number of nodes, so that
+  the cost per second stays constant.
 * `Deadlines`: finds the earliest of many moving deadlines without a search through all of them.
 * `OncePerMinute`: rate-limited log lines about misbehaving peers.
-* `earliest`: returns the first of a few instants; roles call it after every message.
+* `earliest`: returns the earliest of a few instants. Roles call it after every message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 class RecentMap(Generic[RecentKey, Value]):
     """A map that keeps the `max_entries` entries that were written last.
 
-    So a map to which messages of peers add entries cannot grow without a limit.
+    Such a map stays bounded even if messages of peers add its entries.
     """
 
     def __init__(self, *, max_entries: int) -> None:
@@ -63,7 +63,7 @@ class RecentMap(Generic[RecentKey, Value]):
 
 
 MANY_NODES = 64
-"""Largest number of nodes in a fleet whose work is never delayed."""
+"""Largest number of nodes with which the work of a `Paced` is never delayed."""
 
 MINUTE_S = 60.0
 MAX_LINES = 100
@@ -89,8 +89,8 @@ class Paced:
         """Start with no requested run.
 
         Args:
-            node_s: in a large fleet, the least time between two runs, in seconds per node of the
-                fleet.
+            node_s: seconds per node. In a large fleet two runs are at least `node_s` times the
+                number of nodes apart.
         """
         self._node_s = node_s
         self._done_at = -math.inf

@@ -4,8 +4,9 @@ A rollout has two kinds of sets, each only if the learner asks for it:
 
     support   the ids that could have been drawn: top-k, top-p and min-p did not remove them. The
               learner scores the token on this set, so that learner and sampler compute its
-              probability in the same distribution. Before `min_tokens`, all ids except the stop
-              tokens' could have been drawn; such a set is recorded as the ids that it lacks.
+              probability in the same distribution. If the answer has fewer than `min_tokens`
+              tokens, every id except those of the stop tokens can be drawn. Such a set is
+              recorded by the ids that are not in it.
     likely    the sampler's most likely ids with their log-probabilities, which some corrections of
               the loss need.
 
@@ -33,11 +34,11 @@ TOO_LARGE = -1
 """The size of a set that has more than MAX_SET_IDS ids, and is therefore sent without its ids."""
 
 MAX_LACKING_IDS = 1 << 10
-"""The largest number of ids that a set recorded as what it lacks may lack."""
+"""The largest number of missing ids, for a set that is recorded by its missing ids."""
 
 
 def size_lacking(num_ids: int) -> int:
-    """Return the size of a set of the whole vocabulary but `num_ids` ids, at least one."""
+    """Return the entry of `sizes` for a set that lacks `num_ids` ids, at least 1."""
     return TOO_LARGE - num_ids
 
 
@@ -46,8 +47,8 @@ class TokenSets:
     """A set of token ids for each of the T tokens of a rollout."""
 
     sizes: npt.NDArray[np.int32]
-    """[T] number of ids of each set; NOT_RECORDED or TOO_LARGE for a set without ids; below that,
-    `size_lacking` of the recorded ids, which the set lacks.
+    """[T] number of ids of each set. For a set without recorded ids the value is NOT_RECORDED or
+    TOO_LARGE. For a set that is recorded by its n missing ids the value is `size_lacking(n)`.
     """
     ids: npt.NDArray[np.int32]
     """[M] the ids of all sets in the order of the tokens, ascending within a set."""
@@ -92,7 +93,7 @@ class TokenSets:
 
     @property
     def lacks(self) -> npt.NDArray[np.bool_]:
-        """[T] whether the recorded ids of each token are those that its set lacks."""
+        """[T] whether the recorded ids of each token are the ids that are missing from its set."""
         return self.sizes < TOO_LARGE
 
     @property
@@ -101,7 +102,7 @@ class TokenSets:
         return len(self.sizes)
 
     def __getitem__(self, tokens: slice) -> TokenSets:
-        """Return the sets of the tokens in a slice, whose step is ignored."""
+        """Return the sets of the tokens in a slice; the step of the slice is ignored."""
         starts = np.concatenate([[0], np.cumsum(self.counts)])
         first, stop, _ = tokens.indices(self.num_tokens)
         ids = slice(int(starts[first]), int(starts[max(first, stop)]))
@@ -112,7 +113,7 @@ class TokenSets:
         )
 
     def within(self, max_ids: int) -> TokenSets:
-        """Return the sets; a set of more than `max_ids` ids becomes TOO_LARGE, without ids."""
+        """Return a copy in which a set of more than `max_ids` ids is TOO_LARGE, without ids."""
         # A mask over the ids: those of a set that is kept.
         is_kept = np.repeat(self.sizes <= max_ids, self.counts)
         return TokenSets(
@@ -131,7 +132,7 @@ class TokenSets:
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
-        """[M] for each recorded id, the number of the token whose set contains the id."""
+        """[M] index of the token for which each id is recorded."""
         return np.repeat(np.arange(self.num_tokens), self.counts)
 
 
@@ -148,9 +149,9 @@ def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
 
 
 def all_but(ids: npt.NDArray[np.int32], num_tokens: int, *, of: int) -> TokenSets:
-    """Return the sets of `of` tokens, of which the first `num_tokens` lack these ids.
+    """Return `of` sets: the first `num_tokens` sets lack `ids`, and the others are not recorded.
 
-    For the tokens after them no ids are recorded.
+    Repeated ids count once. If `ids` is empty, no set is recorded.
     """
     lacking, num_tokens = np.unique(ids).astype(np.int32), min(num_tokens, of)
     sizes = np.full(of, NOT_RECORDED, np.int32)

@@ -138,7 +138,7 @@ def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ")
 
 
 def _three_digits(value: float) -> str:
-    """Return a number as text with three significant digits, or all digits of its whole part."""
+    """Return a number as text with three digits, or more if its whole part has more digits."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
@@ -152,7 +152,7 @@ def without_secrets(text: str) -> str:
 def without_keys(text: str) -> str:
     """Return a text without the keys that follow the addresses in it.
 
-    These keys are public, but the reader of a log cannot know that, and does not need them.
+    The keys are public. But the reader of a log cannot know that, and does not need the keys.
     """
     return _KEY.sub("", text)
 
