@@ -24,15 +24,16 @@ Rules
   disk receives.
 * A child takes the path with the fewest bytes to the newest version, and fetches the first item on
   this path: the whole image, a keyframe, or a delta from a version that the child holds completely.
-* A newer version preempts the version that is being fetched if less than half of the latter has
-  arrived, and if the direct path to the newer version costs no more bytes than the path through the
-  present one. A fetch is not preempted twice in a row; otherwise a link slower than the pace of
-  publication would never complete a version.
+* A newer version preempts the present fetch under two conditions. Less than half of the present
+  item has arrived, and the direct path to the newer version costs no more bytes than the path
+  through the present item. A fetch is not preempted twice in a row; otherwise a link slower than
+  the pace of publication would never complete a version.
 * Lost messages are requested again. A child leaves a parent that is silent for too long
   (`link.py`), and turns to the spare parent. Without a spare parent the child repeats its request,
-  and leaves the parent at the second silence. It also leaves a parent that sends chunks with wrong
-  hashes, or that announced an item and does not deliver it (`watchdog.py`). Then (`ParentFailed`)
-  `parents.py` chooses another parent, and the next Fetch names only the missing chunks.
+  and leaves the parent at the second silence. A child also leaves a parent that sends chunks with
+  wrong hashes, or that announced an item and does not deliver it (`watchdog.py`). Then
+  (`ParentFailed`) `parents.py` chooses another parent, and the next Fetch names only the missing
+  chunks.
 * If there is no space for an item, the node abandons the item, and tries it again with a backoff
   (`receiver.py`).
 * A child abandons an item for which the parent sends Gone. A child that leaves a parent forgets
@@ -180,7 +181,7 @@ class Broadcast:
 
     @property
     def payload(self) -> Chunked | None:
-        """The newest version that this node has, complete or partial, in its smallest form.
+        """The newest version of this node, which may be partial, in the form with the fewest bytes.
 
         None if the node has no version.
         """
@@ -214,7 +215,7 @@ class Broadcast:
 
     @property
     def patch_mode(self) -> PatchMode:
-        """The mode that says when a delta is written over the image of its base."""
+        """When a delta is written over the image of its base (`PatchMode`)."""
         return self._store.in_place.mode
 
     @patch_mode.setter
@@ -258,8 +259,8 @@ class Broadcast:
         """Take over a complete or partial image that an earlier process left on this machine.
 
         `frame` is the signed manifest, `storage` has the bytes, and `has_chunk` marks the correct
-        chunks. The manifest is verified again: newer versions may have arrived while the chunks
-        were hashed, and `trust` may have forgotten the manifest.
+        chunks. The manifest is verified again, because `trust` may have forgotten it: newer
+        versions may have arrived while the chunks were hashed.
         """
         manifest = self.trust.manifest(version, frame)
         signed, _ = self.trust.manifests[version]
@@ -330,9 +331,9 @@ class Broadcast:
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
         """Ask the parent for the learner's newest version, unless it is known already.
 
-        The Announce of this version may be under way, or may have been lost. If the parent does not
-        announce a newer version for GIVE_UP_STALLS * stall_s, the parent has no space for the
-        version or is cut off, so the node leaves this parent.
+        The Announce of this version may be under way, or may have been lost. If the parent
+        announces no newer version for GIVE_UP_STALLS * stall_s, then it has no space for the
+        version, or its own connections are broken. The node leaves such a parent.
         """
         held = self.newest_complete
         known = (self._store.newest_known, self.receiver.offers.newest)
@@ -411,7 +412,7 @@ class Broadcast:
     def _pass_on(
         self, found: Iterable[Action | ParentFailed], now: float
     ) -> list[Action | ParentFailed]:
-        """Return the receiver's result, with the sender's actions in place of store changes."""
+        """Return the receiver's result with each store change replaced by the sender's actions."""
         actions: list[Action | ParentFailed] = []
         for each in found:
             if not isinstance(each, StoreChange):

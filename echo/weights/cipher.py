@@ -19,11 +19,11 @@ lineage, with other names and keys.
 nothing else, so no nonce is used for two different texts.
 
 **No tag.** The learner signs the hash of the encrypted chunk. A signed hash is stronger than GCM's
-tag, because every receiver has the key of the tag. Without a tag encryption does not lengthen a
-chunk.
+tag, because every receiver has the key of the tag. Since there is no tag, an encrypted chunk is as
+long as the plain chunk.
 
-**At rest.** A node keeps an image decrypted: an engine reads the image, deltas are written over it,
-and on a disk the same pages are in a file that only the file's owner can read. A second, encrypted
+**At rest.** A node keeps an image decrypted: an engine reads the image, and deltas are written over
+it. If the image is on a disk, only the owner of its file can read the file. A second, encrypted
 image would cost as much memory as the model. A requested chunk is encrypted again, to the same
 bytes that the learner has signed (same key, nonce and text). Encrypted chunks that have just
 arrived or been made are kept for a while, for further children (`SentChunks`). If the memory of an
@@ -90,7 +90,7 @@ def _context(key: bytes, mode: modes.GCM | modes.CTR) -> CipherContext:
 
 @dataclass(frozen=True, slots=True)
 class Encrypted:
-    """Where a run of encrypted bytes begins in the chunks of a form, and the key of the chunks."""
+    """Where a run of encrypted bytes is among the chunks of a form, and the key to decrypt it."""
 
     key: bytes
     chunk: int
@@ -119,8 +119,8 @@ class Encrypted:
 
 
 SENT_BYTES = 8 << 20
-"""Number of bytes of encrypted image chunks that are kept; children that fetch the same item are a
-few chunks apart (`weights/sender.py`)."""
+"""Number of bytes of encrypted image chunks that are kept. Few bytes are enough, because children
+that fetch the same item are only a few chunks apart (`weights/sender.py`)."""
 
 
 class SentChunks:

@@ -24,9 +24,9 @@ The encoder does not try all codecs. It counts the changed words first. If at mo
 words have changed, CHANGES is within 5 % of the shortest codec, whatever the size of the changes.
 If more have changed, samples from the whole block decide.
 
-The decoder compares every length with the size of the block before it allocates memory. It
-allocates a few times the size of the block for an honest block, and at most about twenty times its
-size for any block.
+The decoder compares every length with the size of the block before it allocates memory. For an
+honest block the decoder allocates a few times the size of the block. For a malicious block it
+allocates at most about twenty times this size.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def pack_streams(*streams: Bytes) -> list[bytes]:
-    """Return each contiguous array as a stream: its length, then its bytes, packed if shorter."""
+    """Return each contiguous array as two parts: the length of its stream, then the stream.
+
+    The stream has the packed bytes of the array, or the bytes themselves if packing saves nothing.
+    """
     # A new compressor costs only 10 us, so each call makes one and threads share none.
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     parts = []
@@ -101,8 +104,8 @@ def pack_planes(words: Words) -> list[bytes]:
 def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
     """Copy `data` to `out`, which has the same length, without holding the GIL.
 
-    A slice assignment would hold the GIL. If the kernel then makes the writer of a file's page
-    wait, all threads would wait.
+    A slice assignment would hold the GIL. If `out` is a mapped file, the kernel may make the writer
+    wait, and then all threads would wait for the GIL.
     """
     np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
 
@@ -207,8 +210,8 @@ def has_more_changes(old: Words, new: Words, limit: int) -> bool:
 
     The result True is exact; False may be an estimate.
 
-    If samples suggest that at most half of `limit` words differ, the differing words are not
-    counted: counting takes a pass over both blocks, and the search for sparse changes follows
+    If samples suggest that at most half of `limit` words differ, the function returns False without
+    a count. A count would take a pass over both blocks, and the caller searches for the changes
     anyway.
     """
     every = _SAMPLE_STRIDE
@@ -227,8 +230,8 @@ def has_changed_little(old: memoryview, new: memoryview) -> bool:
 
     Args:
         old: one image.
-        new: the other image, of the same length. Both consist of bf16 or other words of two bytes,
-            or of larger words, whose halves are then counted.
+        new: the other image, of the same length. The function compares units of two bytes, so each
+            half of a larger word counts as a word.
     """
     size = len(new) // 2
     stride = max(1, min(_SAMPLE_STRIDE + 1, size // _SAMPLE_STRIDE))
@@ -242,8 +245,8 @@ def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
     Differences are modulo the word's size. If few words differ, most of the time is spent on the
     search. The comparison yields a byte for each word. Eight of these bytes are read as one number,
     and only the nonzero numbers are examined, which is twice as fast as a search for nonzero bytes.
-    The search works on pieces that fit into the caches, which saves a sixth: the old and new words
-    are then read from the caches.
+    The search works on pieces that fit into the caches, because reading the words from the caches
+    saves a sixth of the time.
     """
     size = max(8, min(_PIECE_BYTES // new.itemsize, -(-new.size // 8) * 8))
     differs = np.zeros(size, np.bool_)
@@ -362,7 +365,7 @@ def _unpack_gaps(packed: Bytes) -> Indices:
 
 
 def _step_table(word_bytes: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return a table with the two differences that each byte codes, packed into one number."""
+    """Return a table of all 256 bytes. Each entry packs the two differences that the byte codes."""
     byte = np.arange(256, dtype=f"<u{word_bytes}")
     nibbles = np.stack([byte & 15, byte >> 4], axis=1)
     steps = np.where(nibbles == _ESCAPE, 0, unzigzag(nibbles + 1)).astype(byte.dtype)
@@ -376,8 +379,8 @@ _STEPS = {word_bytes: _step_table(word_bytes) for word_bytes in (1, 2, 4)}
 WordBytes: TypeAlias = Literal[1, 2, 4]
 
 BLOCK_BYTES = 4 << 20
-"""Number of image bytes of a block: few enough for the caches, and so many that the headers hardly
-count."""
+"""Number of image bytes of a block. A block fits into the caches, and is so large that its headers
+hardly count."""
 
 UNCHANGED, RAW, CHANGES, DIFFERENCE, XOR, PLANES = range(6)
 
@@ -442,7 +445,7 @@ def code_block(
 
 
 def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) -> CodedBlock:
-    """Return a block coded as a delta, with the hash by which a receiver checks its base.
+    """Return a block coded as a delta, with the hash by which a receiver checks the base block.
 
     For the arguments see `encode_block`.
     """
@@ -631,7 +634,7 @@ def _shortest(old: Words, new: Words) -> int:
 
 
 def _samples(words: Words) -> Words:
-    """Return pieces from the whole length of a block; of a small block return all words."""
+    """Return sample words from the whole length of a block; all words of a small block."""
     if words.size <= NUM_SAMPLES * SAMPLE_WORDS:
         return words
     starts = np.linspace(0, words.size - SAMPLE_WORDS, NUM_SAMPLES, dtype=np.int64)
@@ -669,7 +672,9 @@ _FLOAT_BYTES: dict[str, WordBytes] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def word_bytes_of(tensors: Sequence[TensorSpec], start: int, stop: int) -> WordBytes:
-    """Return the size of the floats that take most of the bytes in [start, stop).
+    """Return the size of word with which to code the bytes in [start, stop) of an image.
+
+    This is the size of those floats that take the largest share of the bytes.
 
     A block may span tensors of several dtypes. It is coded with a single size of word, which
     affects only the coded length, not the decoded content. Tensors of dtypes that are no floats

@@ -22,10 +22,10 @@ state leaves the state unchanged.
                       --silence--> requested_again     --silence_with_spare--> alone
                       --complete--> idle
 
-**Credit and backpressure.** The window bounds the bytes that are under way or wait to be written:
-1.5 x rate x round trip + 2 chunks for each connection (a long link has several,
-`echo/net/zmq.py`). The rate is the measured rate of this link, so the window grows by half with
-each round trip until the link is full, and shrinks with the rate.
+**Credit and backpressure.** The window limits how many bytes may be under way or wait to be
+written. Its size is 1.5 x rate x round trip + 2 chunks for each connection (a long link has
+several, `echo/net/zmq.py`). The rate is the measured rate of this link, so the window grows by half
+with each round trip until the link is full, and shrinks with the rate.
 
 **Timeout.** The parent is silent when the node awaits a message and neither a chunk nor a Waiting
 has arrived for `patience_s`. `patience_s` is the longest of these times: four round trips, four
@@ -35,12 +35,12 @@ its parent at the first silence. Without a spare parent the node repeats its req
 leaves the parent at the second silence. The limits of `patience_s`:
 
 * At least MIN_PATIENCE_S with a spare parent.
-* At least the configured time without a spare parent, and for the first chunk, which all children
-  request at the same time.
+* At least the configured time without a spare parent. The same limit holds for the first chunk
+  after a request, because all children request this chunk at the same time.
 * The configured time while the rate of the link is unknown, doubled for each parent that was left
   for its silence. Otherwise a slow link would never deliver a chunk.
-* A parent that waits itself announces when its next Waiting follows, and may send it up to
-  PROMISE_GRACE_S later.
+* A parent that itself waits for the item announces when it will send its next Waiting. This Waiting
+  may arrive up to PROMISE_GRACE_S later.
 * No limit while a chunk of the link is being written: if the disk is slower than the link, the
   parent has no credit and cannot send.
 """
@@ -64,9 +64,9 @@ def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, f
     """Return how many bytes a receiver should have requested at any time.
 
     One bandwidth-delay product keeps the link full. Half a product more lets the estimated rate
-    grow if the window itself is the limit. Two more chunks for each connection are at its ends; a
-    long link has several connections. A larger window would fill the queue of a slow uplink and
-    delay later messages.
+    grow if the window itself is the limit. The window has two more chunks for each connection,
+    because a chunk is being handled at each end. A long link has several connections. A larger
+    window would fill the queue of a slow uplink and delay later messages.
 
     Args:
         rate: bytes per second of this link; None if not measured yet.
@@ -84,7 +84,7 @@ def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, f
 
 
 class LinkState(StrEnum):
-    """Which messages a node awaits from its parent."""
+    """The state of a link: which messages the node awaits from its parent."""
 
     ALONE = "alone"
     """The node has no parent."""
@@ -189,23 +189,26 @@ _ASKED_AGAIN = frozenset({LinkState.SUBSCRIBED_AGAIN, LinkState.REQUESTED_AGAIN}
 MIN_PATIENCE_S = 0.5
 MAX_PATIENCE_S = 60.0
 PROMISE_GRACE_S = 0.5
-"""Seconds by which a parent that waits itself may send its next message later than announced."""
+"""A parent that itself waits for the item may send its next Waiting this many seconds later than it
+announced."""
 MAX_PROMISE_S = 2.0
-"""A parent that waits itself announces the time until its next message. A longer time than this, in
-seconds, counts as this time."""
+"""Longest time, in seconds, that a parent may announce until its next Waiting. If a parent
+announces a longer time, the node counts only this time."""
 GAP_MEMORY = 0.98
-"""Factor by which the longest gap is multiplied at each chunk that arrives sooner."""
+"""If a chunk arrives after a shorter gap than the longest, the longest gap is multiplied by this
+factor. So old gaps are forgotten."""
 MAX_WINDOW_BYTES = 64 << 20
 """Largest number of bytes that a parent may have to queue for one child."""
 MAX_WRITING_WINDOWS = 4
-"""Largest number of a link's bytes that wait to be written, as a multiple of MAX_WINDOW_BYTES:
-after a repeated request, the chunks of the first request may still arrive."""
+"""Largest number of a link's bytes that wait to be written, as a multiple of MAX_WINDOW_BYTES. The
+factor exceeds 1, because the chunks of a first request may still arrive after the request was
+repeated."""
 MAX_DOUBLINGS = 4
-"""Largest number of times that the patience is doubled while no rate was measured: up to 16 times
-the configured time."""
+"""Largest number of times that the patience is doubled while the rate of the link is unknown. The
+longest patience is then 16 times the configured time."""
 MAX_BAD_CHUNKS = 3
-"""Number of chunks with a wrong hash after which a parent is left; a single one can be a memory
-error."""
+"""After this many chunks with a wrong hash the node leaves the parent. A single wrong chunk may
+come from a memory error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +246,7 @@ class ParentLink:
     """Seconds to the next Waiting, as the parent announced in its last Waiting; 0 if the parent
     does not wait itself."""
     num_failures: int = 0
-    """Number of parents that this node left because they were silent, since it last measured a
-    rate."""
+    """Number of silent parents that this node has left since it last measured a rate."""
     num_bad_chunks: int = 0
 
     def _move(self, event: LinkEvent) -> None:
@@ -261,7 +263,7 @@ class ParentLink:
         return self.state in _AWAITS_CHUNKS
 
     def connect(self, peer: str | None, *, rtt_s: float | None) -> None:
-        """Change to the parent `peer`, which has answered; if `peer` is None, have no parent."""
+        """Make `peer`, which has answered, the parent; if it is None, have no parent."""
         self._move(LinkEvent.DISCONNECT)
         if peer is not None:
             self._move(LinkEvent.CONNECT)
@@ -286,7 +288,8 @@ class ParentLink:
     def fetch(self, *, now: float) -> int:
         """Note that this node sends Fetch, and return the bytes of credit that the Fetch gives.
 
-        The credit is the window, less the bytes of any item that are still being written.
+        The credit is the window minus the bytes that are still being written, of this or another
+        item.
         """
         self._move(LinkEvent.FETCH)
         self.window = self.window or self.first_window_bytes
@@ -298,13 +301,13 @@ class ParentLink:
     def has_space(self, num_bytes: int) -> bool:
         """Return whether `num_bytes` more may wait to be written.
 
-        A parent that keeps to its credit stays far below this limit.
+        The limit is far above the bytes that a parent may send within its credit.
         """
         return self.writing_bytes + num_bytes <= MAX_WRITING_WINDOWS * MAX_WINDOW_BYTES
 
     @property
     def can_bring(self) -> bool:
-        """Whether the node awaits chunks and the parent has credit to send some."""
+        """Whether the node awaits chunks, and the parent has enough credit to send chunks."""
         return self.awaits_chunks and self.window > self.unspent_bytes + self.writing_bytes
 
     def received(self, num_bytes: int, *, now: float) -> None:
@@ -320,15 +323,15 @@ class ParentLink:
     def released(self, num_bytes: int, *, now: float) -> None:
         """Note that a chunk was written or discarded.
 
-        The time for which the parent is silent is counted from now.
+        The silence of the parent is counted from now.
         """
         self.writing_bytes -= num_bytes
         self.progress_at = now
 
     def took(self, num_bytes: int, *, chunk_bytes: int) -> tuple[int, int]:
-        """Note that a chunk is held; return the bytes to acknowledge and the credit to give.
+        """Note that a chunk of `num_bytes` is held; return (bytes to acknowledge, credit to give).
 
-        Both are 0 until a quarter of the window has been written.
+        Both numbers are 0 until the bytes to acknowledge are a quarter of the window.
         """
         self.unspent_bytes += num_bytes
         if self.unspent_bytes < self.window // 4:
@@ -389,7 +392,8 @@ class ParentLink:
     def silence_s(self, chunk_bytes: int, *, now: float) -> float:
         """Return for how many seconds the parent has been silent.
 
-        The first silence is included if the node has repeated its request.
+        If the node has repeated its request because of a silence, the time of this silence is
+        included.
         """
         was_asked_again = self.state in _ASKED_AGAIN
         return now - self.progress_at + self.patience_s(chunk_bytes) * was_asked_again

@@ -12,8 +12,8 @@ holds, or a keyframe, in segments whose tables are signed one by one (`encoded.p
 kinds of table. A table of the first kind has the hashes of the decoded image chunks, and the last
 such table contains the manifest. A table of the second kind has the hashes of those words in the
 base that the segment replaces. The replaced words and the signed changes determine every decoded
-byte, so such a delta can be sent before its image has been hashed. The manifest follows as the
-version's **seal**, when the learner has hashed the image, which it does during training.
+byte, so such a delta can be sent before its image has been hashed. The learner hashes the image
+later, during training, and then sends the manifest as the version's **seal**.
 
 Sizes come from the network, and are checked against each other before memory is allocated.
 """
@@ -128,7 +128,7 @@ _signed_decoder = msgspec.msgpack.Decoder(SignedManifest)
 
 
 def provisional(manifest: Manifest, version: PolicyVersion) -> Manifest:
-    """Return a manifest of `version` with the layout of another manifest, without hashes."""
+    """Return a manifest of `version` that has no hashes, and the same layout as `manifest`."""
     return msgspec.structs.replace(
         manifest, version=version, chunk_hashes=b"", sent_hashes=b"", key_hash=b""
     )
@@ -145,7 +145,7 @@ class ChunkHashes(NamedTuple):
 def hash_chunks(
     image: bytes | bytearray | memoryview, chunk_bytes: int, chunks: range, key: bytes = b""
 ) -> ChunkHashes:
-    """Return the hashes of chunks of an image: of the plain and of the encrypted chunks.
+    """Return the hashes of some chunks of an image, both as plain and as encrypted chunks.
 
     Args:
         image: the bytes of the image.
@@ -166,7 +166,7 @@ def hash_chunks(
 
 
 def hash_image(image: bytes | bytearray | memoryview, chunk_bytes: int) -> bytes:
-    """Return the hash of an image: the hash of its chunks' hashes, which threads compute."""
+    """Return the hash of an image: the hash over the hashes of its plain chunks, in order."""
     chunks = range(-(-len(image) // chunk_bytes))
     return blake3(hash_chunks(image, chunk_bytes, chunks).plain).digest()
 
@@ -378,7 +378,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether the table has hashes of the replaced bytes, and not of the decoded image."""
+        """Whether the table has hashes of the replaced bytes, instead of the decoded image."""
         return bool(self.old_hashes)
 
     @property
@@ -399,7 +399,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
         Args:
             where: the name of the segment in error messages.
-            first_block: number of the block after the last block of the segment before.
+            first_block: number of the block with which this segment must begin.
             max_bytes: size of the largest image that this node accepts, in bytes.
 
         Raises:

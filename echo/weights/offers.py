@@ -57,7 +57,7 @@ class Offers:
         return self._sizes.get(item, 0)
 
     def is_refused(self, item: ItemId) -> bool:
-        """Return whether this node has refused an item, which it never fetches again."""
+        """Return whether this node has refused an item, so that it never fetches the item again."""
         return item in self._refused
 
     def refuse(self, item: ItemId) -> None:

@@ -7,17 +7,17 @@ at once, even while another parent is being dialled. Without a spare connection 
 next parent of the list, and after the last parent the first one again. The connection in use is
 kept until its replacement has answered, so a new plan never breaks a transfer.
 
-A parent that failed under an unchanged plan is tried again when the learner repeats the plan (which
-the learner does while the node uses another parent). The parent is tried after `retry_preferred_s`
-at the earliest, with a backoff: otherwise a node could alternate endlessly between two parents that
-both lack the item. A parent that sent chunks with wrong hashes is **quarantined**: it is not
-dialled for QUARANTINE_S, unless it is the learner.
+While a node uses another parent than the plan prefers, the learner repeats the plan. When a
+repeated plan arrives, the node tries the failed parent again, but not before `retry_preferred_s`
+has passed. This time doubles with each failure. Otherwise a node could alternate endlessly between
+two parents that both lack the item. A parent that sent chunks with wrong hashes is **quarantined**:
+it is not dialled for QUARANTINE_S, unless it is the learner.
 
 If no parent of the plan serves a node, the node uses its **last resort**: it dials the addresses at
-which the learner may be, and fetches weights from a node at such an address only if this node is
-the learner. A plan may lack these addresses, because a learner that listens on a wildcard address
-does not know its own address, and because a relay may have changed the plan. If the last resort
-fails as well, a quarantine ends after ALONE_S, because no other parent is left.
+which the learner may be, and fetches weights from a process that answers there only if this process
+is the learner. A plan may lack these addresses, because a learner that listens on a wildcard
+address does not know its own address, and because a relay may have changed the plan. If the last
+resort fails as well, a quarantine ends after ALONE_S, because no other parent is left.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from echo.wire.actions import Action, Dial, HangUp, Note
 from echo.wire.messages import LEARNER_ID, TopologyPlan
 
 CONNECT_TIMEOUT_S = 3.0
-"""Seconds to wait for an answer from a dialled address before the next address is dialled; a WAN
-handshake takes less than 1."""
+"""If a dialled address does not answer within this many seconds, the next address is dialled. A WAN
+handshake takes less than 1 s."""
 QUARANTINE_S = 600.0
 ALONE_S = 10.0
-"""Seconds of quarantine if no other parent serves this node: the parent's fault may have passed."""
+"""Seconds after which a parent's quarantine ends if no other parent serves this node. The fault of
+the parent may have passed."""
 
 
 @dataclass(slots=True)
@@ -88,7 +89,10 @@ class Parents:
 
     @property
     def learner_addresses(self) -> list[str]:
-        """The addresses at which the learner may be: first of the settings, then of the plan."""
+        """The addresses at which the learner may be.
+
+        The addresses in the settings come first, then the learner's address in the plan.
+        """
         planned = self.learner_address
         is_new = planned and planned not in self._addresses
         return [*self._addresses, *([planned] if is_new else [])]
@@ -124,7 +128,7 @@ class Parents:
     # --- the plan --------------------------------------------------------------------------------
 
     def new_learner(self) -> None:
-        """Note that plans are numbered from the start again: the learner has restarted."""
+        """Note that the learner has restarted, and so numbers its plans from the start again."""
         self._epoch = -1
 
     def on_plan(self, plan: TopologyPlan, *, now: float) -> list[Action]:
@@ -233,7 +237,7 @@ class Parents:
     # --- connections -----------------------------------------------------------------------------
 
     def dialled(self, address: str, peer: str) -> None:
-        """Note the link of the connection that was dialled to this address."""
+        """Note that `peer` is the link that was made by dialling `address`."""
         for connection in self.connections:
             if connection.address == address and not connection.peer:
                 connection.peer = peer

@@ -8,11 +8,12 @@ and is not counted, and a burst of a single chunk measures nothing.
 * A receiver measures each link, and sizes its window by the rate. It adds chunks as they arrive,
   and pauses when all requested chunks have arrived or the parent sends Waiting.
 * A sender measures its **uplink** to all children together. It adds bytes as they are acknowledged,
-  and pauses when no child fetches. If children have been sent all held chunks, or if there is only
-  one child, the children may be slower than the uplink. A sample that consists mostly of such time
-  shows only a lower bound of the uplink's rate. A sample in which the uplink was the limit may
-  still be low, because TCP lost time. So the estimate falls only after LOWER_SAMPLES low samples in
-  a row, and then to the highest of these samples. Otherwise the plan would oscillate.
+  and pauses when no child fetches. While all held chunks have been sent to the children, or while
+  there is only one child, the uplink may be faster than the children receive. A sample that
+  consists mostly of such time shows only a lower bound of the uplink's rate. A sample in which the
+  uplink was the limit may still be low, because TCP lost time. So the estimate falls only after
+  LOWER_SAMPLES low samples in a row, and then to the highest of these samples. Otherwise the plan
+  would oscillate.
 * The rate of a receiver's **downlink** cannot be inferred from the rate at which it receives,
   because its parents are usually slower. `topology/sites.py` decides when the downlink is a limit.
 
@@ -34,23 +35,25 @@ SAMPLE_CHUNKS = 4
 """Least number of chunks of a sample: with fewer, rounding dominates the rate."""
 
 UPLINK_SAMPLE_S = (2.0, 5.0)
-"""Least busy time, in seconds, of a sample of an uplink's rate. The first value is for samples with
-at least UPLINK_SAMPLE_ACKS acknowledgements, the second for samples with fewer."""
+"""Least busy time, in seconds, of a sample of an uplink's rate. The first value applies to a sample
+with at least UPLINK_SAMPLE_ACKS acknowledgements, the second value to a sample with fewer."""
 
 UPLINK_SAMPLE_ACKS = 128
-"""Number of acknowledgements with which a sample of an uplink may be short. Each child acknowledges
-several chunks at once, at a time of its own, so with fewer acknowledgements chance dominates the
-rate, and the highest sample is far too high."""
+"""A sample of an uplink may be short if it has at least this many acknowledgements. Children
+acknowledge several chunks at once, at different times. So in a short sample with fewer
+acknowledgements chance dominates the rate, and the highest sample is far too high."""
 
 IDLE_SHARE = 0.25
-"""A sample counts as limited by the uplink if the share of children that the uplink does not limit
-(`UplinkEstimate.wait`) is at most this, on average over the time of the sample."""
+"""The uplink does not limit some children, and `UplinkEstimate.wait` notes their share. If the mean
+of this share over the time of a sample is at most IDLE_SHARE, the sample counts as limited by the
+uplink."""
 
 LOWER_SAMPLES = 4
 """Number of lower samples in a row, all limited by the uplink, after which the estimate falls."""
 
 RISE_S = 4.0
-"""Busy time, in seconds, in which the weight of an estimate that is too low falls to 1/e."""
+"""Time constant with which higher samples raise the estimate. In this busy time, in seconds, the
+weight of the former estimate falls to 1/e."""
 
 RATE_WINDOW_S = 1.0
 """Busy time, in seconds, in which the weight of an old sample falls to 1/e."""
@@ -60,7 +63,7 @@ MOST_BYTES_PER_S = 1e12
 
 
 class RateEstimate:
-    """An estimate of a link's rate: bytes per busy second, older samples weighing less."""
+    """An estimate of a link's rate, in bytes per busy second. Older samples have less weight."""
 
     def __init__(self) -> None:
         """Start with no samples and no estimate."""
@@ -136,7 +139,7 @@ class UplinkEstimate(RateEstimate):
         bound."""
 
     def wait(self, share: float, *, now: float) -> None:
-        """Note which share of the children, 0 to 1, the uplink does not limit from now on."""
+        """Note that from now on the uplink does not limit `share` of the children (0 to 1)."""
         if not self.is_paused:
             since = max(self._shared_at, self._began_at)
             self._waited_s += self._share * max(0.0, now - since)
@@ -252,7 +255,9 @@ class UplinkProbe:
         return [Send(peer, encode(Probe(), [bytes(num_bytes)], source=self._node_id))]
 
     def acknowledged(self, peer: str, *, now: float) -> list[Action]:
-        """Raise the estimate when a probe is acknowledged; if that was fast, send a larger probe.
+        """Raise the estimate when `peer` acknowledges a probe.
+
+        If the acknowledgement came fast, send a larger probe.
 
         An acknowledgement that is not awaited is ignored.
         """

@@ -8,8 +8,8 @@ deltas have made. A chunk passes these steps:
     Chunk -> take -> WriteChunk -> [a thread, or here at once] -> written: held, served, credited
 
 Chunks that arrive in one message are verified one by one, and then held, forwarded and credited
-together. If each were handled alone, the Python code would take half as long as the hash of the
-chunk.
+together. If each chunk were handled alone, the Python code for a chunk would cost half as much time
+as hashing the chunk.
 
 **Writing.** A write to a version store may take long (if the store is a mapped file, the kernel
 makes writers wait when the disk is behind). Such a write runs in a thread, and the loop continues.
@@ -111,7 +111,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 """The first and the longest pause between two attempts to find space, in seconds; the pause doubles
 each time."""
 RELEASE_PAUSE_S = 0.2
-"""Seconds to wait after an image was dropped: frames that are being sent still hold its memory."""
+"""Seconds from the drop of an image to the next look for space. The memory is not free at once,
+because frames that are being sent still use it."""
 
 
 class SpaceRetry:
@@ -147,14 +148,20 @@ class SpaceRetry:
             self.retry_at = min(self.retry_at, now + RELEASE_PAUSE_S)
 
     def is_due(self, *, now: float) -> bool:
-        """Return whether to look for space now; if so, the next `lack` sets the next time."""
+        """Return whether to look for space now.
+
+        After the result True, no further attempt is due until `lack` sets its time.
+        """
         if self.retry_at is None or now < self.retry_at:
             return False
         self.retry_at = None
         return True
 
     def found(self) -> None:
-        """Note that there was space, so the next failure is reported and has the shortest pause."""
+        """Note that there was space.
+
+        So the next failure is reported, and its first pause is the shortest.
+        """
         self.retry_at, self._pause_s, self._has_noted = None, FIRST_PAUSE_S, False
 
 
@@ -209,7 +216,7 @@ class Receiver:
     def _abandon_unoffered(self, now: float) -> list[Action]:
         """Abandon the present item if the parent does not offer it and no table has arrived.
 
-        Such an item may not exist, so that no parent would ever serve it.
+        If such an item does not exist, no parent will ever serve it.
         """
         item = self.item
         encoded = None if item is None else self.store.encoded_versions.get(item)
@@ -452,7 +459,7 @@ class Receiver:
         ]
 
     def _on_gone(self, message: Gone, now: float) -> list[Action | ParentFailed]:
-        """Abandon an item that the parent no longer has; the parent announces its items next."""
+        """Abandon an item that the parent no longer has; an Announce of its items follows."""
         item_id = (message.version, message.form)
         self.offers.withdraw(item_id)
         if self.item != item_id:
@@ -507,7 +514,7 @@ class Receiver:
         return [*actions, *self._write(begun, now)] if begun else actions
 
     def _write(self, begun: list[WriteChunk], now: float) -> Sequence[Action | ParentFailed]:
-        """Write chunks: at once if they go to memory, otherwise by returning work for threads."""
+        """Write chunks at once if they go to memory; otherwise return work for threads."""
         item_id, item = begun[0].item_id, begun[0].item
         if not self.store.may_block(item_id):
             return self._written([(work, work.run()) for work in begun], now)
@@ -582,7 +589,10 @@ class Receiver:
         return [*actions, *(self._request(now) if self.item == work.item_id else [])]
 
     def _leave_unwritable(self, work: WriteChunk, fault: str, now: float) -> list[Action]:
-        """Drop an item that the disk refuses to write; retry it later, as without space."""
+        """Drop an item that the disk refuses to write.
+
+        The item is tried again later, as if the disk were full.
+        """
         error = StorageError(f"chunk {work.index} of {work.item_id[0]} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
@@ -625,7 +635,7 @@ class Receiver:
 def _check(message: Chunk, payload: list[Frame], *, num_chunks: int | None) -> None:
     """Check that a Chunk message is right for an item that has `num_chunks` chunks.
 
-    None for `num_chunks` means that more chunks of the item may be announced.
+    If `num_chunks` is None, the number is not final yet, and an index of any size is accepted.
 
     Raises:
         RemoteProtocolError: if a chunk's index is outside its item, or its bytes are missing.

@@ -3,9 +3,9 @@
 **Period.** The publish period is fixed, or the smallest period in which training hides the
 broadcast of a version. It is counted from the last publication, and is at most S + 1, where S is
 the staleness bound in force. So two versions are never more than S + 1 steps apart, even if period
-and bound change in between. If they were further apart, the last version would be too old to sample
-for the step after which the next version is due, and learner and workers would wait for each other
-forever.
+and bound change in between. If they were further apart, learner and workers would wait for each
+other forever: the learner publishes the next version only after a certain step, and the workers'
+version would be too old to sample for this step.
 
 **Path.** A version can be fetched as its full image, as a keyframe (packed, without a base), or as
 a delta against an older version, which again can be fetched in several forms. A node takes the path
@@ -15,7 +15,7 @@ fewest steps, because each step costs a pass over the whole image.
 **Forms.** A small version is published only as its image, and so is every version if codec =
 "full". For any other version the learner makes a delta against its last published version, offers
 the image after the first segment of the delta, and makes a keyframe from time to time. Sizes
-measured in this run decide, by one measure: the bytes that a node has to fetch.
+measured in this run decide on the forms. The aim is that a node has to fetch few bytes.
 
 * A node without any version fetches a **keyframe**, and then the deltas made since. A new keyframe
   is due when that path costs KEYFRAME_MARGIN more than a new keyframe would, or has more than
@@ -43,8 +43,8 @@ from echo.wire.messages import ItemId
 # --- publish period -------------------------------------------------------------------------------
 
 MAX_PENDING = 64
-"""Largest number of published versions whose arrival is measured; above it the arrival of the
-oldest is no longer measured."""
+"""Largest number of published versions whose arrival is awaited at the same time. If there are
+more, the arrival of the oldest version is not measured."""
 
 
 class PublishPace:
@@ -118,10 +118,10 @@ class PublishPace:
     def received(
         self, installed: Sequence[PolicyVersion | None], *, now: float, train_s: float | None
     ) -> bool:
-        """Note the newest version of each node; return whether all now have a published version.
+        """Note the newest version of each node; return whether a broadcast has reached all nodes.
 
-        `installed` has None for a node without a version. `train_s` is the time of a step, to adapt
-        the period; None if it is unknown.
+        `installed` has None for a node without a version. `train_s` is the time of a training step,
+        by which the period is adapted; None if this time is unknown.
         """
         slowest = min((v for v in installed if v is not None), default=None)
         if slowest is None or None in installed:
@@ -187,15 +187,14 @@ def cheapest_paths(
 # --- full image, keyframe or delta ----------------------------------------------------------------
 
 MIN_IMAGE_BYTES = 4 << 20
-"""An image smaller than this, in bytes, fits into one window. So its version is sent only as this
-image, unless codec = "delta"."""
+"""Smallest image, in bytes, whose version is encoded. A smaller image fits into one window, so its
+version is sent only as the image, unless codec = "delta"."""
 HOPELESS_SHARE = 0.9
-"""Ratio of coded to image bytes in the first segment above which the encoded version is abandoned.
-"""
+"""An encoded version is abandoned if the ratio of coded to image bytes in its first segment is
+above this limit."""
 KEYFRAME_MARGIN = 0.25
-"""A new keyframe is due when the last keyframe and the deltas after it have more bytes than a new
-keyframe, by this share.
-"""
+"""A new keyframe is due when the last keyframe and the deltas after it together exceed the size of
+a new keyframe by more than this share."""
 MAX_STEPS = 16
 """Largest number of encoded versions on the path to the newest version."""
 DELTA_SHARE = 0.8

@@ -5,10 +5,10 @@ chunks in ascending order, each as soon as this node holds it, within the child'
 
 * **Siblings.** TCP divides an uplink unevenly, and the child with the smallest share would delay
   all nodes below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
-  sibling that fetches the same item. This node does not wait for three kinds of child: a child that
-  was silent for as long as SILENT_CHUNKS chunks usually take, a child that has taken less than half
-  of the recent median rate for SLOW_AFTER_S (its disk may be slower than its link), and a child
-  whose next chunk this node does not hold. The time in which a child is held back does not count
+  sibling that fetches the same item. Three kinds of child hold no sibling back. The first was
+  silent for as long as SILENT_CHUNKS chunks usually take. The second has taken chunks at less than
+  half of the median rate for SLOW_AFTER_S (its disk may be slower than its link). The third waits
+  for a chunk that this node does not hold. The time in which a child is held back does not count
   for its rate; otherwise all siblings would seem as slow as the slowest.
 * **Together.** Chunks that a child receives within TOGETHER_S are sent in one message, each in a
   frame of its own, because on a fast link most of the Python time is spent once per message. On a
@@ -66,12 +66,12 @@ PACE_S = 10.0
 """Length of one period, in seconds; a child's pace is measured over the present period and the one
 before."""
 TOGETHER_S = 0.005
-"""Chunks that a child receives within this many seconds are sent in one message; chunks of 1 MiB
-are sent so above 3 Gbit/s. At each hop the first of these chunks arrives at most this much later.
-"""
+"""Chunks that a child receives within this many seconds are sent in one message. Chunks of 1 MiB
+share a message if the child takes more than 3 Gbit/s. At each hop the first chunk of a message
+arrives at most this many seconds later than if it were sent alone."""
 TOGETHER_BYTES = 4 << 20
-"""Largest number of bytes of the chunks in one message, unless it is a single chunk: larger
-messages exceed the CPU's caches and are no faster."""
+"""Largest number of chunk bytes in a message with several chunks. Larger messages exceed the CPU's
+caches and are no faster."""
 
 
 class Pace:
@@ -147,7 +147,7 @@ class Child:
     """The newest version that was announced to the child."""
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
-    """The item that the child has requested, while this node does not know it; otherwise None."""
+    """The requested item if this node does not know the item yet; otherwise None."""
     ranges: tuple[tuple[int, int], ...] = ()
     """The ranges of chunks that the child has requested, whether this node knows the chunks or not.
     """
@@ -248,15 +248,15 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
 # --- sender ---------------------------------------------------------------------------------------
 
 PIN_STALLS = 10
-"""Multiple of stall_s after which a silent child no longer prevents the eviction of the item that
-it was fetching."""
+"""After a silence of this multiple of stall_s, a child no longer prevents the eviction of the item
+that it was fetching."""
 FORGET_STALLS = 60
 """A child that does not react to an announcement within this multiple of stall_s is forgotten."""
 MAX_LEAD_CHUNKS = 4
 """Largest number of chunks that a child may be ahead of its slowest healthy sibling."""
 MAX_SIBLINGS = 64
-"""A child with more siblings than this is not held back: then the fleet is a star, which shares the
-uplink."""
+"""A child with more siblings than this is not held back. So many children occur only in a star,
+where all nodes share the learner's uplink."""
 SLOW_AFTER_S = 5.0
 SILENT_CHUNKS = 8
 """A child may be dead if it is silent for the time that this many chunks usually take. Other
@@ -417,7 +417,7 @@ class Sender:
         return actions
 
     def _patience_s(self, child: Child, now: float) -> float:
-        """Return for how many seconds siblings wait for a silent child that has no credit."""
+        """Return for how many seconds siblings wait for a child that is silent and lacks credit."""
         return min(
             max(SILENT_CHUNKS / max(child.pace.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S
         )
@@ -446,8 +446,8 @@ class Sender:
     def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
         """Send a child the chunks that it wants, in order, up to its credit and to `limit`.
 
-        `limit` is the largest lead in chunks. The first chunk that this node does not hold ends the
-        series.
+        `limit` is the largest lead in chunks. Sending stops at the first chunk that this node does
+        not hold.
         """
         actions: list[Action] = []
         if child.fetching is None:
@@ -513,7 +513,7 @@ class Sender:
         return actions
 
     def extend(self, item: ItemId, now: float) -> list[Action]:
-        """Send children the table of a new segment, and its chunks that this node holds."""
+        """Send children the table of a new segment, and the chunks of it that this node holds."""
         encoded = self.store.encoded_versions.get(item)
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
