@@ -12,8 +12,8 @@ the step.
 With other C libraries these functions do nothing.
 
 oneDNN multiplies 16-bit matrices on a CPU. For each of up to 1 024 shapes it caches generated code,
-and the weights in its own layout. Each sampling call brings shapes that no earlier call had, so a
-worker's memory grows with each call, unless the number is lowered (`bound_onednn`).
+and the weights in its own layout. Each sampling call brings shapes that no earlier call had. So a
+worker's memory grows with each call unless `bound_onednn` lowers the number of shapes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ the next step uses the same shapes.
 
 
 def bound_onednn(environment: MutableMapping[str, str]) -> None:
-    """Bound oneDNN's caches to `ONEDNN_SHAPES` shapes; must run before its first matrix product.
+    """Limit oneDNN's caches to `ONEDNN_SHAPES` shapes; call before the first matrix product.
 
     Args:
         environment: environment variables of the process; a variable that is already set is left
@@ -78,8 +78,8 @@ def bound_onednn(environment: MutableMapping[str, str]) -> None:
 
 
 GROWN_BYTES = 256 << 20
-"""Growth of the process, in bytes, after which a `Trimmer` returns freed memory. If the value is 64
-MiB, a step causes more page faults, and its peak is hardly lower.
+"""Growth of the process, in bytes, after which a `Trimmer` returns freed memory. With 64 MiB
+instead, a step would cause more page faults, and its peak memory would be hardly lower.
 """
 
 

@@ -68,8 +68,8 @@ class Sampling:
     more; 1 keeps all tokens.
     """
     top_k: int
-    """Keep this number of most likely tokens, and further tokens that are as likely as the last of
-    these; applied before top_p; 0 keeps all tokens.
+    """Keep this number of most likely tokens, and further tokens that are as likely as the least
+    likely of them. top_k is applied before top_p; 0 keeps all tokens.
     """
     max_completion_tokens: int
     """Number of tokens after which a completion ends with "length", at least 1."""
@@ -114,19 +114,19 @@ class Sampling:
 
     @property
     def has_support(self) -> bool:
-        """Whether completions record each token's support: some ids cannot be drawn."""
+        """Whether completions record each token's support, because some ids cannot be drawn."""
         return self.truncates or (not self.greedy and self.min_tokens > 0)
 
     def num_barred(self, num_tokens: int) -> int:
-        """Return for how many further tokens no stop id can be drawn, after `num_tokens`."""
+        """Return how many tokens after the first `num_tokens` cannot be a stop id."""
         return max(0, self.min_tokens - num_tokens) if self.stop_ids else 0
 
     def barred_support(self, num_sampled: int, num_tokens: int) -> TokenSets:
-        """Return the supports of `num_tokens` tokens of sampling that does not truncate.
+        """Return the supports of the next `num_tokens` tokens, for settings that do not truncate.
 
         Args:
             num_sampled: number of tokens of the completion that were sampled before.
-            num_tokens: number of tokens.
+            num_tokens: number of tokens whose supports are returned.
         """
         ids = np.array(self.stop_ids, np.int32)
         return all_but(ids, self.num_barred(num_sampled), of=num_tokens)
@@ -160,7 +160,7 @@ class Request:
     would repeat the random choices of the first tokens."""
     turn_start: int = 0
     """Number of tokens of the prefix before the present turn of an episode. Stop strings and
-    `min_tokens` look at the tokens after them.
+    `min_tokens` apply only to the tokens of the present turn.
     """
 
     @property
@@ -216,8 +216,8 @@ class Completion:
     """[T] sampled ids, a stop id included; empty only after an abort."""
     logprobs: npt.NDArray[np.float32]
     """[T] natural log-probability of each id under the distribution that it was sampled from: after
-    min_tokens, temperature, min_p, top_k and top_p, renormalised. With greedy sampling, under the
-    plain softmax of the logits (temperature 1), since the choice is deterministic."""
+    min_tokens, temperature, min_p, top_k and top_p, renormalised. Greedy sampling is
+    deterministic, so its log-probabilities are those of the plain softmax (temperature 1)."""
     finish_reason: FinishReason
     """"stop" (a stop id or a stop string), "length" (the limit, or the end of the model's window),
     "abort" (the caller stopped the call), or "nonfinite": the logits give no probabilities, for
@@ -258,10 +258,13 @@ class Watcher:
         return False
 
     def on_tokens(self, number: int) -> None:
-        """Take note of the tokens sampled since the last call, several times a second."""
+        """Receive the number of tokens sampled since the previous call of this method.
+
+        The engine calls this several times a second.
+        """
 
     def on_progress(self, number: int) -> None:
-        """Take note of steps of other work while no token is sampled, as in a long prefill."""
+        """Receive the number of steps of work that sampled no token, as in a long prefill."""
 
     def on_completion(self, completion: Completion) -> None:
         """Receive a completion that was not aborted, in the thread that called `generate`.
@@ -286,8 +289,8 @@ class Engine(abc.ABC):
     window: int | None = None
     """Longest sequence, prompt and completion together, in tokens; None if there is no limit."""
     num_versions = 1
-    """Number of newest versions that calls may sample from concurrently. With 1, a running call
-    continues with the next version that is loaded.
+    """How many of the newest versions stay loaded, so that calls can sample from each of them. If
+    the number is 1, a running call continues with the next version that is loaded.
     """
 
     @property
@@ -301,14 +304,14 @@ class Engine(abc.ABC):
 
         An engine with one version returns when the next token will be sampled from the new weights.
         An engine with several versions returns when calls that begin afterwards will sample from
-        the new version; it waits only while running calls use all of the `num_versions` loaded
-        versions that are older than the newest.
+        the new version. If no further version fits beside the loaded ones, the engine first waits
+        until a loaded version other than the newest is used by no running call.
 
         Args:
-            tensors: the weights by name; tied tensors once, under either name. The engine may use
-                their memory until the next version is installed, so the caller must not change that
-                memory.
-            version: the version that these weights are.
+            tensors: the weights by name; of tied tensors only one, under any of their names. The
+                engine may use the memory of the tensors until the next version is installed, so the
+                caller must not change that memory.
+            version: the version of these weights.
 
         Raises:
             EngineError: if the weights do not fit this model, or the engine cannot install them.
@@ -351,8 +354,9 @@ class Engine(abc.ABC):
             watcher: receives progress and decides whether to stop.
             version: the version to sample from; None for the newest. An engine that holds several
                 versions keeps this version loaded during the call. An engine that holds one version
-                checks it as the call begins, and a later `load` replaces it in flight: a caller
-                that needs one version throughout must not load another during the call.
+                checks `version` only as the call begins, and a later `load` swaps the weights in
+                flight. So a caller that needs one version throughout must not load another during
+                the call.
 
         Raises:
             EngineError: before any work if a prompt does not fit the model; later if memory cannot
@@ -361,7 +365,7 @@ class Engine(abc.ABC):
         """
 
     def holding(self, version: PolicyVersion) -> AbstractContextManager[object]:
-        """Keep a version loaded during the `with` block, in which calls of `generate` name it.
+        """Keep a version loaded during the `with` block, so that calls of `generate` can name it.
 
         Raises:
             VersionError: on entry, if the version is not installed.
@@ -377,7 +381,7 @@ class Engine(abc.ABC):
         """
 
     def rollouts_in_memory(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts of this size memory holds, whatever the settings are.
+        """Return how many rollouts of this size fit into memory if no setting limits their number.
 
         Raises:
             EngineError: as `max_concurrent_rollouts`.
@@ -447,7 +451,7 @@ class Concurrency:
         return number if self.limit is None else min(number, self.limit)
 
     def halve(self, num_rollouts: int, *, why: str, numbers: str) -> None:
-        """Set the limit to half of `num_rollouts`, with which memory ran out, and log a warning.
+        """Halve the limit, because memory ran out with `num_rollouts` rollouts; log a warning.
 
         Raises:
             EngineError: if memory ran out with a single rollout.
@@ -501,9 +505,9 @@ class InstalledVersion:
 
     @contextmanager
     def swap(self, version: PolicyVersion) -> Iterator[None]:
-        """Hold the lock for swaps during the block, which installs `version`; record it afterwards.
+        """Hold the lock for swaps while the block installs `version`, then record the version.
 
-        If the block raises, the version before stays recorded.
+        If the block raises, the previous version stays recorded.
         """
         with self._swap:
             yield
@@ -511,7 +515,7 @@ class InstalledVersion:
 
     @contextmanager
     def request(self, version: PolicyVersion | None) -> Iterator[None]:
-        """Check that the version that a request names is installed; None names any version.
+        """Check that the version that a request names is installed; None accepts any version.
 
         Raises:
             EngineError: if no version is installed.
@@ -541,8 +545,8 @@ class VersionSlot:
     """A version that is loaded beside others, and the number of calls that use it."""
 
     serial: int
-    """Number of this load, never used again: a version may be loaded twice, for instance after a
-    failed load.
+    """Number of this load. No other load gets the same number, even if the same version is loaded
+    again, for instance after a failed load.
     """
     version: PolicyVersion
     num_calls: int = 0
@@ -574,10 +578,11 @@ class VersionSlots:
 
     @contextmanager
     def load(self, version: PolicyVersion) -> Iterator[tuple[VersionSlot, VersionSlot | None]]:
-        """Yield a new slot for `version`, and the slot whose version the block must unload.
+        """Yield a new slot, for which the `with` block loads `version`, and an old slot or None.
 
-        The new slot is kept unless the block raises. The slot to unload is the oldest that no call
-        uses, and never the newest; it is None while a slot is free.
+        The block must unload the version of the old slot, which no call uses. The old slot is None
+        if the number of loaded versions is below the limit; otherwise it is the oldest unused slot,
+        but never the newest of all slots. If the block raises, the new slot is discarded.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_loading)

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: look-up in the local cache, availability, download.
+"""Models on the Hugging Face hub: look them up in the local cache or on the hub; download them.
 
 A relay's dry run imports this module, so the module must not import torch.
 """
@@ -19,7 +19,9 @@ DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def directory_here(model: ModelSection, *files: str) -> Path | None:
-    """Return a model's local directory; None for a hub model whose cache lacks one of `files`.
+    """Return a model's local directory.
+
+    For a model on the hub, return None if the local cache lacks one of its `files`.
 
     Raises:
         DataError: if the directory does not exist or holds no model, or the name is no valid hub

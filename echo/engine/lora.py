@@ -139,7 +139,7 @@ def _inject(model: Any, lora: Lora) -> Any:
 def build_adapted(
     lora: Lora, dtype: torch.dtype, attn_implementation: str
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Return the base model with an adapter, for sampling, and the adapter's tensors.
+    """Build the base model with an adapter, for sampling; return it and the adapter's tensors.
 
     Raises:
         DataError: if the base's weights cannot be read.
@@ -230,7 +230,9 @@ def export_adapter(
     *,
     base_name: str,
 ) -> None:
-    """Write a directory that peft loads, with assets (a tokenizer); it appears only once complete.
+    """Write a directory that peft can load, with `assets` such as the tokenizer's files.
+
+    The directory appears under its name only once it is complete.
 
     Raises:
         StorageError: if the disk is full or not writable; an earlier directory is kept.
@@ -320,7 +322,7 @@ def make_lora(section: LoraSection, base_dir: Path, *, num_versions: int) -> Lor
 
 
 def initial_adapter(section: LoraSection, init_from: str | None) -> Path | None:
-    """Return the directory of the adapter that a run starts from; None if it starts from none.
+    """Return the directory of the adapter that a run starts from; None if there is no such adapter.
 
     Raises:
         ConfigError: if the run starts from an adapter, but [lora] is off.
@@ -369,7 +371,7 @@ def base_settings(
 
 
 def _noted_digest(path: Path, note: str, lora: Lora) -> str:
-    """Return the base's hash that a run has recorded in base.json, for a resumed run.
+    """Return the hash of the base that a run recorded in base.json before the run was resumed.
 
     Raises:
         DataError: if the hash cannot be read; the message contains the line to restore.
@@ -385,7 +387,7 @@ def _noted_digest(path: Path, note: str, lora: Lora) -> str:
 
 
 def find_base(model: ModelSection, settings: Mapping[str, Any]) -> Path:
-    """Return the local directory of the base, whose weights have the hash of the learner's base.
+    """Return a local directory whose weights have the hash of the learner's base.
 
     Args:
         model: the section [model] of the worker's configuration.
@@ -426,6 +428,6 @@ def _initial_directory(init_from: str | None) -> Path | None:
 
 
 def _is_models(lora: Lora, init_from: str | None) -> bool:
-    """Return whether the base is the model that model.name names."""
+    """Return whether the base is the model of the setting `model.name`, and not of `init_from`."""
     start = _initial_directory(init_from)
     return start is None or lora.base_dir != start

@@ -52,8 +52,9 @@ if TYPE_CHECKING:
 
 MAX_NAMES_LISTED = 5
 BUILDING = threading.Lock()
-"""Held while a model is built. Meanwhile transformers disables initialisation and tying for the
-whole process, so another thread that built a model then would get untied weights."""
+"""This lock is held while a model is built. transformers then disables initialisation and tying for
+the whole process, so a second thread that built a model at the same time would get untied weights.
+"""
 
 
 def import_architecture(directory: Path) -> None:
@@ -136,8 +137,8 @@ def drop_towers(model: Any) -> Any:
 def choose_attention(config: Any, wanted: str) -> str:
     """Return transformers' name of a model's attention; "auto" gives sdpa if correct, else eager.
 
-    Not every release of transformers reports that sdpa cannot compute a model: with sdpa, older
-    releases silently omit the cap of a model that caps its attention logits.
+    sdpa is not correct for a model that caps its attention logits. Older releases of transformers
+    do not report this, and silently leave out the cap.
     """
     if wanted != "auto":
         return wanted
@@ -189,7 +190,7 @@ UNREADABLE = (
 
 @contextmanager
 def explaining(directory: Path) -> Iterator[None]:
-    """Turn an error of the block, which builds the model of a directory, into a DataError."""
+    """If the block cannot build the model of `directory`, raise a DataError that says why."""
     try:
         yield
     except UNREADABLE as error:
@@ -293,7 +294,10 @@ def has_other_names_on_disk(model: Any | None) -> bool:
 
 
 def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return weights under the model's names on disk, with merged tensors split as in its files."""
+    """Return weights under the names that the files of the model use.
+
+    Tensors that transformers has merged in memory are split again.
+    """
     if not has_other_names_on_disk(model):
         return tensors
     found: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -339,10 +343,10 @@ def load_towers(directory: Path) -> dict[str, Tensor]:
 
 
 def _is_for_transformers(directory: Path, model: Any) -> bool:
-    """Return whether transformers must read the weight files of a directory, not safetensors alone.
+    """Return whether the weight files of a directory can be read only by transformers.
 
-    This is so if transformers renames the tensors of the files, or if the files hold weights of the
-    model's towers.
+    Otherwise safetensors suffices. transformers is needed if it renames the tensors of the files,
+    or if the files hold weights of the model's towers.
     """
     if not has_other_names_on_disk(model) and not has_towers(model.config):
         return False
@@ -403,7 +407,8 @@ def shapes_in(directory: Path) -> dict[str, list[int]]:
 def check_weight_files(directory: Path, model: Any) -> None:
     """Check, by the files' headers, that the weights of a directory are those of a model.
 
-    If the files use names that transformers translates, only names in both are compared.
+    If transformers translates names in the files, only the names that the files and the model have
+    in common are compared.
 
     Args:
         directory: holds the weight files.
@@ -471,7 +476,10 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
 
 
 def _with_prefix(names: Iterable[str], model: Any) -> set[str]:
-    """Return the names with the prefix of the model's base, which a file of the base leaves out."""
+    """Return the names, each after the prefix that the model gives to names of its base.
+
+    A weight file of the base alone has names without this prefix.
+    """
     return {f"{model.base_model_prefix}.{name}" for name in names}
 
 
@@ -578,7 +586,7 @@ def make_sampling(
     Args:
         sampling: the section [sampling] of the configuration.
         text: has the ids that end a completion, and decodes tokens to find stop strings; None if
-            nothing is sampled, so that nothing ends.
+            the caller samples nothing: the result then has no stop ids and no stop strings.
         likely_ids: number of most likely ids to record with each token.
     """
     stop = StopStrings(sampling.stop, text.decode_all) if text and sampling.stop else None
@@ -611,7 +619,7 @@ def model_digests(
 
 
 def model_digest(model_dir: Path) -> str:
-    """Return a hash of config.json's content, without the fields for origin, versions and dtype."""
+    """Return a hash of the fields of config.json, except those for origin, versions and dtype."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     fields = tokenization.drop_code(fields)
     for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
@@ -634,7 +642,7 @@ def context_window(model_dir: Path) -> int:
 
 
 def fields_of_model(model_dir: Path) -> dict[str, Any]:
-    """Return the fields of config.json; those of its `text_config` are on the top level."""
+    """Return the fields of config.json, with the fields of its `text_config` on the top level."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return {**fields, **(fields.get("text_config") or {})}
 
@@ -655,7 +663,7 @@ def vocab_size(model_dir: Path) -> int:
 
 
 def write_model_files(asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
-    """Write the model files that a worker inherits into a directory, and return the directory.
+    """Write the inherited model files of a worker to the directory `asset_dir`; return `asset_dir`.
 
     Raises:
         DataError: if a JSON file cannot be parsed.
@@ -748,8 +756,8 @@ MIN_PRODUCT = 1 << 18
 smaller model the conversions and norms cost more than faster products save.
 """
 MIN_GAIN = 1.5
-"""Smallest speed-up over float32 at which bfloat16 is chosen. CPUs with instructions for it reach 2
-to 10.
+"""Smallest speed-up over float32 at which bfloat16 is chosen. CPUs with instructions
+for bfloat16 reach a speed-up of 2 to 10.
 """
 TIMED_ROWS = 64
 MAX_TIMED_WIDTH = 2048
@@ -825,8 +833,8 @@ PAD_ID, BOS_ID, EOS_ID = range(3)
 HEAD_DIM = 16
 
 VLLM_HEAD_DIM = 32
-"""Width of the tiny model's heads for vLLM: the smallest width that its attention for CPUs takes.
-With half the number of heads the total width is unchanged.
+"""Width of the tiny model's heads for vLLM: the smallest width that vLLM's attention on CPUs takes.
+The model then has half the number of heads, so that their total width is unchanged.
 """
 
 VOCAB_SIZE = 32
@@ -853,7 +861,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def shape(head_dim: int) -> dict[str, Any]:
     """Return the dimensions of the tiny model as fields of its configuration.
 
-    Its attention is 64 wide for every `head_dim`.
+    The query heads are 64 wide together, whatever `head_dim` is.
     """
     return {
         "vocab_size": VOCAB_SIZE,

@@ -308,7 +308,7 @@ def changes(patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> Ite
 def scatter(
     patch: Patch, image: memoryview, specs: Sequence[TensorSpec], own: Mapping[str, Tensor]
 ) -> None:
-    """Write the changes that a patch has made to an image into tensors of any dtype and device.
+    """Write the changes of a patch into tensors of any dtype and device.
 
     Arguments as for `changes`; `own` has the contiguous tensors to write to, by name.
     """
@@ -356,7 +356,7 @@ def save_hf(
 
 @contextmanager
 def replaced(directory: Path, what: str) -> Iterator[Path]:
-    """Yield a new directory, which replaces `directory` after the block unless the block raises.
+    """Yield a new directory; if the block does not raise, the new directory replaces `directory`.
 
     Raises:
         StorageError: if the disk is full or not writable; an earlier directory is kept.
@@ -484,13 +484,14 @@ PIECE_BYTES = 128 << 20
 PACKERS = 4
 """Number of threads that pack the changes of a version; for small models one would be enough."""
 BATCH_BYTES = 256 << 20
-"""Approximate bytes of changes per transfer to the host; host (pinned) and device allocate as much.
+"""Approximate bytes of changes per transfer to the host. The device and the host each allocate
+a buffer of this size; the host's buffer is pinned.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Consecutive blocks with words of one size, which are compared at a time."""
+    """Consecutive blocks that are compared at a time, all with words of the same size."""
 
     blocks: range
     start: int
@@ -564,7 +565,7 @@ class DeviceDelta:
         yield from self._encode(batch, held, pool)
 
     def _split(self) -> Iterator[_Piece]:
-        """Yield runs of blocks with whole words of one size, up to PIECE_BYTES each."""
+        """Yield runs of consecutive blocks with the same word size, up to PIECE_BYTES each."""
         sizes: list[WordBytes] = [
             1 if (stop - start) % word else word
             for (start, stop), word in zip(self._spans, self._word_bytes, strict=True)
@@ -667,7 +668,7 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait, asleep instead of spinning on a core, until a GPU's current stream has finished."""
+    """Sleep until a GPU's current stream has finished, instead of spinning on a core."""
     event: Any = torch.cuda.Event(blocking=True)
     torch.cuda.current_stream(device).record_event(event)
     event.synchronize()
@@ -738,7 +739,7 @@ def pinned(piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class CodedDelta:
-    """A delta: the coded blocks that lead from the image of a base version to that of another."""
+    """A delta: coded blocks that turn the image of a base version into the image of a later one."""
 
     base: PolicyVersion
     block_bytes: int
@@ -791,11 +792,11 @@ class VersionImages:
             dtype: dtype of the floating-point tensors in the image.
             block_bytes: image bytes per coded block.
             is_on_device: whether to keep the last image on the device of the weights and find the
-                changes there; None: only if the device is a CUDA device.
+                changes there; None to do so only on a CUDA device.
             unrounded: names of floating-point tensors that keep their own dtype.
             copy_stream: copies images to the host; the trainer waits for the stream before it
-                changes the weights. None: if the device does not find the changes, `make` returns
-                only after it has copied the image.
+                changes the weights. If there is no stream and the changes are not found on the
+                device, `make` returns only after it has copied the image.
         """
         self._dtype = dtype
         self._unrounded = unrounded
@@ -814,7 +815,10 @@ class VersionImages:
         self._memory = RecycledMemory(2, image_memory, max_pieces=KEEP_VERSIONS + 1)
 
     def prepare(self) -> bool:
-        """Return whether `make` can run without a wait; begin to allocate lacking memory."""
+        """Return whether `make` can run without a wait.
+
+        If memory for the next image is lacking, begin to allocate it.
+        """
         if any(each is not None and not each.done() for each in (self._ready, self._growing)):
             return False
         if self._memory.can_grow and not self._memory.has_free:

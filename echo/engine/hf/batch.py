@@ -54,7 +54,7 @@ def bar_stops(
 ) -> Tensor:
     """Return [B, V] logits, with minus infinity for the stop ids in the rows [B] that are barred.
 
-    `is_barred` is None if no row is.
+    If no row is barred, `is_barred` is None.
     """
     if is_barred is None:
         return logits
@@ -233,7 +233,10 @@ class StaticBatch:
         return len(self._rows)
 
     def parts(self, max_rows: int) -> list[StaticBatch]:
-        """Return batches of up to `max_rows` running rows, which write samples into this batch."""
+        """Divide the running rows into batches of up to `max_rows` rows.
+
+        The new batches share the arrays of this batch, so their samples appear in it, too.
+        """
         running = np.flatnonzero(self._is_running)
         parts = []
         for start in range(0, len(running), max_rows):
@@ -270,7 +273,7 @@ class StaticBatch:
         return torch.cat([shown, grown], dim=1)
 
     def contexts(self) -> tuple[Tensor, Tensor | None]:
-        """Return the ids of each row so far: of its prompt and of the K tokens sampled here.
+        """Return the ids of each row: its prompt, then the K tokens that this batch has sampled.
 
         Returns:
             Ids [B, L + K] and the mask [B, L + K], or None if nothing is padded.
@@ -287,7 +290,10 @@ class StaticBatch:
         return uniform_at(self._seeds, step)
 
     def is_barred(self, step: int) -> npt.NDArray[np.bool_] | None:
-        """Return [B] whether token `step` of each row cannot be a stop id; None if all can be."""
+        """Return [B] whether a stop id is forbidden as token `step` of each row.
+
+        If a stop id is forbidden in no row, return None.
+        """
         is_barred: npt.NDArray[np.bool_] = step < self._num_barred[self._rows]
         return is_barred if is_barred.any() else None
 
@@ -299,7 +305,7 @@ class StaticBatch:
         version: PolicyVersion,
         supports: TokenSets | None = None,
     ) -> list[int]:
-        """Record token `step` of each running row, and end the rows whose last token this is.
+        """Record token `step` of each running row, and end the rows that it completes.
 
         Returns:
             Indices of the requests that have ended.

@@ -68,7 +68,7 @@ Job = Callable[[], None]
 
 
 class Mailbox:
-    """Passes jobs to the thread that holds the mailbox open; if none does, the caller runs them."""
+    """Passes jobs to the thread that holds the mailbox open, or runs them if no thread does."""
 
     def __init__(self) -> None:
         """Start closed, without jobs."""
@@ -141,14 +141,14 @@ class TransformersEngine(Engine):
         dtype: the dtype to compute in: "float32", "bfloat16" or "float16".
         rollout_bytes: memory for rollouts; one rollout is always allowed. None if no plan has
             set memory aside: then weights and rollouts take half of the memory that is free now.
-        is_beside: whether another thread computes on the same device meanwhile. On a GPU the
-            engine then uses a CUDA stream of its own: in a shared stream, each token would wait
-            for all kernels that the other thread has launched.
+        is_beside: whether another thread computes on the same device at the same time. If so, on
+            a GPU the engine uses a CUDA stream of its own: in a shared stream, each token would
+            wait for all kernels that the other thread has launched.
         attn_implementation: transformers' name of the attention; "auto" is sdpa if supported.
         num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
         kv_cache: what happens to cached keys and values when weights change between two tokens.
-        lora: the adapter that `load` takes, and its base model, which replaces `model_dir`; None
-            if `load` takes all weights.
+        lora: shape of the adapters that `load` takes, and the base model that the engine reads
+            in place of `model_dir`; None if `load` takes all weights.
     """
 
     def __init__(
@@ -461,7 +461,8 @@ class TransformersEngine(Engine):
         layer is reported as progress: without progress the leases would expire.
 
         Returns:
-            The logits [B, V] of each row's next token, and the keys and values before it.
+            The logits [B, V] of each row's next token, and the keys and values of the tokens
+            before that token.
         """
         with self._reporting_layers(watcher):
             return self._read(batch)
@@ -530,7 +531,7 @@ def _in_one_piece(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Te
 
 
 def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
-    """Replace the rows of a cache by `rows`, [B] indices of its rows; an index may repeat.
+    """Make row i of a cache a copy of its row `rows[i]`; `rows` is [B], and an index may repeat.
 
     Uses the method for beam search: `batch_select_indices` of transformers leaves out the states
     of convolutions and of linear attention.
@@ -539,9 +540,10 @@ def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
 
 
 def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in all layers, the largest layer twice.
+    """Return the bytes of one token's keys and values in all layers.
 
-    While a layer's cache grows by a token, its old and its new copy exist together.
+    The largest layer counts twice: while the cache of a layer grows by a token, the old and the new
+    copy of that cache exist together.
     """
     widths = []
     for layer in layer_configs(config):

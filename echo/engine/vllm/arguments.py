@@ -91,7 +91,7 @@ OWN_ARGUMENTS = {
     "max_cpu_loras": "sync.max_staleness",
     "lora_target_modules": "lora.target_modules",
 }
-"""Arguments of vLLM that Echo sets, and the setting that the user has in place of each."""
+"""Arguments of vLLM that Echo sets, each with the setting by which the user decides its value."""
 
 
 MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 256 << 20, 4 << 30
@@ -108,13 +108,13 @@ MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `max_lora_rank`."""
 
 MIN_VERSIONS = 2
-"""Smallest number of adapter versions to keep loaded: running rollouts use one version, new
-rollouts the next.
+"""Smallest number of adapter versions to keep loaded: running rollouts use one version, and new
+rollouts use the next version.
 """
 
 ADAPTER_COPIES = 3
-"""Number of copies of each adapter version: vLLM's in the batch, vLLM's on the host, and Echo's own
-for restarts.
+"""Number of copies of each adapter version: vLLM has one copy for the batch and one on the host.
+Echo keeps the third copy for restarts of vLLM.
 """
 
 MAX_ADAPTER_SHARE = 0.1
@@ -176,7 +176,7 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
 
 
 def _import_remedy(message: str) -> str:
-    """Return the remedy to try if importing vLLM failed with `message`, by the likeliest cause."""
+    """Return the remedy for the likeliest cause of `message`, the error of importing vLLM."""
     stranger = re.search("torchvision|torchaudio|torchcodec", message)
     if stranger:
         return f"{stranger[0]} does not fit this PyTorch: pip uninstall {stranger[0]}"
@@ -312,10 +312,11 @@ def make_arguments(
 
 
 def _gpu_share(passed: Mapping[str, Any]) -> float:
-    """Return the share of a GPU's memory that vLLM may take unless the user sets one.
+    """Return the share of a GPU's memory that vLLM may take if the user sets no share.
 
-    If the user sets `kv_cache_memory_bytes`, vLLM takes no share. It then only compares the share
-    with the free memory when it starts, and would refuse a GPU that another process uses.
+    If the user sets `kv_cache_memory_bytes`, vLLM takes that number of bytes and uses the share
+    only at its start, as the share of the memory that must be free. The result is then nearly 0, so
+    that vLLM does not refuse a GPU that another process uses.
     """
     return GPU_SHARE if passed.get("kv_cache_memory_bytes") is None else 0.01
 
@@ -323,9 +324,9 @@ def _gpu_share(passed: Mapping[str, Any]) -> float:
 def _with_exact_head(given: Any) -> Any:
     """Return overrides of the model's configuration with which vLLM computes logits in float32.
 
-    The learner computes them in float32, too. In bfloat16, logits between 16 and 32 are rounded to
-    multiples of 0.125. The overrides are not used on a CPU, where vLLM would cast the whole head to
-    float32 at every step; on a GPU vLLM does not.
+    The learner computes logits in float32, too. In bfloat16, logits between 16 and 32 are rounded
+    to multiples of 0.125. The overrides are used only on a GPU, because on a CPU vLLM would cast
+    the whole head to float32 at every step.
     """
     is_table = given is None or isinstance(given, Mapping)
     return {"head_dtype": "float32", **(given or {})} if is_table else given
@@ -377,7 +378,7 @@ def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str
 
 
 def adapter_slots(num_versions: int) -> dict[str, int]:
-    """Return vLLM's arguments to keep `num_versions` adapters loaded, and one for the probe."""
+    """Return vLLM's arguments to keep `num_versions` adapters loaded, plus one for the probe."""
     # One batch can hold every adapter, so no request waits and vLLM never evicts an adapter.
     return {"max_loras": num_versions + 1, "max_cpu_loras": num_versions + 1}
 
@@ -406,7 +407,7 @@ def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
 
 
 def _space_of(rank: int) -> int:
-    """Return the smallest `max_lora_rank` that allows a rank; the largest one if none does."""
+    """Return the smallest `max_lora_rank` that allows `rank`; if none allows it, the largest."""
     return next((space for space in MAX_LORA_RANKS if space >= rank), MAX_LORA_RANKS[-1])
 
 
@@ -452,10 +453,10 @@ def _build_problems(*, is_cpu: bool) -> list[str]:
 
 
 def _head_problems(model_dir: Path) -> list[str]:
-    """Return a text if the model has a head size with which vLLM's CPU attention would die.
+    """Return a message if vLLM's CPU attention does not support the model's head size.
 
-    Latent attention caches one vector per token for all heads; then the size of this vector is
-    checked.
+    vLLM would die with such a size. Latent attention caches one vector per token for all heads, so
+    for latent attention the size of this vector is checked instead.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend

@@ -98,7 +98,7 @@ class BackendRequest:
     """A request to a backend to sample one completion."""
 
     request_id: str
-    """Name of the request, which no other running request has."""
+    """Name of the request; no other running request has the same name."""
     prompt: Mapping[str, Any]
     """vLLM's prompt, with the token ids."""
     params: Any
@@ -136,8 +136,9 @@ class BackendOutput:
     the sampled token, whether or not it is one of them.
     """
     supports: tuple[npt.NDArray[np.int32] | None, ...] = ()
-    """For each token, the ids that it could have been drawn from; None for a token that could have
-    been any of the returned ids, or even another id. Empty if no ids were requested.
+    """For each token, the ids that it could have been drawn from. The entry of a token is None if
+    all returned ids, and perhaps further ids, could have been drawn. If no ids were requested, the
+    tuple is empty.
     """
 
 
@@ -161,7 +162,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; their samples have the tokens so far, and finish reason "abort"."""
+        """End the requests with these ids; each sample has the tokens so far and reason "abort"."""
 
     @abc.abstractmethod
     def num_sampled(self) -> dict[str, int]:
@@ -169,7 +170,9 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
-        """Pause sampling, install weights, set the tag of later tokens, resume; bounded in time.
+        """Pause sampling, install weights, set the tag of later tokens, and resume sampling.
+
+        The call is bounded in time.
 
         Args:
             weights: all weights, or the changes to the installed ones (only if
@@ -206,7 +209,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def remove_adapter(self, serial: int) -> None:
-        """Unload the adapter with this number, which no request uses, if it is loaded.
+        """Unload the adapter with the number `serial` if it is loaded; no request may use it.
 
         Raises:
             EngineError: as in `add_adapter`.
@@ -224,9 +227,10 @@ class Backend(abc.ABC):
 def adapter_request(slot: VersionSlot, path: str = "loaded") -> Any:
     """Return vLLM's LoRARequest for the adapter of a slot.
 
-    vLLM identifies a loaded adapter by its number alone: given a known number, it samples from the
-    weights that it has already loaded and ignores the directory. It shares keys and values between
-    requests whose adapters have the same name and path. So numbers and names are never reused.
+    vLLM identifies a loaded adapter by its number alone: if vLLM knows the number, it samples from
+    the weights that it has already loaded and ignores the directory. vLLM shares keys and values
+    between requests whose adapters have the same name and path. So no number or name is
+    used again.
     """
     from vllm.lora.request import LoRARequest
 
@@ -279,7 +283,7 @@ def update_calls(weights: HandedOver, where: Mapping[str, str]) -> list[tuple[st
 
     Args:
         weights: the weights or changes to install.
-        where: the location of the weights: a field of `transfer.TransferUpdate` and its value.
+        where: the field of `transfer.TransferUpdate` that locates the weights, and its value.
     """
     info = {"update_info": dict(where)}
     if isinstance(weights, Mapping):
@@ -402,7 +406,10 @@ class InlineBackend(Backend):
             future.set_result(answer)
 
     def _pop(self, request_id: str) -> Future[BackendOutput] | None:
-        """Remove a request; return its future for the caller to resolve, None if it has ended."""
+        """Remove a request and return its future, which the caller must resolve.
+
+        If the request has ended already, return None.
+        """
         with self._lock:
             return self._futures.pop(request_id, None)
 
@@ -456,7 +463,7 @@ class InlineBackend(Backend):
         return num_sampled(self._engine.output_processor)
 
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
-        """Swap weights between two steps; vLLM reads them where they are in memory."""
+        """Swap weights between two steps; vLLM reads the new weights from the caller's memory."""
         from echo.engine.vllm.transfer import HANDED_OVER
 
         key = f"{id(self):x} {tag}"
@@ -514,7 +521,10 @@ class InlineBackend(Backend):
             raise EngineDeadError(reason) from error
 
     def _swap(self, weights: HandedOver, key: str, tag: str, clears_cache: bool) -> None:
-        """Install `weights`, which HANDED_OVER has under `key`; runs in the engine's thread."""
+        """Install `weights`; must be called in the engine's thread.
+
+        HANDED_OVER must hold the weights under `key`.
+        """
         core = self._engine.engine_core.engine_core
         core.pause_scheduler("keep", clears_cache)
         for method, arguments in update_calls(weights, {"key": key}):
@@ -523,7 +533,7 @@ class InlineBackend(Backend):
         core.resume_scheduler()
 
     def find_placement_fault(self) -> str:
-        """Return the answer of vLLM's worker, which is asked between two steps."""
+        """Ask vLLM's worker between two steps, and return its answer."""
         [why] = self._between_steps(lambda: self._engine.collective_rpc("find_placement_fault"))
         return str(why)
 
@@ -790,7 +800,7 @@ class ProcessBackend(Backend):
             self._see_through(lambda: self._swap(weights, path, tag, clears_cache))
 
     def find_placement_fault(self) -> str:
-        """Return the answer of vLLM's workers, which are asked between two steps."""
+        """Ask vLLM's workers between two steps; return the first reason that one of them has."""
         found: list[str] = self._see_through(
             lambda: self._bounded(self._engine.collective_rpc("find_placement_fault"))
         )

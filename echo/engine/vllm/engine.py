@@ -5,8 +5,8 @@ over while generation is paused briefly (vLLM's own lifecycle), and probes them 
 log-probabilities of a prompt must match those of transformers under the same tensors. If these
 log-probabilities differ too much, the engine reinstalls the previous version and raises an error.
 An update that fails half way leaves the model with a mix of two versions. The engine then restarts
-vLLM with the last version that passed the probe, as after any other death of vLLM. The tensors of
-that version stay in host memory, where they arrived, never on a GPU.
+vLLM with the last version that passed the probe, as after any other death of vLLM. The engine
+keeps the tensors of that version in host memory, and never on a GPU.
 
 A patch is a swap that hands over only the changed elements: the engine scatters these elements into
 vLLM's parameters, and then probes. If vLLM keeps weights in a layout of its own, the engine hands
@@ -123,7 +123,10 @@ class CacheCapacity:
             self._all = num_blocks, num_seqs
 
     def take(self, num_blocks: int) -> bool:
-        """Take one place and `num_blocks` blocks if they are free; return whether they were."""
+        """Take one place and `num_blocks` blocks, and return True.
+
+        If too few are free, take nothing and return False.
+        """
         with self._lock:
             if self._num_seqs < 1 or self._num_blocks < num_blocks:
                 return False
@@ -232,7 +235,7 @@ class Call:
             self._running.append(_Running(index, request_id, num_blocks, backend, future))
 
     def _announce(self, request_id: str, request: Request) -> None:
-        """Have vLLM's front end search a request for stop strings."""
+        """Announce a request to vLLM's front end, which will search its tokens for stop strings."""
         from echo.engine.vllm.stops import StopSearch, announce_search
 
         stop, turn = self._sampling.stop, request.turn_ids
@@ -243,14 +246,14 @@ class Call:
         )
 
     def _forget(self, running: _Running) -> None:
-        """Take back what `_announce` announced, if vLLM never accepted the request."""
+        """Withdraw the announcement of a request, in case vLLM never accepted the request."""
         if self._sampling.stop is not None:
             from echo.engine.vllm.stops import forget_search
 
             forget_search(running.request_id)
 
     def _end_all(self) -> None:
-        """Abort the running requests, and end the waiting ones as aborted; may be called again."""
+        """Abort the running and the waiting requests; may be called again."""
         for index in self._waiting:
             self._done[index] = Completion(
                 self._requests[index].request_id,
@@ -405,7 +408,10 @@ def make_params(
 
 
 def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
-    """Return each token's `likely_ids` most likely ids; a sampled id beyond these is left out."""
+    """Return the `likely_ids` most likely ids of each token.
+
+    vLLM also returns a sampled id that is less likely; such an id is left out.
+    """
     sets = sample.likely
     assert sets is not None
     assert sets.logprobs is not None
@@ -606,7 +612,7 @@ class VllmEngine(Engine):
         return self._installed.request(version)
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts of this size vLLM samples at once: KV cache and settings."""
+        """Return how many rollouts of this size the KV cache and the settings allow at once."""
         number = self.rollouts_in_memory(prompt_tokens, completion_tokens)
         return min(number, self._backend.facts.max_num_seqs - 1)
 
@@ -652,7 +658,7 @@ class VllmEngine(Engine):
         self.max_concurrent_rollouts(len(request.prompt_ids), sampling.max_completion_tokens)
 
     def current(self) -> tuple[Backend, str | None]:
-        """Return the backend and the weights' cache salt; no salt if swaps clear the cache."""
+        """Return the backend, and the cache salt of the weights; None if swaps clear the cache."""
         with self._lock:
             return self._backend, None if self._clears_cache else self._tag
 
@@ -766,7 +772,14 @@ class VllmEngine(Engine):
     def _install_patch(
         self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]
     ) -> str | None:
-        """Write a patch to the image; hand over its changes, or else all weights; probe them."""
+        """Write a patch to the image, and install the patched weights in vLLM.
+
+        If vLLM takes patches, only the changes are handed over and probed. If vLLM takes no
+        patches, or if this probe fails, all weights are handed over and probed.
+
+        Returns:
+            Why the last probe failed, or None.
+        """
         patch_fault = self._find_patch_fault()
         patch.write(image)
         weights = self._expected(tensors_from_image(specs, image.toreadonly()), patch.version)
@@ -784,7 +797,10 @@ class VllmEngine(Engine):
         return fault
 
     def _find_patch_fault(self) -> str:
-        """Return why vLLM gets whole versions, logged once per reason; "" if it gets patches."""
+        """Return why vLLM gets whole versions; "" if it gets patches.
+
+        Log the reason if it is new.
+        """
         if self._is_misplaced:
             why = "a patch was found wrong"
         elif has_other_names_on_disk(self._probe.model):

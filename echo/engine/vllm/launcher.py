@@ -99,7 +99,7 @@ class Launcher:
             return ProcessBackend(self._arguments)
 
     def _keep_fewer(self, why: str) -> bool:
-        """Keep half of the adapter versions, to free memory; return False if only few are kept."""
+        """Halve the number of adapter versions; return False if it cannot be lowered further."""
         if self.num_versions <= MIN_VERSIONS:
             return False
         number = max(MIN_VERSIONS, self.num_versions // 2)

@@ -34,7 +34,7 @@ class UnplacedError(Exception):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the copies that a loader makes from meta tensors; while active, writes no tensor."""
+    """Records the copies that a loader makes from meta tensors, and prevents writes to tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ def trace_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _check_layers(model: nn.Module) -> None:
-    """Raise if layers may keep a second form of their weights, which changes would not reach."""
+    """Raise if a layer may keep a second form of its weights, because no change would reach it."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -137,8 +137,8 @@ def _have_equal_bits(place: Tensor, tensor: Tensor) -> bool:
 # --- changes for vLLM -----------------------------------------------------------------------------
 
 MAX_COPY_BYTES = 512 << 20
-"""Most bytes of changes that are copied to a GPU at once; a swap of a whole version takes more
-memory there, for its largest layer. The changes of most versions take fewer bytes.
+"""Most bytes of changes that are copied to a GPU at once. The changes of most versions take fewer
+bytes. A swap of a whole version takes more memory of the GPU, for the largest layer.
 """
 
 _ALIGNMENT_BYTES = 8

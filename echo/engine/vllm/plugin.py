@@ -38,7 +38,7 @@ class _Writer(logging.Handler):
 
 
 def listen() -> None:
-    """Have this process write its crash reason to VARIABLE's file; may be called again."""
+    """Have this process write its crash reason to the file that VARIABLE names; may be repeated."""
     logger = logging.getLogger(LOGGER)
     if not any(isinstance(handler, _Writer) for handler in logger.handlers):
         logger.addHandler(_Writer())

@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 NUM_TEXTS = 4
 TEXT_TOKENS = 24
 START_TOKENS = 2
-"""Number of tokens at the start of each text: ids spread over the vocabulary, which do not count in
-the mean.
+"""Number of tokens at the start of each text. Their ids are spread over the vocabulary, and their
+log-probabilities do not count in the mean.
 """
 
 NUM_ROUNDINGS = 2.0
@@ -203,7 +203,7 @@ class SwapProbe:
     def accepted(self, expectation: Expectation, tensors: Mapping[str, Tensor]) -> None:
         """Record weights that passed the probe, and what the probe expected of them.
 
-        If the prompt has become unlikely under these weights, generate a new one with them.
+        If the prompt has become unlikely under these weights, generate a new prompt with them.
         """
         likelihood = self._mean(expectation.logprobs)
         if expectation.prompt_ids is self._prompt_ids and likelihood < self._likelihood - MAX_DRIFT:

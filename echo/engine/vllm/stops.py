@@ -20,11 +20,13 @@ from echo.engine.stop_strings import StopStrings
 
 @dataclass(frozen=True, slots=True)
 class StopSearch:
-    """What a request looks for."""
+    """The stop strings of one request, and where the search for them begins."""
 
     stop: StopStrings
     before: tuple[int, ...]
-    """Tokens of the turn that earlier requests sampled; the last `StopStrings.num_tokens` do."""
+    """Tokens of the turn that earlier requests sampled; only the last `StopStrings.num_tokens` of
+    them are needed.
+    """
     num_barred: int
     """Number of tokens of this request after which the search begins."""
 
@@ -34,7 +36,7 @@ _ANNOUNCED: dict[str, StopSearch] = {}
 
 
 def announce_search(request_id: str, search: StopSearch) -> None:
-    """Search a request, which is submitted next, for stop strings."""
+    """Have vLLM search a request for stop strings; call this before the request is submitted."""
     _ANNOUNCED[request_id] = search
 
 
@@ -51,7 +53,7 @@ class StopDetokenizer(IncrementalDetokenizer):
         self._search = search
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
-        """Add tokens; return a text if the last of them completes a stop string."""
+        """Add tokens until one of them completes a stop string, then return a text; else None."""
         search = self._search
         for token in new_token_ids:
             self.token_ids.append(token)

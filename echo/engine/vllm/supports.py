@@ -26,13 +26,13 @@ from echo.core.token_sets import NOT_RECORDED, TOO_LARGE, TokenSets
 
 
 class SupportLogprobs(FlatLogprobs):
-    """The log-probability of each sampled token, and the ids that the token could have been."""
+    """The log-probability of each sampled token, and the ids that it could have been drawn from."""
 
     def __init__(self) -> None:
         super().__init__()
         self.supports: list[npt.NDArray[np.int32] | None] = []
-        """The ids that each token could have been; None if all ids in its row could have been
-        drawn.
+        """The ids that each token could have been drawn from; None if all ids in its row could
+        have been drawn.
         """
 
     def append_fast(

@@ -61,8 +61,7 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     _loaded = TransferUpdate()
     """Location of the version that is being loaded."""
     _places: Mapping[str, Tensor] = {}
-    """The piece of a parameter of the model that each tensor of the checkpoint fills, by tensor
-    name.
+    """Name of a tensor of the checkpoint -> the piece of a model's parameter that the tensor fills.
     """
     _pointers: Sequence[int] = ()
     """Data pointers of the model's parameters when `_places` was computed."""
@@ -135,7 +134,7 @@ def _read(update_info: TransferUpdate) -> Iterator[tuple[str, Tensor]]:
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """Repack a tied head, which vLLM 0.32 does not do on a CPU.
+    """Repack a tied head, because vLLM 0.32 itself fails to do so on a CPU.
 
     On a CPU, vLLM keeps a packed copy of each linear layer's weights and repacks it when the layer
     receives weights. A head tied to the embedding receives no weights itself, so its packed copy
@@ -148,7 +147,7 @@ def _repack_tied_heads(model: nn.Module) -> None:
 
 
 def _repack_experts(model: nn.Module) -> None:
-    """Repack the experts, which vLLM 0.32 does not do on a CPU when weights are reloaded.
+    """Repack the experts, because vLLM 0.32 fails to do so on a CPU when it reloads weights.
 
     vLLM's CPU kernel for experts reads their weights in its own order. vLLM brings them into this
     order only at its start.
