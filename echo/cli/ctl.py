@@ -1,4 +1,4 @@
-"""`echo-rl ctl`: has an operator's command carried out by the learner of a run."""
+"""`echo-rl ctl`: sends an operator's command to the learner of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NUM_WORDS = {"pause": (0, 0), "resume": (0, 1), "drain": (1, 1), "standby": (1, 1), "set": (2, 2),
              "stop": (0, 0)}  # fmt: skip
-"""Fewest and most words of each act: a node, or a key and its value."""
+"""By command, the least and the largest number of words after it: a node, or a key and a value."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -78,7 +78,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def _show(finding: Finding, console: Console) -> None:
-    """Print a finding; for a failure, print also why it matters and what mends it."""
+    """Print a finding; also print why it matters and what the remedy is, if the finding says so."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -122,7 +122,10 @@ def _failed(name: str, text: str, why: str, remedy: str) -> Finding:
 
 
 def _gpus() -> tuple[str | None, Sequence[str]]:
-    """Return what PyTorch is built for and the GPUs that it finds; (None, none) without PyTorch."""
+    """Return the platform that PyTorch is built for, and the GPUs that it finds.
+
+    Without PyTorch the platform is None and there are no GPUs.
+    """
     try:
         from echo.engine.model import find_gpus
     except ModuleNotFoundError:

@@ -1,8 +1,9 @@
 """`echo-rl eval MODEL|RUN[@STEP]`: scores a model or a checkpoint on held-out prompts.
 
-Nothing is trained, and the run is only read: it may be under way. The prompts, the reward and the
-sampling are those of the run's own evaluations, but for what the command line changes, so the
-scores of a checkpoint and those in the run's metrics are of the same prompts and seeds.
+Nothing is trained. The run is only read, so it may still be under way. Unless the command line
+changes them, the prompts, the reward and the sampling are those of the run's own evaluations. So
+the scores of a checkpoint can be compared with the scores in the run's metrics: both have the same
+prompts and seeds.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def find_target(arguments: Namespace) -> EvalTarget:
 
 
 def _overrides(arguments: Namespace) -> list[str]:
-    """Return the overrides of the configuration that the command line stands for."""
+    """Return the command line's options as overrides of the configuration."""
     found = ["eval.interval_steps=1"]  # the command evaluates, whether or not the run does
     if arguments.task is not None:
         found += ["task.options={}", override_of("task.kind", arguments.task)]
@@ -148,7 +149,7 @@ def _overrides(arguments: Namespace) -> list[str]:
 
 
 def _sampled_as_evaluated(config: Config) -> Config:
-    """Return the settings with the sampling of the evaluation, for which memory is planned, too."""
+    """Return the settings with the evaluation's sampling, so that memory is planned for it, too."""
     return config.model_copy(update={"sampling": config.evaluation_sampling})
 
 

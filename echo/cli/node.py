@@ -324,7 +324,7 @@ def _taken_addresses(config: Config, role: str) -> list[EchoError]:
 
 
 def _attention_notice(config: Config) -> list[str]:
-    """Return a line on the attentions of packed rows that a learner on a GPU tries, in order."""
+    """Return a line on the attention kernels that a learner on a GPU tries for packed rows."""
     from echo.engine.model import pick_device, pick_dtype
     from echo.train.models.attention import PRODUCTS, candidates
 
@@ -355,8 +355,8 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
 
 
 SAME_SIGNAL_S = 1.0
-"""Seconds after a counted signal within which further signals are not counted: a terminal sends
-Ctrl-C to a launcher and to the node, and the launcher forwards the signal to the node."""
+"""Seconds after a counted signal within which further signals are not counted. Otherwise one Ctrl-C
+could count twice: a terminal sends it to the node and to a launcher, which forwards it."""
 
 
 class NodeSignals:
@@ -626,9 +626,9 @@ class Operator:
     def __init__(
         self, run_dir: Path, metrics: MetricsWriter, view: LiveView, board: NoticeBoard
     ) -> None:
-        """Use these metric sinks and this live view, which also shows the log lines of `board`.
+        """Pass metrics to `metrics`, and the status and the log lines of `board` to `view`.
 
-        The status is written into `run_dir`.
+        The status is also written into `run_dir`.
         """
         self.write_metrics = metrics.write
         self.write_samples = metrics.write_samples
@@ -787,7 +787,7 @@ def start_again(arguments: argparse.Namespace) -> None:
 
 
 def line_of_resume(arguments: argparse.Namespace) -> list[str]:
-    """Return the command line of a learner that resumes the run of these arguments."""
+    """Return the arguments with which the same learner resumes its run."""
     sets = list(arguments.set)
     if arguments.init_from:
         sets.append(override_of("learner.init_from", arguments.init_from))

@@ -74,7 +74,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Forward(logging.Handler):
-    """Passes records on to a node's log, and therefore also to handlers that are added later."""
+    """Passes records to a node's log, so that every handler of this log gets them.
+
+    This includes handlers that are added to the log later.
+    """
 
     def __init__(self, log: logging.Logger) -> None:
         super().__init__()
@@ -104,7 +107,7 @@ class LogFile(logging.FileHandler):
         self._has_failed &= self._fails
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging calls it so
-        """Log why a record was not written, unless the record before was not written either."""
+        """Log why a record was not written; log this once while several records in a row fail."""
         self._fails = True
         if not self._has_failed:
             self._has_failed = True

@@ -1,6 +1,6 @@
-"""Command lines of all commands, read without an installed package.
+"""Parses the command lines of all commands. No installed package is needed for this.
 
-`--help` and `--version` therefore work at once, even in a fresh clone without installed packages.
+So `--help` and `--version` work at once, even in a fresh clone without installed packages.
 The module of a command is imported after its command line has been parsed without an error.
 """
 
@@ -76,7 +76,7 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def node_parser() -> argparse.ArgumentParser:
-    """Return the argument parser of `echo-rl node`; its settings are in the configuration file."""
+    """Return the argument parser of `echo-rl node`."""
     parser = _parser(
         "node",
         "Run one node of a run: the learner, a worker or a relay.",

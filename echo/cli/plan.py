@@ -341,12 +341,15 @@ def commands_text(request: FleetRequest, plan: Provisioning) -> str:
 
 
 def _stem(offer: str) -> str:
-    """Return the beginning of the names of an offer's workers, for a file and a command line."""
+    """Return an offer's name with which names of files and workers can begin.
+
+    Characters that are unsafe in a file's name or on a command line become dashes.
+    """
     return re.sub(r"[^\w.-]+", "-", offer)
 
 
 def recipes(request: FleetRequest, plan: Provisioning, kind: str, image: str) -> dict[str, str]:
-    """Return name -> text of the files that start the plan's workers, one for each offer."""
+    """Return the files that start the plan's workers, as text by file name, one for each offer."""
     found = {}
     for row, offer, count in _used(request, plan):
         least = least_of(request, plan, row)

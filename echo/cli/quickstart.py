@@ -58,8 +58,9 @@ GRACE_S = 15.0
 they get SIGTERM.
 """
 SAVE_S = 10.0
-"""Seconds from the first SIGTERM to the second: a worker stops its engine and saves rollouts. A
-worker that takes longer waits for acknowledgements, and the learner, which has ended, sends none.
+"""Seconds from the first SIGTERM to the second. In this time a worker stops its engine and saves
+rollouts. A worker that takes longer waits in vain: the learner has ended and acknowledges no more
+rollouts.
 """
 STOP_S = 10.0
 """Seconds from the second SIGTERM to SIGKILL; a node takes at most interrupts.HURRY_S."""
@@ -155,10 +156,10 @@ class WarmupBar:
 
 
 class SmallModel:
-    """The small model of a task, which is warmed up the first time."""
+    """The small model of a task. The first quickstart of the task makes and warms up the model."""
 
     def __init__(self, task_name: str, *, for_vllm: bool) -> None:
-        """Set the model's dimensions for a task; for vLLM, the attention heads are wider."""
+        """Choose the model for a task; a model for vLLM has wider attention heads."""
         from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
         from echo.train.models.warmup import make_warm_model, warm_model_path
 
@@ -362,8 +363,8 @@ def run_nodes(
 ) -> int:
     """Start the four processes, wait for the learner, and print the summary.
 
-    If `small` is given, the relay and the workers start while it is made, since their imports take
-    about that long.
+    If `small` is given, this model is made first. The relay and the workers start meanwhile,
+    because their imports take about as long as making the model.
     """
     nodes: list[NodeProcess] = []
     learner: NodeProcess | None = None

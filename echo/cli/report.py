@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PAGE, TRACE = "report.html", "trace.json"
-"""Names of the files that are written, beside those of the figures."""
+"""Names of the page and of the trace; each figure is written to a file of its own."""
 NUM_SAMPLES = 8
 """Number of rollouts on the page."""
 NUM_SAMPLED_GROUPS = 16
-"""Number of groups, the last trained that are kept, from which these rollouts are chosen."""
+"""Number of groups from which the page's rollouts are chosen: the last groups still on disk."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 def _samples(run_dir: Path) -> tuple[list[ShownRollout], str]:
     """Return rollouts of the newest groups, from the best to the worst, or why there are none.
 
-    Groups that were trained are preferred, those of the last steps first.
+    The groups of the last steps are taken first; groups that no step trained on are taken last.
     """
     stored = stored_groups(read_records(run_dir))
     stored.sort(key=lambda each: each.step or 0)

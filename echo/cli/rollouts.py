@@ -163,9 +163,9 @@ def _shown(
 
 
 def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
-    """Yield the completion in parts; a part was sampled by one version, or inserted by the task.
+    """Yield the completion in parts. One version sampled a part, or the task inserted it.
 
-    The tokens of a part follow each other; a chain that branches off begins a part.
+    Within a part each token follows the one before it, so a branch of the tree begins a new part.
     """
     ids = [*group.prompt_ids.tolist(), *rollout.token_ids.tolist()]
     num_prompt = len(group.prompt_ids)

@@ -25,8 +25,8 @@ def load_scenario(
         files: the scenario's files and their texts, as `read_files` returns them.
         overrides: settings from the command line, each with its option's text.
         name: the scenario's name, which is shown in headings.
-        plan: a plan.json. Its nodes and publish period replace those that the scenario does not
-            set. None: all nodes on offer are rented.
+        plan: a plan.json. It gives the numbers of nodes and the publish period, where the scenario
+            does not set them. None: all nodes on offer are rented.
 
     Raises:
         ConfigError: if anything is wrong; the text lists every problem with its source and its row.

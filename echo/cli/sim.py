@@ -240,7 +240,7 @@ def waits(summary: Summary) -> str:
 
 
 def _events_text(summary: Summary) -> list[str]:
-    """Return lines on activation: the number of its changes, and the last MAX_DECISIONS changes."""
+    """Return lines on changes of the active workers: their number, and the last MAX_DECISIONS."""
     lines = []
     if summary.cost_as_counted is not None:
         lines.append(
@@ -332,7 +332,7 @@ def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
 
 
 def bill_row(bill: BillRecord | None) -> dict[str, Any]:
-    """Return the metrics of a step's costs as the learner counts them; none if `bill` is None."""
+    """Return the metrics of the costs that the learner counted at a step; empty without a bill."""
     if bill is None:
         return {}
     return {

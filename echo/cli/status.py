@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_WIDTH = 160
-"""Most columns of the text: beyond it the chart only gets longer."""
+"""Largest width of the text, in columns. On a wider screen only the chart would become wider."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def present_status(target: Target) -> tuple[RunStatus, str]:
-    """Return the status of a run, and a line on how old it is; "" if its learner has answered.
+    """Return the status of a run, and a line on its age; the line is "" if the learner answered.
 
     Raises:
         EchoError: if no learner answers, and no status was saved on this machine.
@@ -61,10 +61,12 @@ def present_status(target: Target) -> tuple[RunStatus, str]:
 
 
 def saved_status(target: Target, *, why: str) -> tuple[RunStatus, str]:
-    """Return the status that a run's learner has saved last, and a line on why and how old it is.
+    """Return the last status that a run's learner saved, and a line for the user.
+
+    The line says how old the status is, and why the learner was not asked (`why`).
 
     Raises:
-        DataError, StorageError: if there is none, or it cannot be read.
+        DataError, StorageError: if there is no saved status, or the status cannot be read.
     """
     assert target.run_dir is not None
     status = read_status(target.run_dir)

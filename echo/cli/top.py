@@ -48,7 +48,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 @contextlib.contextmanager
 def raw_keys(terminal: int) -> Iterator[None]:
-    """Within the block, a terminal sends each key at once, and does not show it."""
+    """Within the block, a terminal sends each key at once, and does not show the key."""
     before = termios.tcgetattr(terminal)
     try:
         tty.setcbreak(terminal)
@@ -69,7 +69,7 @@ class TerminalWatcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether the person wants no more."""
+        """Whether the user has asked to end the command."""
         return self._screen.is_over
 
     def show(self, status: RunStatus, *, may_operate: bool) -> None:
@@ -78,12 +78,12 @@ class TerminalWatcher:
         self._draw()
 
     def say(self, text: str) -> None:
-        """Draw a line on the connection, or on what has become of an operation."""
+        """Draw a line, such as the state of the connection or the result of an operation."""
         self._screen.say(text)
         self._draw()
 
     def read_keys(self) -> list[Operation]:
-        """Read the keys that were pressed, and return the operations that they confirm."""
+        """Read the pressed keys, and return the operations that the user has confirmed."""
         assert self.keyboard is not None
         pressed = os.read(self.keyboard, 1024)
         operations = self._screen.press(pressed.decode(errors="replace") if pressed else "q")

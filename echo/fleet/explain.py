@@ -2,12 +2,13 @@
 
 The learner observes its fleet several times a minute, as a sampling profiler does. Each observation
 divides the time of every worker by what the worker's groups do (`WaitStage`). A `Tally` adds these
-times up, apart for the time in which the learner waits for groups and the time in which it works.
+times up. It keeps two sums: one while the learner waits for groups, and one for the whole time.
 
-**The learner waits.** The stage with the most time decides. A stage in which groups are blocked
-(rewards, weights, storing, delivering) is preferred to sampling from BLOCKED_SHARE on. Time of
-workers without groups, for which the staleness bound admits none, does not count: it is an effect.
-Each stage then leads to a resource:
+**The learner waits.** One stage is the cause. A stage in which groups are blocked (rewards,
+weights, storing, delivering) is the cause if it takes at least BLOCKED_SHARE of the time. Otherwise
+the cause is sampling or granting, whichever takes more time. If a worker has no groups because the
+staleness bound admits none, its time does not count: it is an effect of the wait. Each stage then
+leads to a resource:
 
     rewards      the task's code, at the workers or at the learner
     weights      the first link on the path from the learner that is slow, or the disk behind it
@@ -18,8 +19,8 @@ Each stage then leads to a resource:
                  number of workers
     granting     what `ObservedFleet.wait_reason` names
 
-**Workers have no groups** although the learner does not wait: the learner is the bottleneck. The
-longest part of its step decides, or a setting that slows the step down without need.
+**Workers have no groups**, and the learner does not wait: then the learner is the bottleneck. The
+cause is the longest part of its step, or a setting that slows the step down without need.
 """
 
 from __future__ import annotations
@@ -34,37 +35,36 @@ from typing import TypeVar
 from echo.core.units import format_bytes, format_duration
 
 MAX_WORKERS_LISTED = 8
-"""Most workers in the text on what the learner waits for."""
+"""Largest number of workers in the text on what the learner waits for."""
 MAX_NAMES_LISTED = 3
-"""Most nodes that an explanation names; it gives only the number of further ones."""
+"""Largest number of nodes that an explanation names; further nodes are only counted."""
 BLOCKED_SHARE = 0.35
-"""Share of the workers' time with groups from which on a stage that blocks groups is the cause."""
+"""A stage that blocks groups is the cause if it takes at least this share of the workers' time."""
 STRAGGLER_TIME = 2.0
-"""How many times as long as the mean of the other workers a straggler samples during waits."""
+"""During waits a straggler samples at least this many times as long as other workers on average."""
 STRAGGLER_FACTOR = 2.0
-"""How many times slower than the median of the other workers a straggler samples a rollout."""
+"""A straggler samples at least this many times slower than the median of the other workers."""
 FETCHING_SHARE = 0.5
-"""Share of the workers' wait for weights in which they fetch some, if a link or disk is slow."""
+"""A link or disk is slow if workers fetch during at least this share of their wait for weights."""
 DISK_FACTOR = 1.5
-"""A node writes weights at most this many times as fast as they come if its disk is the limit."""
+"""A node's disk is the limit if it writes at most this many times as fast as weights arrive."""
 EMPTY_SHARE = 0.5
-"""Share of places that are empty from which on the number of groups limits the engines."""
+"""Engines have too few groups if more than this share of their places is empty."""
 CLOSED_SHARE = 0.25
-"""Share of waits in which the bound admits no group, if it limits the engines."""
+"""The staleness bound limits the engines if it admits no group in more than this share of waits."""
 IDLE_SHARE_IN_WAITS = 0.2
-"""Share of the workers' time without groups from which on more workers would not help."""
+"""More workers would not help if workers have no groups for more than this share of their time."""
 FEW_ROLLOUTS = 16
-"""An engine with at most this many places for rollouts could sample more of them at the same time
-in nearly the same time."""
+"""If an engine samples at most this many rollouts at once, more rollouts at once would take hardly
+longer."""
 USELESS_SHARE = 0.5
-"""Share of delivered groups from which nothing could be learned that makes the learner wait."""
+"""Useless groups are the cause if nothing could be learned from more than this share of groups."""
 IDLE_SHARE = 0.6
-"""Share of the workers' time without groups from which on the fleet is too large for the learner.
-"""
+"""The fleet is too large for the learner if workers have no groups for this share of their time."""
 IDLE_SHARE_NEEDLESS = 0.2
-"""The same, if a setting slows the learner down without need."""
+"""Used in place of IDLE_SHARE if a setting slows the learner down without need."""
 LARGE_PART = 0.4
-"""Share of a step from which on a part beside training is its bottleneck."""
+"""A part of a step other than training is the bottleneck if it takes more than this share."""
 
 
 SERVING_AGENTS = "serving agents"
@@ -75,19 +75,19 @@ class WaitStage(StrEnum):
     """What a worker's groups do, or why it has none."""
 
     SAMPLING = "sampling"
-    """The engine samples them."""
+    """The engine samples rollouts of the groups."""
     REWARDS = "rewards"
-    """The task computes their rewards, at the worker or at the learner."""
+    """The task computes the groups' rewards, at the worker or at the learner."""
     WEIGHTS = "weights"
-    """They wait for a newer version; or the worker's version may sample no further group."""
+    """The groups wait for a newer version, or the worker's version is too old for another group."""
     STORING = "storing"
-    """The learner writes them to its disk."""
+    """The learner writes the groups to its disk."""
     DELIVERING = "delivering"
-    """Their results are on the way to the learner."""
+    """The groups' results are on the way to the learner."""
     ADMISSION = "admission"
-    """The worker has none: the staleness bound admits no further group."""
+    """The worker has no groups: the staleness bound admits no further group."""
     GRANTING = "granting"
-    """The worker has none although the bound admits groups."""
+    """The worker has no groups, although the staleness bound admits some."""
 
 
 BLOCKED = (WaitStage.REWARDS, WaitStage.WEIGHTS, WaitStage.STORING, WaitStage.DELIVERING)
@@ -118,9 +118,10 @@ class ObservedNode:
     engine: str = ""
     num_leases: int = 0
     num_here: int = 0
-    """Number of its leases whose results the learner scores or stores."""
+    """Number of the worker's leases whose results the learner scores or stores now."""
     groups: Mapping[str, int] = field(default_factory=dict)
-    """WaitStage, "queued" or "delivered" -> number of groups, by the worker's last report."""
+    """Number of groups by state in the worker's last report. A state is a WaitStage, "queued" or
+    "delivered"."""
     is_fresh: bool = True
     """Whether the version that the worker has installed may sample the next group."""
     num_places: int = 0
@@ -128,7 +129,7 @@ class ObservedNode:
     num_fit: int = 0
     """Number of groups that its memory would hold at the same time; 0 if unknown."""
     speed: float | None = None
-    """Tokens per second of one rollout, of its slowest running group; None if unknown."""
+    """Tokens per second of one rollout in the worker's slowest running group; None if unknown."""
     reward_s: float | None = None
     """Mean seconds of the calls of the task's code that returned recently; None if none did."""
 
@@ -160,9 +161,9 @@ class ObservedFleet:
     nodes: tuple[ObservedNode, ...] = ()
     """Relays, and workers that are not on standby."""
     num_useless: int = 0
-    """Number of groups in a row from which nothing could be learned, up to the newest."""
+    """Number of the newest groups, all in a row, from which nothing could be learned."""
     useless: str = ""
-    """The numbers of these groups by reason, as text."""
+    """Text that says for each reason how many of the `num_useless` groups it concerns."""
     _by_name: dict[str, ObservedNode] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -177,9 +178,9 @@ class ObservedFleet:
         return self._by_name.get(name)
 
     def path(self, worker: ObservedNode) -> list[ObservedNode]:
-        """Return the nodes that fetch on the path of the weights, from a worker upwards.
+        """Return the nodes that fetch on the way of the weights, from a worker to its ancestors.
 
-        The parent of the last node has what this node fetches, or is the learner.
+        The last node's parent is the learner, or a node that fetches nothing.
         """
         path = [worker]
         while (parent := self.node(path[-1].parent)) is not None and parent.is_fetching:
@@ -226,12 +227,12 @@ class Tally:
     used_places_s: float = 0.0
     """The part of `places_s` in which a group was sampled there."""
     seen: dict[WaitStage, ObservedFleet] = field(default_factory=dict)
-    """Stage -> the last state in a wait in which a worker's groups were in it."""
+    """Stage -> the last observation during a wait in which a worker was in this stage."""
     slow_hops: dict[str, float] = field(default_factory=dict)
-    """Node -> seconds in which workers waited for weights while this node fetched them from a node
-    that had them."""
+    """Node -> seconds in which workers waited for weights that this node was fetching. The node's
+    parent had these weights already."""
     seen_paths: dict[str, list[ObservedNode]] = field(default_factory=dict)
-    """Node -> the last path from such a worker to the node."""
+    """Key of `slow_hops` -> the last path from a waiting worker to this node."""
     num_accepted: int = 0
     """Number of groups that were delivered and kept for training."""
     useless: Counter[str] = field(default_factory=Counter)
@@ -279,7 +280,7 @@ class Tally:
     def in_waits(self) -> dict[WaitStage, float]:
         """Return stage -> seconds of all workers while the learner waited, without ADMISSION.
 
-        A worker without groups, for which the bound admits none, is no cause of a wait.
+        ADMISSION is no cause of a wait: the staleness bound admits no group for these workers.
         """
         found = dict.fromkeys(WaitStage, 0.0)
         for (stage, _), seconds in self.waits.items():
@@ -371,7 +372,7 @@ def _fetch(node: ObservedNode) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Return names as text; beyond MAX_NAMES_LISTED only the number of further ones."""
+    """Return text with the first MAX_NAMES_LISTED names and the number of further names."""
     shown = list(names[:MAX_NAMES_LISTED])
     if others := len(names) - MAX_NAMES_LISTED:
         shown += [_others(others)] if others > 0 else []
@@ -414,7 +415,7 @@ def explain_wait(tally: Tally, fleet: ObservedFleet) -> Explanation:
 
 
 def _by_time(tally: Tally, stage: WaitStage) -> list[str]:
-    """Return the workers whose groups were in a stage, longest first, without short times."""
+    """Return the workers whose groups were in a stage for long, the longest time first."""
     times = {name: s for (at, name), s in tally.waits.items() if at is stage}
     least = max(times.values()) / 10
     return sorted((n for n, s in times.items() if s >= least), key=lambda name: -times[name])
@@ -498,7 +499,7 @@ def _delivering(fleet: ObservedFleet, names: Sequence[str]) -> Explanation:
 
 
 def _weights(tally: Tally, names: Sequence[str]) -> Explanation:
-    """Explain a wait for weights by the hop of their path that took longest, if any fetched."""
+    """Explain a wait for weights: by the slowest hop on their way, if workers mostly fetched."""
     fleet = tally.seen[WaitStage.WEIGHTS]
     start = f"{_missing(fleet)}: {_names(names)} {_verb(names, 'waits', 'wait')} for"
     waited_s = tally.in_waits()[WaitStage.WEIGHTS]
@@ -527,7 +528,7 @@ def _weights(tally: Tally, names: Sequence[str]) -> Explanation:
 
 
 def _slow_hop(fleet: ObservedFleet, node: ObservedNode, chain: str) -> Explanation:
-    """Explain why a node whose parent holds the version, or is the learner, gets it slowly."""
+    """Explain why a node fetches slowly, although its parent holds the whole version."""
     writes = node.write_bytes_per_s
     # If the disk is slower than the link, chunks come in bursts, whose rate may be unknown.
     comes = node.bytes_per_s or node.recent_bytes_per_s
@@ -613,7 +614,7 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
 
 
 def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:
-    """Return an explanation if one slow worker does most of what is waited for, else None."""
+    """Return an explanation if the learner waits mostly for one slow worker, otherwise None."""
     times = {name: s for (at, name), s in tally.waits.items() if at is WaitStage.SAMPLING}
     name = max(times, key=lambda each: times[each], default="")
     worker = fleet.node(name)
@@ -637,7 +638,7 @@ def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:
 def _few_places(
     fleet: ObservedFleet, samplers: Sequence[ObservedNode], chain: str
 ) -> Explanation | None:
-    """Return an explanation if engines have few places, by a setting or for lack of memory."""
+    """Return an explanation if a setting or too little memory limits how much engines sample."""
     worker = min(samplers, key=lambda each: each.num_places)
     num = worker.num_places * fleet.group_size
     text = f"{chain} all the time, and {worker.name}'s engine samples only {num} rollouts at once"
