@@ -8,8 +8,8 @@ The link carries the messages between a node and the learner. Its rules:
 * After `reconnect_for_s` without the learner the node stops with an error that names remedies. It
   also stops once every address has refused it MAX_REFUSALS times in a row, because waiting cannot
   help. An address refuses a node if it rejects the node's keys, speaks another protocol version, or
-  sends a Welcome that the learner has not signed (`roles/joining.py`). A single such address does
-  not stop the node, because a dishonest relay may answer at it.
+  sends a Welcome that the learner has not signed (`roles/joining.py`). A single address that
+  refuses the node does not stop it, because a dishonest relay may answer there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echo.weights.parents import CONNECT_TIMEOUT_S, Connection, Parents
 from echo.wire.actions import Action, Dial, HangUp, Note
 
 MAX_REFUSALS = 3
-"""Number of refusals in a row, at each of its addresses, after which a node gives up."""
+"""A node gives up when each of its addresses has refused it this many times in a row."""
 WARN_AFTER_S = 5.0
 """Seconds without the learner before a node warns its operator."""
 LOST_LINK = "lost link"
@@ -31,7 +31,7 @@ LOST_LINK = "lost link"
 
 
 class ControlLink:
-    """Dials the learner's addresses in turn, and ends the node if none of them can be of use."""
+    """Dials the learner's addresses in turn, and ends the node if it cannot join at any of them."""
 
     def __init__(
         self, settings: NodeSettings, joining: Joining, parents: Parents, *, now: float
@@ -41,7 +41,8 @@ class ControlLink:
         Args:
             settings: the settings of the node.
             joining: the node's admission, which gets events of lost and new links.
-            parents: has the learner's addresses; the weights link may share this connection.
+            parents: knows the learner's addresses. The weights link may share the connection of the
+                control link.
             now: the present time, seconds.
         """
         self._settings, self.joining, self._parents = settings, joining, parents
@@ -166,13 +167,14 @@ class ControlLink:
 
     @property
     def silent_at(self) -> float:
-        """Time at which the learner counts as silent, unless it sends a message before."""
+        """Time from which the learner counts as silent if no message of it arrives until then."""
         return self.received_at + self.joining.dead_after_s
 
     def deadline(self, *, is_leaving: bool) -> float:
         """Return the time at which `expire` must be called next, while the node is not admitted.
 
-        A node that is leaving does not give up, so only the next repeat counts.
+        If `is_leaving`, this is the time of the next repeat, because a leaving node does not give
+        up.
         """
         return min(self.joining.retry_at, math.inf if is_leaving else self._give_up_at)
 
@@ -181,7 +183,7 @@ class ControlLink:
         return self.lost_at + self._settings.reconnect_for_s
 
     def expire(self, *, is_leaving: bool, now: float) -> list[Action]:
-        """Repeat the message that joining needs an answer to, dial the next address, or stop."""
+        """Repeat the joining message that has no answer yet, dial the next address, or stop."""
         joining = self.joining
         remaining_s = self._give_up_at - now
         if remaining_s <= 0 and not is_leaving:
@@ -213,7 +215,10 @@ class ControlLink:
         return "\n  last attempt: ".join([text, *self._faults.values()])
 
     def _warn(self, remaining_s: float, now: float) -> list[Action]:
-        """Return a warning after WARN_AFTER_S without the learner, then one a minute per state."""
+        """Return a warning if the learner has been missing for WARN_AFTER_S.
+
+        In each state of the admission the operator is warned at most once a minute.
+        """
         state = self.joining.state
         if state is NodeState.DIALLING and self._connection is not None:
             self._faults.setdefault(

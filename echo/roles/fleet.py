@@ -14,10 +14,10 @@ from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
 
 MAX_NAMES_LISTED = 3
-"""Most silent nodes that a line names; the line gives only the number of further ones."""
+"""Largest number of silent nodes that a line names. Of further nodes the line gives the number."""
 MAX_VERSIONS_LISTED = 8
 MIN_RUNNING_S = 5.0
-"""Seconds from which on the rate of a running group says how fast its worker is."""
+"""Seconds that a group must have run before its rate is taken as its worker's speed."""
 
 
 class FleetView:
@@ -38,7 +38,7 @@ class FleetView:
     def versions(self) -> tuple[VersionStatus, ...]:
         """Return the status of the newest version, and of other versions that nodes fetch.
 
-        All active nodes are to have the newest version. At most MAX_VERSIONS_LISTED versions are
+        The newest version is meant for all active nodes. At most MAX_VERSIONS_LISTED versions are
         included, the newest first.
         """
         newest = self._broadcast.newest_complete
@@ -61,8 +61,8 @@ class FleetView:
         Args:
             version: the version.
             fetching: the nodes that fetch it.
-            everyone: all nodes that are to have it; empty if these are only the nodes of
-                `fetching`.
+            everyone: all nodes that the version is meant for. If empty, only the nodes of
+                `fetching` count.
         """
         num_complete = sum(m.installed is not None and m.installed >= version for m in everyone)
         shares = [held_share(member) for member in fetching if member.installed != version]
@@ -76,7 +76,7 @@ class FleetView:
         )
 
     def _slowest_link(self, fetching: Sequence[Member]) -> LinkStatus | None:
-        """Return the link of the node that receives its version last; None if no node fetches."""
+        """Return the link of the node that will be the last to finish; None if no node fetches."""
         payload = self._broadcast.payload
         num_bytes = 0 if payload is None else payload.num_bytes
         links = []
@@ -92,7 +92,7 @@ class FleetView:
         return max(links, key=_remaining_s, default=None)
 
     def observe(self) -> ObservedFleet:
-        """Return what the relays and active workers do now, for explanations of waits."""
+        """Return what the relays and active workers do now; explanations of waits use it."""
         scheduler, settings = self._scheduler, self._scheduler.settings
         members = self._roster.active()
         workers = [member.worker for member in members if member.role == "worker"]
@@ -127,7 +127,7 @@ class FleetView:
         )
 
     def describe_silent(self, silent: Sequence[Member], *, now: float) -> str:
-        """Return one line about nodes, at least one, that are dropped because they are silent."""
+        """Return one line about nodes that are dropped as silent; there must be at least one."""
         names = [member.node_id for member in silent]
         if len(names) > MAX_NAMES_LISTED:
             names[MAX_NAMES_LISTED:] = [f"{len(names) - MAX_NAMES_LISTED} others"]
@@ -141,7 +141,7 @@ class FleetView:
 
 
 def held_share(member: Member) -> float:
-    """Return the share of chunks, 0..1, that a node has of the version that it fetches."""
+    """Return which share of the chunks a node has of the version that it fetches, as 0..1."""
     stats = member.stats
     return min(1.0, stats.num_chunks_held / stats.num_chunks) if stats.num_chunks else 0.0
 

@@ -143,8 +143,8 @@ def show_fingerprint(value: bytes) -> str:
 def sign_answer(answer: Answer, key: Ed25519PrivateKey) -> Answer:
     """Return an answer with a signature of all its other fields.
 
-    The answer contains the hash of its Hello, so it is invalid for another process and for a later
-    Hello.
+    The answer contains the hash of the Hello that it answers. So no other process can use the
+    answer, and it does not answer a later Hello.
     """
     arriving: Answer = _arriving(answer)
     return msgspec.structs.replace(arriving, signature=key.sign(_hash(arriving)))
@@ -164,7 +164,7 @@ def _arriving(message: Any) -> Any:
 def answer_fault(
     answer: Welcome | Refuse | Finish, *, known: bytes | None
 ) -> tuple[str, str] | None:
-    """Return (reason, detail) of the fault of an answer's signature; None if it is valid.
+    """Return (reason, detail) if an answer's signature is at fault; None if it is valid.
 
     Args:
         answer: the answer as it arrived.
@@ -203,13 +203,15 @@ def _hash(answer: Welcome | Refuse | Finish) -> bytes:
 CODE = "task.code"
 """Key, in the inherited settings, of the hash and path of each module of the learner's task."""
 LIKELY_IDS = "likely_ids"
-"""Key, in the inherited settings, of the number of most likely token ids that workers send with
-each token; the loss determines the number.
+"""Key, in the inherited settings, of the setting for the most likely token ids. With each token,
+workers send this number of the ids that were most likely there. The loss determines the number.
 """
 MAX_TREE_TOKENS = "max_tree_tokens"
-"""Key, in the inherited settings, of the most tokens of an agent's rollout, all chains together."""
+"""Key, in the inherited settings, of the largest number of tokens in an agent's rollout. The tokens
+of all chains count."""
 EXPECTED = "expected"
-"""Key, in the inherited settings, of the expected number of rollouts and length of prompts."""
+"""Key, in the inherited settings, of two expected values: the number of rollouts, and the length of
+the prompts."""
 INHERITED_FILES = frozenset({
     "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -241,9 +243,9 @@ class Configure(Action):
 
 
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """Return a text on the hashes that differ between a node and the learner; else None.
+    """Describe the hashes that differ between a node and the learner; None if none differs.
 
-    Only files that both have are compared; an empty hash means that a side lacks the file.
+    A file is compared only if both sides have it. An empty hash means that a side lacks the file.
     """
     faults = [
         f"{name}: this node has {value[:16]}, the learner {theirs[name][:16]}"
@@ -283,7 +285,7 @@ class Assets:
         return [name for name in self.expected if name not in self.files]
 
     def keep(self, former: Assets) -> None:
-        """Take over from `former` the expected files that arrived before."""
+        """Take over the expected files that `former` has already received."""
         for name, data in former.files.items():
             if self.expected.get(name) == former.expected[name]:
                 self.files[name] = data
@@ -302,7 +304,7 @@ class Assets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """The settings for joining from a node's own configuration."""
+    """The settings that a node needs to join, taken from the node's own configuration."""
 
     node_id: str
     role: str
@@ -358,7 +360,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Event: task and engine are built, with these hashes."""
+    """Event: task and engine are built; `digests` are the hashes of their files."""
 
     digests: dict[str, str]
 
@@ -370,7 +372,7 @@ class AnswerToAnother:
 
 @dataclass(frozen=True, slots=True)
 class AnotherChannel:
-    """Event: a second Welcome for the same Hello has other keys: the learner was restarted."""
+    """Event: a second Welcome for the same Hello has other keys, so the learner was restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +398,7 @@ class JoiningRole(Protocol):
         """Return the action that sends a message to the learner; empty if there is no link."""
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Handle a Welcome; `version_bytes` is the size of a version of the weights as sent."""
+        """Handle a Welcome; a version of the weights has `version_bytes` on the wire."""
 
     def on_admitted(self, *, now: float) -> list[Action]:
         """Handle the admission of this node, the first or a later one."""
@@ -491,7 +493,7 @@ class Joining:
         return self._take(Lost(retry_at), [], now)
 
     def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
-        """Record that task and engine are built, with these hashes."""
+        """Record that task and engine are built; `digests` are the hashes of their files."""
         return self._take(Built(digests), [], now)
 
     def give_up(self, reason: str, error: EchoError, *, now: float) -> list[Action]:
@@ -581,7 +583,7 @@ class Joining:
         )
 
     def _agree(self, message: Welcome) -> None:
-        """Seal later messages with the keys of this Welcome, which the learner has signed."""
+        """Seal later messages with the keys in `message`, a Welcome that the learner has signed."""
         theirs, channel = message.seal_key, self._channel_of(message)
         made = Channel(self.settings.seal_keys, theirs, channel, is_learner=False)
         if made.is_possible:
@@ -658,7 +660,7 @@ class Joining:
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _configure(self, now: float) -> list[Action]:
-        """Return the action that builds task and engine, at the first call only."""
+        """Return the action that builds task and engine; nothing while they are being built."""
         self.retry_at = now + self.heartbeat_s
         if self._is_building:
             return []
@@ -881,7 +883,7 @@ class Admission:
     def is_missing_hello(self, source: str, message: Message) -> bool:
         """Return whether a known node sends, over a new link, a message that needs a Hello.
 
-        These are all messages except those about joining.
+        Every message needs one, except the messages about joining.
         """
         is_joining = isinstance(message, Hello | Ready | AssetRequest)
         return source in self.roster.nodes and not is_joining
@@ -889,11 +891,11 @@ class Admission:
     def proves_name(self, source: str, message: Message) -> bool:
         """Return whether a message comes from the process that holds the name `source`.
 
-        If no process holds the name, the result is true. A Ready must have the incarnation of the
-        process, and its seal has been checked.
+        If no process holds the name, the result is true. A Ready proves the name if it has the
+        incarnation of the process that holds the name; the caller has checked the seal.
 
-        A Hello with the incarnation of the process is enough only until a sealed message of this
-        process has arrived.
+        A Hello with this incarnation proves the name only until a sealed message of the process has
+        arrived.
         """
         member = self.roster.nodes.get(source)
         match message:
@@ -1073,7 +1075,10 @@ class Admission:
     def _on_full(
         self, source: str, member: None, event: RosterFull, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Ignore the Hello, and warn the operator once a minute, however many nodes send one."""
+        """Ignore the Hello, and warn the operator.
+
+        The operator gets at most one such warning a minute, however many nodes send a Hello.
+        """
         self.counters.add("refused/too_many_nodes")
         text = (
             f"{source} cannot join: {len(self.roster.nodes)} nodes are known, the most that a "

@@ -4,10 +4,10 @@ Theory of operation. The learner binds; all other nodes dial. Each routed messag
 answered over the link on which it came, so a node may change its route (another relay, or none) at
 any time.
 
-No method waits: what is not possible now is done once a later heartbeat, result or step makes it
-possible. A message only marks a round of grants as due, and `expire` makes the round. So an error
-in the round loses no decision about the message. The role reads the size of `buffer`; its caller
-puts groups into it and takes them out.
+No method waits. If something is not possible now, a later heartbeat, result or step makes it
+possible, and then it is done. A message does not grant groups by itself: it marks a round of grants
+as due, and `expire` makes the round. So if the round fails, the message has still been handled in
+full. The role reads the size of `buffer`; its caller puts groups into it and takes them out.
 
 Its parts:
 
@@ -114,8 +114,8 @@ class LearnerSettings:
     """
     chunk_bytes: int = 1 << 20
     uplinks: dict[str, float] = field(default_factory=dict)
-    """Node id, also the learner's -> bytes per second that this node could send before the run was
-    resumed.
+    """Node id -> bytes per second that this node could send before the run was resumed. The learner
+    is one of the nodes.
     """
 
 
@@ -124,7 +124,7 @@ class LearnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class GrantsDue:
-    """Event: more groups may be grantable, because prompts were made or groups left the buffer."""
+    """Event: prompts were made, or groups left the buffer, so more groups may be granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class StepTaken:
 
 @dataclass(frozen=True, slots=True)
 class StandbyChosen:
-    """Event: exactly the workers of these names are to be on standby."""
+    """Event: the workers with these names shall be on standby, and no other workers."""
 
     names: frozenset[str]
 
@@ -163,14 +163,14 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class HoldChosen:
-    """Event: the operator has chosen this for a node; None gives the node back to the run."""
+    """Event: the operator has chosen `hold` for a node; None gives the node back to the run."""
 
     node_id: str
     hold: Hold | None
 
 
 class Learner(Role):
-    """The learner's role: what it sends each node and records, without IO and without a clock."""
+    """The learner's role: decides what the learner sends and records, without IO or a clock."""
 
     def __init__(
         self,
@@ -418,7 +418,10 @@ class Learner(Role):
         return [*actions, *answers]
 
     def _grant(self, now: float) -> list[Action]:
-        """Grant the groups that staleness and the workers' capacities allow, now or when due."""
+        """Grant the groups that staleness and the workers' capacities allow.
+
+        If the last round of grants was too recent, the round is made later, when it is due.
+        """
         is_over = self.shutdown.reason is not None or not self.is_granting or self.is_paused
         is_resting = self.scheduler.just_in_time.is_resting(now=now)
         if is_over or is_resting or self.scheduler.quota.is_closed(self.broadcast.newest_complete):
@@ -519,7 +522,7 @@ class Learner(Role):
         return [*self.plans.replan(now), *self._grant(now)] if changed else []
 
     def _on_paused(self, event: Paused, now: float) -> list[Action]:
-        """Stop granting, or go on; leases that workers hold, and the buffer, stay as they are."""
+        """Stop granting groups, or grant again; leases under way and the buffer do not change."""
         self.is_paused = event.is_paused
         return self._grant(now)
 

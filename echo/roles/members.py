@@ -31,7 +31,8 @@ NODE_RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
 MAX_NAMES_KEPT = 10_000
 MAX_NODES = 1 << 16
-"""Most nodes known at the same time; each takes 2 kB until it has been silent too long."""
+"""Largest number of nodes known at the same time. A node takes 2 kB of memory until it is dropped.
+"""
 ERROR_COUNTS = (
     "failed/", "refused/", "env/errors", "engine/out_of_memory", "engine/calls_failed",
     "engine/installs_failed", "protocol_errors", "internal_errors",
@@ -77,10 +78,10 @@ class Member:
     nonce: bytes = b""
     """The learner's nonce in the last Welcome."""
     hold: Hold | None = None
-    """What the operator has chosen for the node; None for nothing."""
+    """What the operator has chosen for the node; None if the operator has chosen nothing."""
     tokens_sampled: int | None = None
-    """Tokens that this process has sampled, by its last heartbeat; an increase renews the waiting
-    leases of this process. None before the first heartbeat.
+    """Number of tokens that this process had sampled at its last heartbeat; None before the first
+    heartbeat. An increase renews the leases that wait at this process.
     """
     contested: tuple[float, float] | None = None
     """(first, last) time at which another process claimed the node's name; None if none did."""
@@ -111,8 +112,8 @@ class Member:
     def beat(self, message: Heartbeat, *, now: float) -> int | None:
         """Record a heartbeat; return the number of tokens sampled since the last heartbeat.
 
-        The result is None for the first heartbeat: the process may have sampled its tokens for a
-        learner that was resumed since.
+        The result is None for the first heartbeat. Its tokens may have been sampled before the
+        learner was resumed, so the number is unknown.
         """
         stats, before = message.stats, self.tokens_sampled
         self.last_seen_at, self.tokens_sampled = now, stats.tokens_sampled
@@ -160,11 +161,13 @@ class Member:
         )
 
     def mean_s(self, seconds: str, *, per: str) -> float | None:
-        """Return the seconds that one of a node's counts took on average in the last heartbeats.
+        """Return the mean seconds per counted thing, such as per byte, in the last heartbeats.
+
+        The result is None if the counter `per` has not increased.
 
         Args:
-            seconds: name of the counter of the milliseconds.
-            per: name of the counter, or "bytes_received"; None is returned if it has not increased.
+            seconds: name of the counter that holds the milliseconds spent.
+            per: name of the counter of the things, or "bytes_received".
         """
         if not self.history:
             return None
@@ -184,7 +187,7 @@ class Member:
         return "leases under way" if num_leases and state == IDLE else state
 
     def describe(self, num_leases: int) -> ObservedNode:
-        """Return what is known of an active node, for explanations of waits."""
+        """Return what is known of an active node; explanations of waits use it."""
         stats = self.stats
         write_s = self.mean_s("weights/busy_ms", per="bytes_received")
         return ObservedNode(
@@ -249,7 +252,7 @@ class Member:
 
 
 def num_errors(counts: Mapping[str, int]) -> int:
-    """Return how many groups, calls and messages have failed, by the counters of a heartbeat."""
+    """Return the sum of a heartbeat's counters that count failed groups, calls and messages."""
     return sum(n for name, n in counts.items() if name.startswith(ERROR_COUNTS))
 
 
@@ -315,8 +318,8 @@ class Roster:
     def hold(self, node_id: str, hold: Hold | None) -> None:
         """Record what the operator has chosen for a node; None gives the node back to the run.
 
-        It holds for later processes of this name, too; but once a node was drained, only the
-        present process.
+        The choice also applies to later processes of this name. But once the node has been drained,
+        the choice ends with the present process.
         """
         if hold is None:
             self._holds.discard(node_id)
@@ -332,7 +335,8 @@ class Roster:
     def is_drained(self, member: Member, num_leases: int) -> bool:
         """Return whether a node that is being drained may leave.
 
-        A worker may leave without leases, a relay if no node gets weights from it.
+        A worker may leave once it has no leases. A relay may leave once no node gets weights from
+        it.
         """
         if member.hold != "drain" or num_leases:
             return False
@@ -418,7 +422,7 @@ class Shutdown:
         ]
 
     def may_leave(self, member: Member) -> bool:
-        """Return whether a node may leave: no other node's Finish has to pass through this node."""
+        """Return whether a node may leave; if not, another node's Finish has to pass through it."""
         return (
             self.is_last_call
             or member.role != "relay"

@@ -13,7 +13,7 @@ the links:
   task and engine are being built (which can take minutes) Hello is repeated once per heartbeat
   interval, so that node and learner each know that the other is alive.
 * The control link goes from address to address until it finds the learner (`roles/control.py`).
-* A Welcome of another run, with other settings, or with other hashes ends the node, because
+* A Welcome ends the node if it is of another run, or has other settings or other hashes, because
   retrying cannot help.
 * Any other message that the learner has not sealed (`wire/seals.py`) is refused and counted under
   the name of the node that forwarded it.
@@ -67,9 +67,9 @@ from echo.wire.messages import (
 )
 
 MAX_REASON_LENGTH = 500
-"""Most characters of the reason in a Goodbye."""
+"""Largest number of characters of the reason in a Goodbye."""
 MAX_PEER_NAMES = 10_000
-"""Most inbound peers whose names are kept, for messages to the operator."""
+"""Largest number of inbound peers whose names are kept; messages to the operator use the names."""
 
 
 Handler: TypeAlias = Callable[[Any, Any, float], list[Action]]
@@ -200,8 +200,8 @@ class DialingRole:
         """Handle a failed attempt to dial; stop if all addresses of the learner refuse this node.
 
         Args:
-            peer: the dialled peer; a parent in the broadcast is ignored here, because its silence
-                is noticed elsewhere.
+            peer: the dialled peer. Nothing is done if the peer is a parent in the broadcast,
+                because the weights link notices a silent parent by itself.
             reason: text of the cause, for the operator.
             is_refused: whether the address refuses this node, so that further attempts are useless.
             now: the present time, seconds.
@@ -373,13 +373,13 @@ class DialingRole:
         return self.joining.configured(event.digests, now=now)
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Measure the uplink while the engine is built: the plan after admission needs its rate."""
+        """Measure the uplink while the engine is built; the plan after admission needs the rate."""
         self.control.welcomed()
         is_known = self.broadcast.uplink.bytes_per_s is not None
         return [] if is_known else self._probe(version_bytes, now)
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Handle this node's admission, the first or a later one: a heartbeat is due at once."""
+        """Make a heartbeat due at once, after the first or a later admission of this node."""
         self._heartbeat_at = now
         self._weights.new_learner()
         where = f"{self.control.address} ({self.control.node_id})"

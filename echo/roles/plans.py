@@ -2,8 +2,8 @@
 
 `weights/topology/plan.py` computes the plan. This module requests a plan from the measured uplinks,
 and sends each node its part of the plan if the node's parents have changed. In a large fleet at
-least PLAN_S seconds per node pass between two plans, which bounds the share of the time that
-planning takes.
+least PLAN_S seconds per node pass between two plans. So planning takes only a bounded share of the
+time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Plans:
         Args:
             site: the learner's place in the network.
             chunk_bytes: assumed size of a chunk until the first version is known.
-            uplinks: node id -> bytes per second that it could send before the run was resumed.
+            uplinks: node id -> bytes per second that the node could send before the run was
+                resumed.
             roster: the known nodes.
             broadcast: sends the versions, and measures the learner's uplink.
             routes: send messages to the nodes.
@@ -88,7 +89,10 @@ class Plans:
         return self._paced.is_due(now=now)
 
     def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
-        """Plan now, or at the next deadline; return the plans for members whose parents changed."""
+        """Plan now, and return the plans for members whose parents changed.
+
+        If the last plan is too recent, plan at the next deadline instead.
+        """
         if not self._paced.may(len(self._roster.nodes), now=now):
             return []
         self.planner.expect(self._broadcast.payload)

@@ -18,7 +18,8 @@ from echo.wire.codec import Envelope, Frame, forwarded
 from echo.wire.messages import LEARNER_ID
 
 MAX_RELAYED_ROUTES = 100_000
-"""Largest number of nodes with a route; the newest are kept. A route costs some hundred bytes."""
+"""Largest number of nodes with a route; the newest routes are kept. A route takes some hundred
+bytes."""
 
 
 class Relay(DialingRole):

@@ -19,7 +19,7 @@ class ReviewDue:
 
 @dataclass(frozen=True, slots=True)
 class SamplesTrained:
-    """Event: a step was trained; its samples compare log-probabilities with the learner's."""
+    """Event: a step was trained; `samples` have the log-probabilities of worker and learner."""
 
     samples: Sequence[Sampled]
 
@@ -51,7 +51,10 @@ class WorkerReview:
         return self._usefulness.num_discounted
 
     def update(self, *, now: float) -> list[Action]:
-        """Set workers aside or admit them again; return warnings. Must be called regularly."""
+        """Set workers aside or admit them again; return warnings.
+
+        The learner calls this regularly.
+        """
         usefulness = self._usefulness
         if usefulness.is_idle and not self._has_set_aside:
             return []

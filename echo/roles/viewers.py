@@ -1,15 +1,18 @@
 """Viewers: the guests that watch a run, and those that operate it.
 
-A viewer dials the learner with a key of its own (`net/curve.py`), so the transport knows what it
-may do before its first message: the key "view" only reads, the key "operate" commands as well.
-Viewers are not nodes. Their messages come to this module and to no other part of the role.
+A viewer dials the learner with one of two keys (`net/curve.py`). A viewer with the key "view" may
+only read. A viewer with the key "operate" may also command. So the transport knows the viewer's
+rights before the first message. Viewers are not nodes. Their messages come to this module and to no
+other part of the role.
 
 A viewer costs the learner little, whatever it sends or does not read:
 
-* The viewer asks for each status (Watch). All viewers that have asked get the same status, at most
-  one in STATUS_S. If the one before is still on its way, the transport drops the new one.
-* At most MAX_VIEWERS of each key are connected; one that is silent for SILENT_S is disconnected.
-* A viewer that sends anything but short, well-formed messages, or too many, is disconnected.
+* The viewer asks for each status (Watch). A status is made at most once in STATUS_S, and all
+  viewers that have asked get it. If an earlier status is still on its way to a viewer, the
+  transport drops the new one.
+* At most MAX_VIEWERS of each key are connected. A viewer that is silent for SILENT_S is
+  disconnected.
+* A viewer is disconnected if it sends a long or malformed message, or too many messages.
 
 The shell makes the status (MakeStatus) and carries out operations (Operate).
 """
@@ -37,13 +40,15 @@ from echo.wire.messages import LEARNER_ID, Message, Operation, Outcome, Refuse, 
 VIEW, OPERATE = "view", "operate"
 """The names of the two keys; `keys/view` and `keys/operate` in the run's directory hold them."""
 MAX_VIEWERS = {VIEW: 16, OPERATE: 4}
-"""Most connected viewers by key: those who only read never keep an operator out."""
+"""Largest number of connected viewers, by key. Each key has its own limit, so viewers that only
+read never keep an operator out."""
 STATUS_S = 0.5
-"""Least seconds between two statuses."""
+"""Smallest number of seconds between two statuses."""
 SILENT_S = 60.0
-"""Seconds after which a silent viewer is disconnected; one that watches asks every second."""
+"""Seconds after which a silent viewer is disconnected. A viewer that watches the run asks every
+second."""
 MAX_MESSAGE_BYTES = 4096
-"""Most bytes of a viewer's message, all frames together."""
+"""Largest number of bytes of a viewer's message, all frames together."""
 MAX_MESSAGES_PER_S = 20.0
 
 
@@ -80,19 +85,20 @@ class Viewer:
     """A connected viewer."""
 
     user: str
-    """The name of its key."""
+    """The name of the viewer's key."""
     received_at: float
     is_waiting: bool = False
-    """Whether it has asked for a status that was not made yet."""
+    """Whether the viewer has asked for a status that was not made yet."""
     budget: float = field(default=MAX_MESSAGES_PER_S)
-    """Number of messages that it may send now; it grows by MAX_MESSAGES_PER_S each second."""
+    """Number of messages that the viewer may send now. The number grows by MAX_MESSAGES_PER_S each
+    second."""
 
 
 class Viewers:
     """The connected viewers: who is admitted, who waits for a status, who may operate."""
 
     def __init__(self, counters: Counters, peer_faults: PeerFaults) -> None:
-        """Start without viewers; `counters` count what is refused, `peer_faults` report it."""
+        """Start without viewers; `counters` count refusals, and `peer_faults` reports them."""
         self._counters, self._peer_faults = counters, peer_faults
         self._viewers: dict[str, Viewer] = {}
         self._made_at = float("-inf")
@@ -124,7 +130,7 @@ class Viewers:
     # --- messages --------------------------------------------------------------------------------
 
     def receive(self, peer: str, frames: Sequence[Frame], *, now: float) -> list[Action]:
-        """Handle a message of a viewer; disconnect it if the message is none that viewers send."""
+        """Handle a message of a viewer; disconnect the viewer if the message breaks the rules."""
         viewer = self._viewers[peer]
         elapsed_s, viewer.received_at = now - viewer.received_at, now
         grown = viewer.budget + MAX_MESSAGES_PER_S * elapsed_s
@@ -182,7 +188,7 @@ class Viewers:
         return actions
 
     def operation_done(self, peer: str, outcome: Outcome) -> list[Action]:
-        """Tell an operator what has become of an operation; nothing if it has left."""
+        """Tell an operator what has become of an operation, if the operator is still connected."""
         return [self._send(peer, outcome)] if peer in self._viewers else []
 
     def _send(self, peer: str, message: Message, *payload: Frame) -> Action:
@@ -199,7 +205,7 @@ class Viewers:
         return earliest(None if silent_at is None else silent_at + SILENT_S, made_at)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Disconnect silent viewers; have a status made if one is due."""
+        """Disconnect silent viewers, and request a status if one is due."""
         silent = [p for p, each in self._viewers.items() if now >= each.received_at + SILENT_S]
         for peer in silent:
             del self._viewers[peer]

@@ -13,9 +13,9 @@ def describe_activity(calls: EngineCalls | None, held: HeldLeases, departure: De
     """Return what a worker does at present, or what it waits for.
 
     Args:
-        calls: the calls of its engine; None until the engine is built.
-        held: its leases.
-        departure: whether and when it leaves.
+        calls: the calls of the worker's engine; None until the engine is built.
+        held: the leases of the worker.
+        departure: whether and when the worker leaves.
     """
     if departure.is_releasing:
         return "releasing"

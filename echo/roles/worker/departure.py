@@ -31,7 +31,7 @@ class Drained(Action):
 
 @dataclass(frozen=True, slots=True)
 class Release(Action):
-    """Give the worker's machine back for this reason; the event MachineReleased follows."""
+    """Give the worker's machine back because of `reason`; the event MachineReleased follows."""
 
     reason: str
 
@@ -53,9 +53,9 @@ class MachineReleased:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseTerms:
-    """Seconds for which a worker's machine is kept on standby, and without the learner.
+    """How long a worker's machine is kept on standby, and how long without the learner.
 
-    None means without limit.
+    Both are in seconds; None means without limit.
     """
 
     standby_s: float | None = None
@@ -94,7 +94,7 @@ class Departure:
         return bool(self.reason) and self.state is DepartureState.DRAINED
 
     def stand_by(self, *, is_standby: bool, now: float) -> list[Action]:
-        """Record whether the newest plan puts this worker on standby; return a note on a change."""
+        """Record whether the newest plan has this worker on standby; return a note on a change."""
         if is_standby == (self.standby_since is not None):
             return []
         self.standby_since = now if is_standby else None
@@ -102,7 +102,9 @@ class Departure:
         return [Note("info", text)]
 
     def is_due(self, *, lost_at: float, now: float) -> bool:
-        """Return whether a limit of the terms has passed, so that the worker leaves; set `reason`.
+        """Return whether a limit of the terms has passed; if so, set `reason`.
+
+        The worker must then leave.
 
         Args:
             lost_at: the time at which the learner was last known to be reachable.
@@ -142,7 +144,7 @@ class Departure:
         return [Drained(), Release(self.reason)] if self.reason else [Drained()]
 
     def deadline(self, *, lost_at: float) -> float:
-        """Return the time at which a limit of the terms or the present wait ends next."""
+        """Return when the present wait ends; in the state `staying`, when the next limit passes."""
         match self.state:
             case DepartureState.STAYING:
                 return min(self._release_times(lost_at))
@@ -151,7 +153,7 @@ class Departure:
         return self._until
 
     def _release_times(self, lost_at: float) -> tuple[float, float]:
-        """Return the times at which the limits on standby and on the learner's absence pass."""
+        """Return when the terms' two limits pass: first `standby_s`, then `learner_gone_s`."""
         since, terms = self.standby_since, self.terms
         return (
             math.inf if since is None or terms.standby_s is None else since + terms.standby_s,

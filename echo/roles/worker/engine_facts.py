@@ -19,7 +19,7 @@ class EngineFacts:
     groups_per_batch: int
     """Number of groups that the engine samples at the same time, as settings and memory allow."""
     num_fit: int = 0
-    """Number of groups that memory would hold at the same time, whatever the settings are; 0 if
+    """Number of groups that memory could hold at the same time if the settings set no limit; 0 if
     unknown."""
     is_continuous: bool = False
     """Whether the engine takes a new group while it samples others."""
@@ -45,7 +45,8 @@ class EngineFacts:
     name: str = ""
     """Kind and data type of the engine, to compare workers by."""
     queue_share: float = 1.0
-    """Queued groups per group in the engine; with a queue the engine never waits for the network.
+    """Number of queued groups for each group in the engine. The queue keeps the engine from waiting
+    for the network.
     """
 
     @property
@@ -57,7 +58,7 @@ class EngineFacts:
     def max_groups(self) -> int:
         """Number of groups that the worker holds at the same time, in the engine or queued.
 
-        It is 0 with agents, which request a number later.
+        With agents it is 0 at first, because agents request a number of groups later.
         """
         if self.sampler == "agents":
             return 0

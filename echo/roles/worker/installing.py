@@ -1,4 +1,4 @@
-"""The versions in a worker's engine: which one is installed next, and which samples a group.
+"""The versions in a worker's engine: which is installed next, and which one samples a group.
 
 The newest complete version is installed in flight: no rollout has to end for it, and each token
 records the version that sampled it. If the engine refuses a version, the one before it stays in

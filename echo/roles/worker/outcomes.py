@@ -25,13 +25,16 @@ from echo.wire.codec import encode_group, payload_bytes
 from echo.wire.messages import Deliver, Failed, Lease
 
 MAX_DETAIL_LENGTH = 500
-"""Most characters of the detail in a Failed."""
+"""Largest number of characters of the detail in a Failed."""
 MAX_TRACEBACK_LENGTH = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class GroupScored:
-    """Event: a group's members have these rewards; fewer if the group became unwanted meanwhile."""
+    """Event: `rewards` are the rewards of a group's members, in order.
+
+    Some rewards are missing if the group became unwanted during scoring.
+    """
 
     group: PartialGroup
     rewards: Sequence[float]
@@ -45,10 +48,10 @@ class GroupFinished:
 
 
 class Outcomes:
-    """Puts the outcomes of groups among the worker's results, for the learner."""
+    """Turns the outcomes of groups into results, which the worker delivers to the learner."""
 
     def __init__(self, held: HeldLeases, counters: Counters, *, worker_id: str) -> None:
-        """Report the outcomes of these leases under the worker's id."""
+        """Report the outcomes of the leases in `held` under the worker's id."""
         self._held, self._counters, self._worker_id = held, counters, worker_id
 
     def scored(self, event: GroupScored, *, stale_tokens: StaleTokens, now: float) -> list[Action]:

@@ -2,15 +2,15 @@
 
 An engine that takes requests at any time gets one call per group, as soon as it has a free place.
 Any other engine gets one batch of groups after another. A batch lasts as long as its longest
-rollout, while ever fewer of its rows are busy. So with `over_submission` = f > 1 (active partial
-rollouts, APRIL) a batch of N groups is recalled once N / f of its groups are whole, if other groups
-wait. (A group is whole when all its rollouts have ended.) Unfinished groups keep their tokens,
-log-probabilities and versions. They are continued in the next batch with the newest weights, before
-new groups, oldest first. A continued group takes only the rows of its unfinished rollouts; new
-groups take the remaining rows. A whole group is scored and delivered at once, without waiting for
-its batch. An engine that takes requests at any time has no batch: it is given f times the number of
-groups that its memory holds, so that its queue never becomes empty while long rollouts keep their
-places.
+rollout, and towards its end only few of its rows are busy. So with `over_submission` = f > 1
+(active partial rollouts, APRIL) a batch of N groups is recalled once N / f of its groups are whole,
+if other groups wait. (A group is whole when all its rollouts have ended.) Unfinished groups keep
+their tokens, log-probabilities and versions. They are continued in the next batch with the newest
+weights, before new groups, oldest first. A continued group takes only the rows of its unfinished
+rollouts; new groups take the remaining rows. A whole group is scored and delivered at once, without
+waiting for its batch. An engine that takes requests at any time has no batch: it is given f times
+the number of groups that its memory holds, so that its queue never becomes empty while long
+rollouts keep their places.
 
 A call lasts at most `ship_s` seconds. Then its tokens are saved in this worker's own file and sent
 to the learner, and its groups are continued in a new call. So a worker that is killed loses at most
@@ -61,7 +61,7 @@ class EngineCall:
     groups: list[PartialGroup]
     """The sampled groups, each with at least one unfinished member."""
     num_awaited: int
-    """Number of whole groups at which the call is recalled if other groups wait for its places."""
+    """If other groups wait, the call is recalled once this number of its groups are whole."""
     ends_at: float
     version: PolicyVersion | None
     """The only version that may sample the groups; None if any installed version may."""
@@ -69,7 +69,8 @@ class EngineCall:
     num_tokens: int = 0
     """Number of tokens sampled so far."""
     num_signs: int = 0
-    """Number of signs of life, sampled tokens among them, credited to every group of the call."""
+    """Number of signs of life that every group of the call was credited with. A sampled token is a
+    sign of life, too."""
     is_recalled: bool = False
     """Whether the engine was asked to return the call soon, with the tokens so far."""
     seen_tokens: int = 0
@@ -85,7 +86,10 @@ class EngineCall:
         self.seen_signs += number
 
     def credit(self) -> None:
-        """Credit every group with the signs of life since the last `credit`, before a heartbeat."""
+        """Credit every group with the signs of life since the last call of this method.
+
+        The worker calls this before each heartbeat.
+        """
         num_signs, self.num_tokens = self.seen_signs, self.seen_tokens
         for group in self.groups:
             group.num_progress += num_signs - self.num_signs
@@ -97,7 +101,7 @@ class EngineCall:
 
 @dataclass(frozen=True, slots=True)
 class Sample(Action):
-    """Sample the groups of this call, their unfinished members from where they stopped."""
+    """Sample the groups of this call; unfinished members continue from where they stopped."""
 
     call: EngineCall
 
@@ -288,7 +292,10 @@ class EngineCalls:
         return decisions
 
     def _begin(self, learner: LearnerProgress, now: float) -> list[Decision]:
-        """Return decisions that fill the engine's free places: begun groups first, oldest first."""
+        """Return decisions that fill the engine's free places.
+
+        Groups that were begun come before new groups, and older groups before younger ones.
+        """
         num_free, engine = self._free_places(), self.engine
         if num_free <= 0:
             return []
@@ -358,7 +365,7 @@ class EngineCalls:
         return engine.groups_per_batch if is_played else engine.max_groups
 
     def _apply_staleness(self, group: PartialGroup, learner: LearnerProgress) -> None:
-        """Keep, mask or drop a group's tokens by the settings for tokens of older weights."""
+        """Keep, mask or drop a group's tokens of older weights, as the settings demand."""
         installed, num_tokens = self.versions.installed, group.num_tokens
         assert installed is not None
         if not num_tokens:
@@ -471,7 +478,7 @@ class EngineCalls:
         ]
 
     def _stop(self, groups: Sequence[PartialGroup]) -> list[Decision]:
-        """Take unfinished groups back from the engine; hand over those that were reclaimed."""
+        """Take unfinished groups back from the engine; give up the groups that were reclaimed."""
         reclaimed = [group for group in groups if group.state is GroupState.RECLAIMED]
         for group in groups:
             self._held.handle(group, Stopped())
@@ -480,7 +487,7 @@ class EngineCalls:
     # --- recalling -------------------------------------------------------------------------------
 
     def reclaim(self, groups: Sequence[PartialGroup]) -> list[Decision]:
-        """Recall the calls that have groups which another worker is to continue.
+        """Recall the calls that have one of `groups`; another worker is to continue these groups.
 
         A group that only the engine samples can be continued by another worker. An episode cannot,
         because no other worker has its environment or its agents.
@@ -502,7 +509,7 @@ class EngineCalls:
         return self._recall(self._calls) if self.engine.sampler == "engine" else []
 
     def _has_enough(self, call: EngineCall, learner: LearnerProgress, now: float) -> bool:
-        """Return whether to recall a call, whose unfinished groups are then continued later."""
+        """Return whether to recall a call; its unfinished groups are then continued later."""
         if call.num_whole == len(call.groups):
             return False  # the call returns soon by itself
         if not any(group.is_sampled for group in call.groups):

@@ -7,7 +7,7 @@ learner knows which leases to send again and which to renew. A lost link changes
 running groups go on, results are kept, and after the next Admitted all unacknowledged results are
 sent again.
 
-The role consists of parts that decide, each on its own state, and return their decisions:
+The role consists of parts. Each part decides by its own state, and returns its decisions:
 
     HeldLeases       leases/worker/held.py    the state of each leased group
     EngineCalls      sampling.py              which groups enter the engine, and when it is stopped
@@ -132,7 +132,7 @@ class LeasesDemanded:
 
 @dataclass(frozen=True, slots=True)
 class LeasesAlive:
-    """Event: agents have given this number of signs of life in total for each of these leases."""
+    """Event: for each of these leases, agents have given `num_signs` signs of life in total."""
 
     leases: Sequence[Lease]
     num_signs: int
@@ -140,7 +140,7 @@ class LeasesAlive:
 
 @dataclass(frozen=True, slots=True)
 class LeaseDropped:
-    """Event: no agent will work on a lease, so it expires at the learner."""
+    """Event: no agent will work on a lease, so the learner will let the lease expire."""
 
     lease: Lease
 
@@ -218,7 +218,7 @@ class Worker(DialingRole):
 
     @property
     def lineages(self) -> tuple[Lineage, ...]:
-        """The lineages of the run that the learner has sent, oldest first."""
+        """The lineages of the run, oldest first, as the learner has sent them."""
         return self.joining.lineages
 
     @property
@@ -264,7 +264,7 @@ class Worker(DialingRole):
         return super().heartbeat(now=now)
 
     def _beat(self, now: float) -> list[Action]:
-        """If this worker is admitted, send a heartbeat at once, since its content has changed."""
+        """Send a heartbeat at once if this worker is admitted, because the state has changed."""
         return self.heartbeat(now=now) if self.is_admitted else []
 
     # --- from the learner ------------------------------------------------------------------------
