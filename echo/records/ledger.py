@@ -8,8 +8,8 @@ format 3:
   the record class of this kind below) and `hash` (BLAKE3 of seq as 8 bytes, little-endian, followed
   by body). `kind` and `at` are columns too. `PRAGMA user_version` is the format.
 * `ledger.head`: the number of rows on the disk after the last `sync`, in decimal digits. The number
-  is outside the database, so that a loss of rows is noticed, after damage to the log or a copy of
-  an older database.
+  is outside the database. So if the log is damaged or an older database is copied here, the missing
+  rows are noticed.
 * `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record has the place of its
   group and the hash of its bytes. A file retires once all its groups have ended and no resume can
   void their ends. The newest KEPT_BYTES of retired files are kept, for people; older ones are
@@ -23,8 +23,8 @@ step > f: these steps were abandoned. The remaining records are the surviving li
 every accepted group has at most one end (it was trained or discarded), and exactly one after the
 run has finished. A discard is never voided.
 
-Durability. The event loop never waits for the disk: it appends to a queue in memory. Another
-thread, never more than one at a time, writes the whole queue in order, or nothing of it (`commit`).
+Durability. The event loop never waits for the disk: it appends to a queue in memory. One other
+thread at a time writes the queue in order: either the whole queue or nothing (`commit`).
 After `commit` the records survive a kill of the process (write-ahead log, synchronous = NORMAL);
 after `sync` they survive a power cut too (FULL). So a record is committed before other nodes are
 informed of the event. The record is synced before another copy of the same data is dropped: a
@@ -143,8 +143,8 @@ class Trained(Record, tag="trained"):
     staleness: dict[int, int]
     """Number of trained tokens by staleness."""
     trimmed: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
-    """Group -> number of tokens of each remaining version, for groups in which stale tokens were
-    masked."""
+    """For each group in which stale tokens were masked: the numbers of its remaining tokens, one
+    for each remaining version."""
 
 
 class Published(Record, tag="published"):
@@ -154,7 +154,7 @@ class Published(Record, tag="published"):
 
 
 class Sealed(Record, tag="sealed"):
-    """A published version was hashed; workers record the hash of their installed version."""
+    """A published version was hashed. Workers record the hashes of the versions they installed."""
 
     version: PolicyVersion
     root: str
@@ -190,7 +190,7 @@ class RolledBack(Record, tag="rollback"):
     """The run goes back to a checkpoint; the record of a new lineage follows."""
 
     step: int
-    """Number of optimizer steps that had been made."""
+    """Number of optimizer steps made before the rollback."""
     to_step: int
     """Step of the checkpoint; 0 if the run begins again from its initial weights."""
     number: int
@@ -385,8 +385,9 @@ class LedgerQueue(ABC):
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
         """Sync the record of a checkpoint, and drop the bytes of groups no longer needed.
 
-        A group is needed while it has not ended, or if it was trained after `oldest_step`: a resume
-        from the oldest kept checkpoint, which was made at that step, trains it again.
+        `oldest_step` is the step of the oldest kept checkpoint. A group is needed until it has
+        ended. If it was trained after `oldest_step`, it stays needed, because a resume from that
+        checkpoint trains it again.
         """
 
     @abstractmethod
@@ -602,7 +603,7 @@ class Ledger(LedgerQueue):
             yield
 
     def _note(self, record: AnyRecord) -> None:
-        """Remember, for the file of a group, that the group was accepted or when it ended."""
+        """Remember that a group was accepted into a file, or the step at which a group ended."""
         match record:
             case Accepted():
                 self._unended.setdefault(record.place.file, set()).add(record.group)

@@ -52,7 +52,7 @@ class MetricsHistory:
     """Rows of optimizer steps, in order; each has `reward/mean`."""
     evaluations: tuple[Evaluation, ...] = ()
     explained: tuple[MetricsRow, ...] = ()
-    """Rows that explain a wait of the learner or of its workers, also of a wait that went on."""
+    """Rows that explain why the learner or its workers waited; some were written during a wait."""
     broadcast_bytes: float = 0
     """Sum of `broadcast/bytes` of all rows, those of abandoned steps included."""
     times: tuple[float, ...] = ()
@@ -209,7 +209,10 @@ def _finite(row: MetricsRow, key: str, where: str) -> float:
 
 
 def _is_of_evaluation(key: str) -> bool:
-    """Return whether a key is a figure of an evaluation; parts of rewards have one level more."""
+    """Return whether a key of metrics is a figure of an evaluation, but not of a reward's part.
+
+    The key of a reward's part has one more level.
+    """
     return key.startswith("eval/") and key.count("/") <= 2
 
 

@@ -3,8 +3,9 @@
     tcp://host:port#KEY.SECRET      in keys/view: may read the status of the run
                                     in keys/operate: may also change the run
 
-KEY is the learner's connection key, as in the join string. SECRET is the viewers' own, so neither
-key lets anybody join the run, and a join string lets nobody watch or operate it.
+KEY is the learner's connection key, as in the join string. SECRET differs from the secret of the
+join string. So a viewer's key does not permit joining the run, and a join string permits neither
+watching nor operating the run.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Access:
 
 
 def write_access(run_dir: Path, address: str, keys: CurveKeys) -> None:
-    """Write both keys of viewers into the run directory, for a learner at `address`.
+    """Write keys/view and keys/operate, the keys of viewers, for a learner at `address`.
 
     Raises:
         StorageError: if a file cannot be written.
@@ -83,7 +84,7 @@ class Target:
     """The run that a command names, and how to reach its learner."""
 
     name: str
-    """What the user has called it, without secrets."""
+    """The text by which the user named the run, without secrets."""
     run_dir: Path | None
     """The run's directory, if it is on this machine."""
     accesses: tuple[Access, ...]
@@ -91,14 +92,15 @@ class Target:
 
 
 def find_run(text: str) -> Target:
-    """Return the run that a command line names: its directory, a file with a key, or the key.
+    """Return the run that `text`, from a command line, names.
 
-    For a directory, the learner is tried on this machine first, then at the address that it has
-    advertised.
+    `text` is the directory of the run, the path of a file with a viewer's key, or the key itself.
+    For a directory, the learner is tried on this machine first, and then at the address that the
+    learner has advertised.
 
     Raises:
-        ConfigError: if the text names none of these, or a key has another form.
-        DataError: if the directory is not that of a run that has started.
+        ConfigError: if `text` is none of these, or if the key is malformed.
+        DataError: if no run has started in the directory.
     """
     if "tcp://" in text:
         access = Access.parse(text, source="the argument")
@@ -118,7 +120,7 @@ def find_run(text: str) -> Target:
 
 
 def _own_accesses(run_dir: Path) -> tuple[Access, ...]:
-    """Return how to reach the learner of a run on this machine, with the operator's key."""
+    """Return the ways to reach a run's learner on this machine, with the operator's key."""
     path = run_dir / "keys" / OPERATE
     try:
         access = Access.parse(read_text(path), source=repr(str(path)))

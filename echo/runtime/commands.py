@@ -20,7 +20,7 @@ class CommandEnd:
 
     has_succeeded: bool
     outcome: str
-    """Text such as "ended with code 3", to follow the name of the command."""
+    """Text such as "ended with code 3"; a message has this text after the command's name."""
     lines: tuple[str, ...]
     """The last lines of the command's output."""
 

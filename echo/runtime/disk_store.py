@@ -15,9 +15,8 @@ Faults and their effects:
   again, and a torn manifest fails its signature. A version store gets its name after its whole file
   is allocated. A file without a name, and a version store without a manifest, are removed.
 * **Killed while a version is written in place**: the image gets the name of the new version before
-  the first word changes, and that version has no manifest until its seal arrives. So the name
-  marks an image that is being written: the next process drops an image without a manifest, and
-  fetches a whole one.
+  the first word changes, and that version has no manifest until its seal arrives. So an image
+  without a manifest was being written: the next process drops this image and fetches a whole one.
 * **Killed while a keyframe or delta is fetched**: it is fetched again, because only images lie in
   files.
 * **Disk full**: a file is preallocated before it is mapped, because a write to a mapped file on a
@@ -317,7 +316,10 @@ class MemoryStore(VersionStore):
         return held_chunks(manifest, storage)
 
     def close(self) -> None:
-        """Drop all versions except files that a later process may recover; views stay valid."""
+        """Drop all versions, but keep the files from which a later process may recover versions.
+
+        Views of the images stay valid.
+        """
         self._drop_spares()
         self._live.clear()
 
@@ -325,7 +327,7 @@ class MemoryStore(VersionStore):
 
     @property
     def where(self) -> str:
-        """The name of this store in messages: "memory for ..." or its setting and directory."""
+        """The name of this store in messages: "memory for ...", or the setting and directory."""
         return "memory for versions of the weights"
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
@@ -339,7 +341,10 @@ class MemoryStore(VersionStore):
             ) from error
 
     def _enter(self, version: PolicyVersion, pages: Pages) -> None:
-        """Rename the mapped file to a version's name, or raise StorageError; no-op in memory."""
+        """Give the mapped file a version's name, or raise StorageError.
+
+        Pages in memory have no file, so for them nothing is done.
+        """
 
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Remove the name of a dropped version's pages; return whether they may be reused."""
@@ -405,7 +410,7 @@ def _refuse_other_format(directory: Path) -> None:
     """Check that the directory has no files of another format.
 
     Raises:
-        StorageError: if it has; the message names both formats and the remedy.
+        StorageError: if there are such files; the message names both formats and the remedy.
     """
     formats = {match[1] for path in directory.glob("*.lock") if (match := _LOCKS.match(path.name))}
     if other := ", ".join(sorted(formats - {str(FORMAT)})):

@@ -84,7 +84,7 @@ class Opening:
 
 
 def openings_of(leases: Sequence[Lease], *, group_size: int) -> list[Opening]:
-    """Return the openings of the groups of these leases, in order."""
+    """Return the opening of each lease's group, in the order of `leases`."""
     return [
         Opening(
             name=f"{lease.group_id}.{lease.attempt}",
@@ -335,9 +335,9 @@ class _Play:
         self._num_tokens += len(ids)
 
     def add_answer(self, ids: Sequence[int]) -> bool:
-        """Append the tokens of the environment's reply; return whether they and one more fit.
+        """Append the tokens of the environment's reply if they fit; return whether they fit.
 
-        If they do not fit, nothing is appended.
+        The reply fits if there is space for its tokens and for one more token.
         """
         if self._num_tokens + len(ids) >= self._max_tokens:
             return False
@@ -396,7 +396,7 @@ MAX_AUTO_PROCESSES = 4
 
 
 def code_settings(section: TaskSection, reward: RewardSection) -> dict[str, Any]:
-    """Return {CODE: hash and path per module of the task's code}, which workers compare.
+    """Return {CODE: hash and path of each module of the task's code}, for workers to compare.
 
     The result is empty if only the learner runs the code.
     """

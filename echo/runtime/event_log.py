@@ -38,9 +38,9 @@ MAX_FILE_BYTES = 128 << 20
 lines are kept, and a log that runs for days does not fill the disk.
 """
 MAX_ITEMS = 16
-"""Most elements of a list that are logged; the length of a longer list follows them."""
+"""Largest number of logged elements of a list. If a list is longer, its length is logged too."""
 MAX_CHARACTERS = 200
-"""Most characters of a text that are logged; the length of a longer text follows them."""
+"""Largest number of logged characters of a text. If a text is longer, its length is logged too."""
 
 MAX_DEPTH = 16
 """Most levels of a nested value that are logged; messages of nodes have no more levels."""

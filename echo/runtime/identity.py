@@ -211,11 +211,12 @@ class JoinSource:
     run_dir: Path
 
     def find(self) -> Join | None:
-        """Return the join string in `connect`, in security.join, or in the file named there.
+        """Return this node's join string; None if there is none.
 
-        If `connect` contains no join string and security.join is not set, the join string is read
-        from the run directory, which nodes on the learner's machine share. The result is None if
-        the run directory has none either.
+        The join string is taken from `connect`. If `connect` has none, it is taken from
+        security.join, which contains the join string or the path of a file with it. If
+        security.join is not set, it is read from the run directory, which nodes on the learner's
+        machine share.
 
         Raises:
             ConfigError: if the file cannot be read, or a text is not a join string.
@@ -241,7 +242,7 @@ class JoinSource:
         return Join.parse(text, source=f"{key}{str(path)!r}")
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the addresses that the node dials first, in order, without the secret."""
+        """Return the addresses that the node dials at its start, in order, without the secret."""
         if self.connect:
             return tuple(_without_secret(address) for address in self.connect)
         join = self.find()

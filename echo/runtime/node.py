@@ -198,10 +198,13 @@ class Node:
         """Update the role's counters; called before each `expire`, which may report them."""
 
     async def work(self) -> None:
-        """Do this kind of node's work; after it returns, the node still relays until stopped."""
+        """Do the work of this kind of node.
+
+        After the method returns, the node continues to relay until it is stopped.
+        """
 
     async def drain(self) -> None:
-        """Finish the work that must not be lost, after the first interrupt."""
+        """Finish the work that must not be lost; called after the first interrupt."""
 
     def release(self) -> None:
         """Release the resources of this kind of node; called at its end, also after an error."""
@@ -319,14 +322,17 @@ class Node:
             self._finish_turn()
 
     def _connected(self, event: Connected) -> None:
-        """Report a link that this node has dialled, or a guest; other links report themselves."""
+        """Report a link that this node has dialled, or the link of a guest.
+
+        A node that has dialled this node introduces itself by its first message.
+        """
         if event.address is not None:
             self.perform(self._role.connected(event.peer, now=self.now))
         elif event.user:
             self.on_guest(event.peer, event.user)
 
     def _refuse_public(self, event: Received) -> None:
-        """Drop a message that arrived without encryption and may arrive only encrypted."""
+        """Drop a message that arrived unencrypted, although such messages must be encrypted."""
         text = "dropped an unencrypted message that is no chunk: its sender is no node of this run"
         self._topics.log(Note("warning", text, text), now=self.now)
 
@@ -456,7 +462,7 @@ class Node:
 
 
 class DialingNode(Node):
-    """The node of a role that dials: of a relay or a worker."""
+    """The node of a relay or a worker, which dial the learner."""
 
     def __init__(
         self,
@@ -467,7 +473,10 @@ class DialingNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Start like a `Node`; without a version store, bytes of stored versions are unbounded."""
+        """Connect role, transport and threads as `Node` does.
+
+        If `version_store` is None, the total size of the stored versions has no limit.
+        """
         super().__init__(role, transport, threads=threads, log=log)
         self.role = role
         self.version_store = version_store
@@ -526,7 +535,9 @@ _log = logging.getLogger(__name__)
 MAX_ASSET_BYTES = MAX_PAYLOAD_BYTES
 """Most bytes of a file that a worker may inherit; the largest tokenizers have some 35 MB."""
 MAX_STRANGERS = 4096
-"""Most connections that have sent no message yet; or a quarter of the open-file limit, if lower."""
+"""Largest number of connections that have not sent a message yet. If a quarter of the limit of open
+files is lower, that number applies.
+"""
 FIRST_WINDOW_CHUNKS = 4
 """Number of chunks that a child requests ahead until the rate of its link is measured: several, so
 that requests and chunks overlap.

@@ -1,8 +1,8 @@
-"""A viewer's connection to a learner: asks for its status, and passes on what an operator asks for.
+"""A viewer's connection to a learner: requests statuses, and sends the operator's operations.
 
-A viewer dials every address at which the learner may be, and uses the first that answers. It asks
-for a status, and for the next one when that has arrived, so a slow link gets fewer statuses and
-never old ones. It dials again after a loss, by itself.
+A viewer dials every address at which the learner may be, and uses the first address that answers.
+It requests the next status only after the previous status has arrived. So a slow link carries fewer
+statuses, but never outdated ones. A lost connection is dialled again automatically.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class ViewerLink:
     """A viewer's transport: the addresses that it dials, and the one that has answered."""
 
     def __init__(self, accesses: Sequence[Access]) -> None:
-        """Take the ways to reach one learner, at least one; all have the same keys."""
+        """Prepare to dial one learner by any of `accesses`, which all have the same keys.
+
+        There must be at least one access.
+        """
         key = parse_key(accesses[0].address)
         assert key is not None, "a viewer's key has the learner's key"
         keys = CurveKeys.of_guest(accesses[0].secret, key)
@@ -77,7 +80,7 @@ class ViewerLink:
 
     @property
     def failure(self) -> str:
-        """Why no address answers; "" while one answers, or some were not tried to the end."""
+        """Why no address answers; "" while an address answers or has not been tried to the end."""
         if self.is_up or len(self._failures) < len(self._dialled):
             return ""
         if any(failed.is_refused for failed in self._failures.values()):
@@ -94,7 +97,7 @@ class ViewerLink:
             self.transport.send(self._peer, encode(message, source="viewer"))
 
     async def receive(self) -> list[tuple[Any, list[Any]]]:
-        """Wait for something to happen; return (message, payload) of each received message."""
+        """Wait for events of the transport; return (message, payload) of each received message."""
         messages = []
         for event in await self.transport.receive():
             match event:
@@ -197,23 +200,23 @@ class RunWatcher(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether the person wants no more."""
+        """Whether the person has asked to end the view."""
 
     def show(self, status: RunStatus, *, may_operate: bool) -> None:
         """Draw a status."""
 
     def say(self, text: str) -> None:
-        """Draw a line on the connection, or on what has become of an operation; "" removes it."""
+        """Show a text about the connection or the outcome of an operation; "" removes the text."""
 
     def read_keys(self) -> list[Operation]:
-        """Read the keys that were pressed, and return the operations that they confirm."""
+        """Read the pressed keys; return the operations that the person has confirmed with them."""
 
 
 def watch(target: Target, watcher: RunWatcher) -> None:
     """Show a run to a watcher until it is over; a lost learner is dialled again.
 
     Raises:
-        TransportError: if the first learner that was dialled has never answered.
+        TransportError: if the learner has not answered at any address since the call.
         RefusedError, DataError: for the same reasons as `ask_status`.
     """
     _run(_watch(target, watcher))
@@ -234,7 +237,7 @@ async def _watch(target: Target, watcher: RunWatcher) -> None:
 
 
 class _Viewing:
-    """The course of watching: when to ask, and what to tell the watcher."""
+    """The state while a run is watched: when to request a status, and what to show."""
 
     def __init__(self, link: ViewerLink, watcher: RunWatcher) -> None:
         self._link, self._watcher = link, watcher
@@ -246,7 +249,7 @@ class _Viewing:
 
     @contextmanager
     def reading_keys(self) -> Iterator[None]:
-        """Within the block, pass pressed keys to the watcher, and confirmed operations on."""
+        """Within the block, let the watcher read pressed keys, and send confirmed operations."""
         keyboard = self._watcher.keyboard
         if keyboard is not None:
             self._loop.add_reader(keyboard, self._on_keys)

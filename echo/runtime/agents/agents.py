@@ -63,7 +63,7 @@ class AgentParts:
     """Largest number of tokens in a sequence that the model takes."""
     max_session_tokens: int
     max_rollout_tokens: int
-    """Most tokens of all chains of a session together that a rollout has."""
+    """Largest number of tokens in a rollout, summed over the chains of its session."""
     session_timeout_s: float
     model_name: str
     listen: str
@@ -361,7 +361,7 @@ class Agents:
         )
 
     def _stop(self, texts: Sequence[str]) -> StopStrings | None:
-        """Return the stop strings of a call: the run's, and these."""
+        """Return the stop strings of a call: those of the run, then `texts`."""
         own = self.parts.sampling.stop
         if not texts:
             return own
@@ -376,7 +376,10 @@ class Agents:
 
 
 def _num_hidden(answer: str, completion: Completion, sampling: Sampling) -> int:
-    """Return the length of the stop string that ended an answer, and of what follows it; or 0."""
+    """Return the length of the end of an answer, from the stop string that ended the answer on.
+
+    The length is 0 if no stop string ended the answer.
+    """
     if sampling.stop is None or completion.finish_reason != "stop":
         return 0
     if int(completion.token_ids[-1]) in sampling.stop_ids:

@@ -1,4 +1,4 @@
-"""Sampling of single requests, which come from many callers, by one engine.
+"""Samples single requests of many callers with one engine.
 
 A continuous engine gets each request in a separate call. Any other engine gets all waiting requests
 with the same sampling settings in one call, one batch after the other.
@@ -61,7 +61,10 @@ class CallSampler:
         return completion
 
     async def run(self) -> None:
-        """Sample waiting requests until cancelled; a batch uses its oldest request's settings."""
+        """Sample waiting requests until cancelled.
+
+        A batch contains the oldest waiting request and all others with the same settings.
+        """
         waiting: list[_Waiting] = []
         while True:
             if not waiting:

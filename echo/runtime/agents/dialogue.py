@@ -43,7 +43,7 @@ class Dialogue:
         return self._codec.render(messages, tools)
 
     def other_arguments(self, arguments: Mapping[str, Any]) -> str:
-        """Return the name of a template argument that has another value in the run; else ""."""
+        """Return the name of a template argument that differs from the run's; "" if none does."""
         own = self._codec.chat_template_kwargs
         return next((name for name, value in arguments.items() if own.get(name) != value), "")
 
@@ -102,7 +102,7 @@ class Dialogue:
 
 
 def _after(text: str, length: int) -> str:
-    """Return the rest of rendered text after `length` characters, not counting `MARK`s."""
+    """Return the rendered text after the first `length` characters that are not `MARK`s."""
     end = length
     while (num_marks := text.count(MARK, 0, end)) != end - length:
         end = length + num_marks

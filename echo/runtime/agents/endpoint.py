@@ -85,7 +85,7 @@ _STATUSES: tuple[tuple[type[EchoError], int], ...] = (
     (BodyError, 400),
     (DataError, 400),
 )
-"""(Class of error, HTTP status): the first class that matches counts; 500 for other errors."""
+"""(Class of error, HTTP status). The first class that matches gives the status; else it is 500."""
 _SERVED = (
     "POST /v1/chat/completions, POST /v1/completions and GET /v1/models, also behind /sessions/ID; "
     "give a client a base URL that ends in /v1"
@@ -165,7 +165,10 @@ class Endpoint:
             await runner.cleanup()
 
     def _accept(self, runner: web.AppRunner) -> web.RequestHandler:
-        """Return the protocol of a new connection, which is closed if no token comes in TOKEN_S."""
+        """Return the protocol of a new connection.
+
+        The connection is closed if the token does not arrive within TOKEN_S.
+        """
         assert runner.server is not None
         connection = runner.server()
         self._unknown[connection] = asyncio.get_running_loop().call_later(

@@ -65,12 +65,15 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "write it into the prompt"),
     "prompt_embeds": ((), "send text or token ids"),
 }
-"""Unsupported field that would change an answer -> its neutral values; a remedy for other values.
-"""
+"""Unsupported field -> (values that do not change an answer, the remedy for any other value)."""
 
 
 class _Body(msgspec.Struct):
-    """Fields that both kinds of calls have; any other fields not in `_UNABLE` are ignored."""
+    """The fields that both kinds of calls have.
+
+    A call is refused for a field in `_UNABLE` that would change the answer. Any other unknown
+    field is ignored.
+    """
 
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None

@@ -76,7 +76,7 @@ class _OpenLease:
 
     lease: Lease
     waiting: deque[int]
-    """Members whose episodes an agent may begin, the next one first."""
+    """Numbers of the episodes that an agent may begin, the next episode first."""
     touched_at: float
     num_attempts: dict[int, int] = field(default_factory=dict)
     outcomes: dict[int, SessionOutcome] = field(default_factory=dict)
@@ -203,9 +203,10 @@ class Episodes:
         return True
 
     def take_abandoned(self) -> int:
-        """Return the number of tokens sampled in sessions given up since the last call.
+        """Return how many tokens were sampled in the sessions that were given up.
 
-        Rewarded sessions count as well if the lease of their group was given up.
+        Only sessions that were given up since the last call of this method count. A rewarded
+        session counts as well if the lease of its group was given up.
         """
         number, self._num_abandoned_tokens = self._num_abandoned_tokens, 0
         return number
@@ -258,14 +259,14 @@ class Episodes:
 def group_of(
     lease: Lease, worker_id: str, outcomes: Sequence[SessionOutcome], *, max_tokens: int
 ) -> tuple[Group, int]:
-    """Return the group made of the finished episodes of a lease, and its number of chains.
+    """Make a group of a lease's finished episodes; return the group and its number of chains.
 
     Args:
         lease: the lease.
         worker_id: the worker's id.
         outcomes: the results of all episodes.
-        max_tokens: most tokens of all chains of a rollout together, prompt included; chains beyond
-            are left out, but for one.
+        max_tokens: largest number of tokens in a rollout, summed over its chains, prompt
+            included. Chains that exceed this number are left out, but one chain always stays.
 
     Raises:
         SessionError: if the first contexts of the episodes do not begin with the same token.

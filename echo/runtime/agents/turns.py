@@ -3,9 +3,10 @@
 If the context of a call begins with the context and completion of an earlier call, the call
 continues this earlier call's chain, token by token. Any other call begins a chain, for example
 after the agent has rewritten its history. All chains of a session are one rollout, whose tokens
-form a tree (core/chains.py): a context shares the tokens of its longest beginning that is in the
-tree already, whoever sampled or sent them. What a call samples is always added, also if another
-call has sampled the same tokens there. So each sampled token is trained once, and once only.
+form a tree (core/chains.py). If the tree already contains the beginning of a context, the tokens of
+this beginning are shared, no matter whether they were sampled or sent. The tokens that a call
+samples are always added, even if another call has sampled the same tokens at the same place. So
+each sampled token is trained exactly once.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Turn:
     parent: Turn | None
     """The call that this call continues; None if it begins a chain."""
     num_hidden: int = 0
-    """Number of characters at the end of `text` that the agent is not shown: the stop string that
-    ended the completion, and what else its last token holds.
+    """Number of characters at the end of `text` that are hidden from the agent: the stop string
+    that ended the completion, and any text of the last token after the stop string.
     """
 
     @property
@@ -71,13 +72,16 @@ def num_sampled_of(turns: Iterable[Turn]) -> int:
 
 
 class TokenTree:
-    """The tokens of calls, those of common beginnings once; a place counts from the first token."""
+    """The tokens of calls as a tree, in which calls share the tokens of common beginnings.
+
+    A token's place is its index in the tree; the first token has place 0.
+    """
 
     def __init__(self, turns: Iterable[Turn]) -> None:
-        """Make the tree of calls, of which at least one has a token; a call comes after its parent.
+        """Make the tree of the calls.
 
         Args:
-            turns: the calls, oldest first.
+            turns: the calls, oldest first, each after its parent. At least one has a token.
         """
         turns = list(turns)
         self.first_context = turns[0].context_ids
@@ -96,7 +100,7 @@ class TokenTree:
 
     @property
     def num_chains(self) -> int:
-        """Number of chains: of pieces whose last token no other piece follows."""
+        """Number of chains, that is, of pieces after whose last token no other piece begins."""
         followed = {after for _, after in self._branches}
         ends = (start - 1 for start in [*self._starts[1:], self.num_tokens])
         return sum(end not in followed for end in ends)
@@ -128,7 +132,7 @@ class TokenTree:
         )
 
     def _sets(self, name: str, num_prompt: int) -> TokenSets | None:
-        """Return the sets of the completion's tokens; None if no call has recorded any."""
+        """Return the completion's token sets `name`; None if no call has recorded such sets."""
         parts = [(getattr(each, name, None), number) for each, number in self._parts]
         joined = join_sets(parts)
         return None if joined is None else joined[num_prompt:]
@@ -152,9 +156,10 @@ class TokenTree:
         self.num_tokens += number
 
     def _find(self, turn: Turn) -> tuple[int, Ids]:
-        """Return the place of the last token of a context that is in the tree, and its other ids.
+        """Find how much of a call's context is in the tree already.
 
-        The place is -1 if no token is in the tree.
+        Return the place of the last token of that part, and the ids of the context after it. The
+        place is -1 if the tree has no part of the context.
         """
         place, rest = -1, turn.context_ids
         if turn.parent is not None:
@@ -173,7 +178,7 @@ class TokenTree:
         return place, rest
 
     def _next(self, place: int, token: int) -> int | None:
-        """Return the place of this token behind a place; None if it is not in the tree."""
+        """Return the place of `token` where it directly follows `place`; None if it does not."""
         after = place + 1
         is_inside = after < self.num_tokens and after > 0
         number = bisect_right(self._starts, after) - 1
@@ -183,10 +188,10 @@ class TokenTree:
 
 
 def tree_of(turns: Sequence[Turn], *, max_tokens: int) -> TokenTree:
-    """Return the tree of a session's calls, of which at least one is given.
+    """Return the tree of a session's calls; the session must have at least one call.
 
-    If all chains together have more than `max_tokens` tokens, the chains with the fewest sampled
-    tokens are left out. One chain is always there.
+    If the chains have more than `max_tokens` tokens in total, the chains with the fewest sampled
+    tokens are left out. At least one chain is always kept.
     """
     tree = TokenTree(turns)
     if tree.num_tokens <= max_tokens:

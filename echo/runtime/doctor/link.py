@@ -1,7 +1,8 @@
-"""A trial of the way to the learner for `echo-rl doctor`: what a node that joins would find.
+"""Tries to reach the learner for `echo-rl doctor`, and reports what a joining node would find.
 
-The doctor dials as a relay does, and goes as far as the Welcome. It never sends Ready, so the
-learner neither plans it into the broadcast nor grants it a lease; then it says Goodbye.
+The doctor dials and joins as a relay does, up to the Welcome. It never sends Ready, so the learner
+neither plans the doctor into the broadcast nor grants it a lease. At the end the doctor sends
+Goodbye.
 
     Greet -> Greeted      the node that answers
     Probe -> ProbeAck     round-trip time; rate towards the learner, by zeros of growing size
@@ -9,7 +10,8 @@ learner neither plans it into the broadcast nor grants it a lease; then it says 
     AssetRequest -> Asset rate from the learner, by the largest file that a worker would inherit
     Goodbye
 
-Through a relay Greet and Probe measure the link to the relay, and the rest measures the whole way.
+If the doctor dials a relay, Greet and Probe measure the link to the relay, and the later messages
+measure the whole way to the learner.
 """
 
 from __future__ import annotations
@@ -65,12 +67,12 @@ from echo.wire.seals import Channel, SealKeys, channel_of
 STEP_S = 10.0
 """Longest wait for an answer, seconds."""
 NUM_PINGS = 4
-"""Empty probes, the fastest of which is the round-trip time."""
+"""Number of empty probes; the time of the fastest probe is the round-trip time."""
 FIRST_PROBE_BYTES, MAX_PROBE_BYTES = 64 << 10, 8 << 20
 LEAST_FILE_BYTES = 256 << 10
-"""Smallest file whose transfer says something of the rate."""
+"""Size of the smallest file whose transfer is used to measure the rate."""
 ENOUGH_S = 0.5
-"""A probe that takes as long is long enough to measure the rate."""
+"""If a probe takes at least this many seconds, it is large enough to measure the rate."""
 LONG_RTT_S = 0.4
 SLOW_BYTES_PER_S = 1e6
 
@@ -79,7 +81,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """What a trial of one address found; fields are None where the trial did not come so far."""
+    """The results of a trial of one address; fields that the trial did not reach are None."""
 
     address: str
     node_id: str | None = None
@@ -106,7 +108,7 @@ class _Trial:
         self._address = address
 
     async def run(self) -> LinkReport:
-        """Go through the exchange; the report has what was found, also after a failure."""
+        """Exchange the messages, and return the report; after a failure the report is partial."""
         try:
             self._peer = self._transport.dial(self._address)
             await self._connect()
@@ -224,7 +226,7 @@ class _Trial:
 
 
 async def try_link(transport: Transport, address: str, *, fingerprint: bytes | None) -> LinkReport:
-    """Try the way to the learner over one address, in a few times STEP_S at most.
+    """Try to reach the learner over one address. Each step of the trial takes at most STEP_S.
 
     Args:
         transport: a started transport that has the run's keys.
@@ -235,7 +237,7 @@ async def try_link(transport: Transport, address: str, *, fingerprint: bytes | N
 
 
 def check_link(report: LinkReport) -> Iterator[Finding]:
-    """Say what a trial of the way to the learner found."""
+    """Turn the report of a trial into findings."""
     name = "link"
     if report.node_id is None:
         yield Finding(
@@ -292,7 +294,7 @@ def own_address(address: str) -> str | None:
 
 
 def check_nat(own: str, theirs: str, advertise: str | None) -> Iterator[Finding]:
-    """Compare the address of this machine with the learner's: is this machine behind NAT?
+    """Check whether this machine is behind NAT, by its own address and the learner's.
 
     Args:
         own: the address of this machine on the route to the learner.

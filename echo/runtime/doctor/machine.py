@@ -1,7 +1,7 @@
 """Checks of this machine for `echo-rl doctor`: packages, GPU, kernel settings, clock and disk.
 
-A check yields findings and changes nothing that lasts. What it looks at is an argument, so that
-each failure can be caused in a test.
+A check yields findings and makes no lasting change. The facts that a check judges are its
+arguments, so a test can cause each failure.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ MAX_NAMED = 6
 
 
 def locked_versions(lock: str) -> dict[str, set[str]]:
-    """Return package name -> versions in the text of a lock; some differ between Pythons."""
+    """Return package name -> versions, from the text of a lock file.
+
+    A package has several versions if the lock has different ones for different Pythons.
+    """
     versions: dict[str, set[str]] = {}
     for name, version in _LOCKED.findall(lock):
         versions.setdefault(_normal(name), set()).add(version)
@@ -297,6 +300,6 @@ def check_run_dir(run_dir: Path, *, min_free_bytes: int) -> Iterator[Finding]:
 
 
 def check_python() -> Iterator[Finding]:
-    """Name the running Python, which is one that Echo supports or Echo would not start."""
+    """Report the version of the running Python. Echo does not start on an unsupported Python."""
     number = ".".join(map(str, sys.version_info[:3]))
     yield Finding("ok", "Python", f"{number}, {sys.executable}")

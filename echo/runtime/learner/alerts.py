@@ -1,8 +1,8 @@
-"""Alerts of a run: watched by the rules of `core/alerts.py`, logged, and sent to the operator.
+"""Alerts of a run: raised by the rules of `core/alerts.py`, logged, and sent to the operator.
 
-The log has every alert. The operator's command and webhook get the alerts from a queue, one after
-the other, each with a time limit, so neither delays a step. If the queue is full, the oldest alert
-in it is dropped.
+Every alert is logged, and then queued. A task sends the queued alerts to the operator's command and
+webhook, one after the other and with a time limit, so no step waits for them. If the queue is full,
+its oldest alert is dropped.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class Alerts:
         time_of_day: Callable[[], float],
         log: logging.Logger,
     ) -> None:
-        """Watch these parts of a learner; blocking calls are made in `pool`."""
+        """Watch a learner through its role, progress, costs and stalls.
+
+        Blocking calls are made in `pool`.
+        """
         self._section, self._role = section, role
         self._progress, self._costs, self._stalls = progress, costs, stalls
         self._run_dir, self._pool = run_dir, pool
@@ -85,9 +88,10 @@ class Alerts:
     # --- what is watched -------------------------------------------------------------------------
 
     def stepped(self, row: Mapping[str, Any]) -> DivergedError | None:
-        """Raise the alerts of a step's row; return the error that ends the training, or None.
+        """Raise the alerts that a step's row of metrics causes.
 
-        There is an error only for a divergence, and only if the configuration asks for it.
+        If the run has diverged and alerts.on_divergence is not "alert", return the error that
+        ends the training; otherwise return None.
         """
         found = self._rules.stepped(self._role.step, row, now=self._clock())
         self._raise(found)
@@ -109,7 +113,7 @@ class Alerts:
         self._raise(self._rules.failed(self._role.step, text, now=self._clock()))
 
     def step_failed(self, error: StepError) -> None:
-        """Raise the alert on a step that failed, if its gradient was not finite."""
+        """Raise an alert if a step failed because its gradient was not finite."""
         if error.reason == "nonfinite_gradient":
             self.nonfinite(f"step {self._role.step + 1} failed: {error}")
 
@@ -170,7 +174,7 @@ class Alerts:
             self._is_empty.set()
 
     async def flush(self) -> None:
-        """Wait, for at most FLUSH_S, until every alert is sent: the learner is about to end."""
+        """Wait until every alert is sent, at most FLUSH_S; called before the learner ends."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
                 await self._is_empty.wait()
@@ -217,7 +221,7 @@ def _state(alert: Alert) -> str:
 
 
 def post_json(url: str, body: bytes) -> str:
-    """Post JSON to a URL; return why the server has not taken it, "" if it has."""
+    """Post JSON to a URL; return "" if the server accepted the JSON, else the reason."""
     headers = {"Content-Type": "application/json", "User-Agent": "echo-rl"}
     try:
         request = urllib.request.Request(url, data=body, headers=headers, method="POST")

@@ -42,7 +42,7 @@ class Follower(Protocol):
     """Follows a run from outside: writes its metrics, and displays its state."""
 
     is_watching: bool
-    """Whether the status is displayed, so that it must be made."""
+    """Whether the follower displays the status."""
 
     def write_metrics(self, step: int, row: Row) -> None:
         """Append the row of metrics of `step`."""
@@ -58,7 +58,10 @@ class Follower(Protocol):
         """Draw the status of the run on the display."""
 
     def save(self, status: RunStatus) -> None:
-        """Write the status to the disk, for when no learner answers; called in a thread."""
+        """Write the status to the disk; called in a thread.
+
+        Viewers read the written status if no learner answers.
+        """
 
 
 class Reporter:
@@ -81,7 +84,7 @@ class Reporter:
         stalls: Stalls,
         log: logging.Logger,
     ) -> None:
-        """Report the state of these parts of a learner to `follower`.
+        """Report the state of a learner, which consists of the given parts, to `follower`.
 
         `price_per_h` is the price of the learner's machine, $ per hour; `time_of_day` returns Unix
         seconds.
@@ -98,7 +101,7 @@ class Reporter:
 
     @property
     def is_watching(self) -> bool:
-        """Whether the follower displays the status, so that it must be made."""
+        """Whether the follower displays the status."""
         return self._follower.is_watching
 
     def write_step(
@@ -180,7 +183,7 @@ class Reporter:
         }
 
     async def save(self, pool: Pool, *, state: RunState | None = None) -> None:
-        """Write the present status to the disk, with this state if one is given."""
+        """Write the present status to the disk. `state`, if given, replaces the run's state."""
         status = self.status(now=asyncio.get_running_loop().time())
         if state is not None:
             learner, *others = status.nodes
@@ -201,7 +204,7 @@ class Reporter:
             await asyncio.sleep(REFRESH_S)
 
     def display(self, *, now: float) -> None:
-        """Draw the present state, if it is displayed."""
+        """Draw the present status, if the follower displays it."""
         if not self._follower.is_watching:
             return
         self._stalls.check(now)

@@ -13,8 +13,8 @@ are sent; groups are synced to the disk before they are acknowledged; the record
 committed before its weights are published; and the ledger is synced before a checkpoint becomes
 visible. Threads write all of this, never the event loop.
 
-Node and parts report what they have done to the role, as events (table in `roles/learner.py`). The
-node makes its parts, and calls them from `_train`; no part refers to the node:
+The node and its parts report their results to the role as events (table in `roles/learner.py`). The
+node makes its parts, and calls them from `_train`. No part refers to the node:
 
     commits.py                  holds messages until their records are committed
     batches/groups.py           scores, writes and acknowledges groups
@@ -349,7 +349,10 @@ class LearnerNode(Node):
         self.perform(self.role.guest_connected(peer, user, now=self.now))
 
     def on_action(self, action: Action) -> None:
-        """Carry out an action of a learner's role; after its end, store and record no groups."""
+        """Carry out an action of a learner's role.
+
+        After the end of the run, groups are neither stored nor recorded.
+        """
         match action:
             case StoreGroup() if self._delivered.is_open:
                 self._delivered.accept(action)
@@ -407,7 +410,7 @@ class LearnerNode(Node):
             self._is_work_over.set()
 
     async def _make_prompts(self, prompts: PromptsAhead) -> None:
-        """Make prompts until cancelled; have the groups granted that waited for a prompt."""
+        """Make prompts until cancelled. When a group's prompt was waited for, grant the group."""
         pool = self.threads.pool("prompts")
         while True:
             if await prompts.make(pool):
@@ -616,11 +619,11 @@ class LearnerNode(Node):
         )  # fmt: skip
 
     async def _roll_back(self, error: EchoError) -> None:
-        """End the node so that it is resumed from an earlier checkpoint, if `error` calls for it.
+        """If `error` requires a rollback, end the node, so that the run resumes from a checkpoint.
 
         Raises:
-            RolledBackError: if the run is to be resumed; nothing is announced to the nodes, which
-                wait for the learner.
+            RolledBackError: if the run is rolled back. The end is not announced to the other
+                nodes, because they wait until the learner has resumed.
         """
         if self._weights_check.has_failed:
             self._alerts.nonfinite(str(error))

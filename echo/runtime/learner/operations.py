@@ -1,7 +1,8 @@
-"""Carries out what operators ask for: what each act does, and what it answers.
+"""Carries out the operations that operators request, and answers each with text.
 
-Each act sets a state, so an operation that is repeated changes nothing. What an operator changes is
-in the ledger and in the log, with the operator's name, and holds until the learner restarts.
+The act of an operation, such as "pause", sets a state, so a repeated operation changes nothing. The
+ledger and the log record each change with the operator's name. A change holds until the learner
+restarts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from echo.runtime.learner.costs.control import CostControl
 from echo.wire.messages import Operation, Outcome
 
 MAX_LISTED = 8
-"""Most nodes that the answer to a wrong name lists."""
+"""If an operation names an unknown node, the answer lists at most this many nodes."""
 
 
 class Operations:
@@ -39,7 +40,7 @@ class Operations:
         stop: Callable[[], None],
         log: logging.Logger,
     ) -> None:
-        """Act on these parts of a learner.
+        """Carry out operations by changing the role, the staleness bound and the costs.
 
         `report` passes an event to the role; `stop` saves the run and ends the learner.
         """
@@ -47,7 +48,7 @@ class Operations:
         self._report, self._stop, self._log = report, stop, log
 
     def carry_out(self, action: Operate) -> None:
-        """Carry out an operation, record it, and report what has become of it."""
+        """Carry out an operation, record it, and report its outcome."""
         operation = action.operation
         try:
             text, is_done = self._act(operation), True

@@ -53,11 +53,15 @@ _ADVICE = {
     "lost_member": "this loss needs a trained token in each rollout of a group: raise "
     "sampling.max_completion_tokens or sync.max_staleness, or choose another loss.kind",
 }
-"""Reason for which groups are left out, other than equal rewards -> remedy."""
+"""Reason why a group is left out -> remedy. Equal rewards are missing here; their remedy depends on
+the rewards."""
 
 
 class RunCurves:
-    """The curves of mean rewards by step and of scores by evaluation, also from before a resume."""
+    """The run's curves of mean reward by step and of held-out score by evaluation.
+
+    The curves of a resumed run include the steps before the resume.
+    """
 
     def __init__(self, earlier: LearningCurve | None, *, step: int) -> None:
         """Continue the curves `earlier` of a run resumed at `step`; None for a new run."""
@@ -92,8 +96,8 @@ class RunCurves:
 
 
 _STEPS_REMEMBERED = 20
-"""Number of steps in the median, which ignores single slow steps and soon follows a change of
-workers."""
+"""Number of steps in the median: enough to ignore single slow steps, and few enough to follow a
+change of workers soon."""
 
 
 class RemainingTime:
@@ -108,7 +112,7 @@ class RemainingTime:
         self._stepped_at: float | None = None
 
     def stepped(self, *, now: float) -> None:
-        """Record that a step was made now, in seconds."""
+        """Record that a step was made at the time `now`."""
         if self._stepped_at is not None:
             self._steps.append(now - self._stepped_at)
         self._stepped_at = now
@@ -215,7 +219,7 @@ class Progress:
         return min(1.0, waited_s / max(now - since, 1e-9))
 
     def accepted(self, group: Group, *, now: float) -> None:
-        """Count a group that was stored in the ledger; empty `zero_signal`."""
+        """Count a group that was stored in the ledger, and reset the counts of `zero_signal`."""
         self.num_accepted += 1
         newest = group.versions[-1]
         self.newest_sampled = max(self.newest_sampled or newest, newest)
@@ -456,7 +460,7 @@ class Progress:
         at: float = 0.0,
         now: float,
     ) -> RunStatus:
-        """Return the status of the run, the only one that any view shows.
+        """Return the status of the run, from which every view of the run is drawn.
 
         Args:
             role: the learner's role.
@@ -596,9 +600,10 @@ class WorkerQuality:
         return {**total.metrics(), "reward": fmean(each.reward for each in made)}
 
     def row(self, worker_ids: Iterable[str]) -> dict[str, Mapping[str, float]]:
-        """Return "workers/" and statistic -> worker -> value, for the given workers.
+        """Return "workers/<statistic>" -> worker -> value, for the given workers.
 
-        A worker without a trained group is left out; at most MAX_WORKERS_SHOWN are included.
+        A worker without a trained group is left out. At most MAX_WORKERS_SHOWN workers, those with
+        the largest mismatch, are included.
         """
         known = {name: found for name in worker_ids if (found := self.of(name))}
         worst = sorted(known, key=lambda name: -known[name]["mismatch_kl"])[:MAX_WORKERS_SHOWN]
@@ -632,7 +637,8 @@ def _refusals(counts: Mapping[str, float]) -> dict[str, int]:
 NO_PARENT = "-"
 """What a node without a parent reports in place of its parent."""
 MAX_NAMES_SHOWN = 64
-"""Most names in a table of bytes or costs of one row: the names with the most."""
+"""Largest number of names in a row's table of bytes or costs. The names with the largest values are
+shown."""
 
 
 def largest(values: Mapping[str, float]) -> dict[str, float]:
@@ -644,10 +650,10 @@ def largest(values: Mapping[str, float]) -> dict[str, float]:
 
 
 class LinkTraffic:
-    """Weight bytes that each node receives from its parent, from one step to the next.
+    """Weight bytes that each node receives from its parent in a step.
 
-    A node's bytes of a step all count for the parent that it has at the end of the step, or had
-    last if it has none then.
+    All bytes that a node received in a step count for the parent that the node has at the end of
+    the step. If the node has no parent then, the bytes count for its last parent.
     """
 
     def __init__(self, *, is_resumed: bool) -> None:
@@ -708,8 +714,8 @@ AGENT_COUNTS = (
     "agents/num_episodes",
     "agents/num_chains",
 )
-"""Names of counts over sessions that have ended: tokens of all calls, of those that workers deliver
-to be trained, and of sessions that were given up; and episodes delivered, and their chains."""
+"""Names of counts over the sessions that have ended: all sampled tokens, the tokens delivered for
+training, the tokens of sessions that were given up, the delivered episodes, and their chains."""
 TRAINED_SHARE = "agents/trained_share"
 ABANDONED_SHARE = "agents/abandoned_share"
 

@@ -14,8 +14,8 @@ from echo.runtime.learner.follower import Follower
 SAMPLE_STEPS = 10
 """Optimizer steps between two samples of the trained rollouts."""
 MAX_CHARACTERS = 2000
-"""Most characters of a prompt or completion in the log; of longer ones the beginning and the end
-are logged."""
+"""Largest number of logged characters of a prompt or completion. If the text is longer, only its
+beginning and its end are logged."""
 
 NEW_CHAIN = "\n[another chain]\n"
 """Text before a chain of an agent's rollout that branches off an earlier one."""
@@ -34,7 +34,7 @@ class SampleLog:
         self._number, self._follower, self._decode, self._log = number, follower, decode, log
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
-        """Take rollouts of the groups that a step has trained, from the best to the worst."""
+        """Take rollouts of the groups that a step has trained, spread from best to worst reward."""
         if step % SAMPLE_STEPS or not self._number:
             return
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
@@ -60,7 +60,7 @@ class SampleLog:
         return NEW_CHAIN.join(self._decode(ids[piece.start : piece.end]) for piece in tree.pieces)
 
     def write(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Write samples of a step to the log and the follower; further ones are left out."""
+        """Write samples of a step to the log and the follower, at most as many as configured."""
         samples = samples[: self._number]
         for sample in samples:
             self._log.info(

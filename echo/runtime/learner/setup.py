@@ -195,7 +195,7 @@ def learner_lora(config: Config, model_dir: Path) -> Lora | None:
 def load_prompts(
     config: Config, model_dir: Path, task: Task
 ) -> tuple[PromptSource, tokenization.TextCodec]:
-    """Return a task's prompts, which are checked, and the codec of their tokens.
+    """Check a task's prompts; return the prompts and the codec of their tokens.
 
     Raises:
         DataError: if there is no tokenizer, if the tokenizer cannot encode a prompt, or if the task
@@ -255,7 +255,7 @@ def load_prompts(
 
 
 def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
-    """Log notices on stop tokens, and on the chat template's unused arguments and time."""
+    """Log warnings about stop tokens, unused template arguments, and a template's use of time."""
     for line in tokenization.describe_stops(text.tokenizer, model_dir):
         _log.warning("%s", line)
     if unused := text.unused_arguments():
@@ -623,7 +623,7 @@ class RunParts:
     """Address at which workers reach the learner; "" if none is known."""
     budget: Budget | None
     """Memory budget of a single process; None with several processes, or if the model's dimensions
-    are not known. If it is None, a GPU keeps the last version while its memory lasts.
+    are not known. Without a budget, a GPU keeps the last version as long as memory suffices.
     """
 
     def open(self, evaluator: Evaluator | None) -> OpenedRun:
@@ -716,7 +716,10 @@ class RunParts:
         )
 
     def _publisher(self, trainer: AnyTrainer, attribution: Attribution | None) -> Publisher:
-        """Return the publisher of a trainer's weights; with several ranks, all write images."""
+        """Return the publisher of a trainer's weights.
+
+        With several ranks, every rank writes its part of an image.
+        """
         images: Images
         if isinstance(trainer, LeadTrainer):
             images = trainer.images
@@ -883,9 +886,10 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
 def invite(
     config: Config, keys: CurveKeys, secret: bytes, transport: Transport, *, log: logging.Logger
 ) -> None:
-    """Write the run's join string and the keys of viewers to files, and log only the join's path.
+    """Write the run's join string and the keys of viewers to files.
 
-    They are secret, and others may read the log.
+    The join string and the keys are secret, and others may read the log. So only the path of the
+    join string is logged.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -1011,13 +1015,15 @@ def evaluation_engine(
 ) -> TransformersEngine:
     """Return the engine that samples held-out prompts.
 
-    A single process holds a second model for evaluation on the device that trains: on a GPU in the
-    published type, on a CPU in the trainer's type. Training needs the rest of the memory there, so
-    rollouts take at most the memory that the budget leaves for evaluation. With several ranks, all
-    would wait for an evaluation on the first rank's GPU, which may be too small for the model. So
-    the first rank samples on its CPU, in the published type; the model's weights are the version's
-    image itself, not a copy (engine/hf). The memory budget (config/memory/) counts all three
-    cases.
+    A single process holds a second model for evaluation on the device on which it trains. The model
+    has the published type on a GPU, and the trainer's type on a CPU. Training needs most of the
+    memory of this device, so rollouts take at most the memory that the budget leaves for
+    evaluation.
+
+    With several ranks, an evaluation on the first rank's GPU would make all ranks wait, and the
+    model may be too large for this GPU. So the first rank samples on its CPU, in the published
+    type. The weights of this model are the version's image itself, not a copy (engine/hf). The
+    memory budget (config/memory/) counts all three cases.
     """
     learner = config.learner
     device, num_threads = pick_device(learner.device), 0

@@ -1,9 +1,9 @@
 """The worker's node: carries out the actions of the worker's role in threads.
 
 The role (`roles/worker/worker.py`) decides what to sample, stop, score, install and save. The node
-makes each of these actions a call in a thread, and reports the outcome to the role as an event
-(`report`). Meanwhile the loop receives weights, forwards them to children and delivers results. A
-version is installed only when it is complete. If the learner's seal arrived before the
+carries out each of these actions by a call in a thread, and reports the outcome to the role as an
+event (`report`). Meanwhile the loop receives weights, forwards them to children and delivers
+results. A version is installed only when it is complete. If the learner's seal arrived before the
 installation, the image is hashed again in memory before it is loaded. If outside agents produce the
 run's rollouts, the engine samples for these agents (`runtime/agents`). At the end the node gives
 the machine back (`release.py`).

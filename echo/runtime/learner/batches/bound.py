@@ -42,9 +42,9 @@ class AdaptiveBound:
     def adapt(self, step: int, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> bool:
         """Move the bound as the controller decides; return whether the bound became lower.
 
-        A lower bound applies to new leases only, and shortens the publish period; then the caller
-        publishes a version at once. Groups that are buffered or being sampled stay valid up to the
-        hard bound.
+        A lower bound applies to new leases only. It also shortens the publish period, so the
+        caller must publish a version at once. Groups that are buffered or being sampled stay valid
+        up to the hard bound.
 
         Args:
             step: number of optimizer steps done.
@@ -71,7 +71,9 @@ class AdaptiveBound:
         return decision.bound < decision.before
 
     def set(self, step: int, bound: int, *, cause: str) -> None:
-        """Set the bound for new leases; an adaptive bound moves on from it, up to the hard bound.
+        """Set the bound for new leases to `bound`.
+
+        An adaptive bound continues to move from this value, at most to the hard bound.
 
         Raises:
             ConfigError: if the bound is not between 0 and the hard bound.

@@ -56,8 +56,8 @@ class FailedSteps:
         If no group fails alone, all groups of the batch are ended.
 
         Raises:
-            StepError: if MAX_FAILED_STEPS steps in a row failed; the groups are then hardly the
-                cause.
+            StepError: if MAX_FAILED_STEPS steps in a row failed, because then the groups are
+                probably not the cause.
         """
         step, counters = self._role.step, self._role.counters
         self._num_in_a_row += 1

@@ -94,7 +94,7 @@ class DeliveredGroups:
     # --- a delivered group -----------------------------------------------------------------------
 
     def accept(self, action: StoreGroup) -> None:
-        """Score a delivered group if its worker did not; then write the group, or end it."""
+        """Write or end a delivered group. If its worker did not score it, score it first."""
         if self._rewards is None:
             self._store(action)
         else:
@@ -175,7 +175,7 @@ class DeliveredGroups:
     # --- groups that end without training --------------------------------------------------------
 
     def note(self, action: AppendRecord) -> None:
-        """Count the group of a record, if a worker failed at the group or sent a wrong result."""
+        """Count the record's group as failed if its worker failed or sent a wrong result."""
         record = action.record
         if isinstance(record, Discarded) and action.worker_id:
             cause = f"group {record.group} on {action.worker_id}: {action.cause}"

@@ -104,14 +104,15 @@ class PromptSource:
         self._order_of = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of an attempt; attempts have the group's prompt, and different seeds.
+        """Return the lease of an attempt at a group.
 
-        The method makes the prompt, so it blocks and raises as `make` does.
+        All attempts have the same prompt, but different seeds. The method makes the prompt, so it
+        blocks and raises as `make` does.
         """
         return self.lease_of(self.make(group_id), attempt)
 
     def lease_of(self, prompt: Prompt, attempt: int) -> Lease:
-        """Return the lease of attempt number `attempt` at a prompt that was made."""
+        """Return the lease of attempt number `attempt` at the group of `prompt`."""
         seed = self._seed_of(prompt.lease.group_id, attempt)
         return msgspec.structs.replace(prompt.lease, attempt=attempt, seed=seed)
 
@@ -139,9 +140,9 @@ class PromptSource:
     def examine(self, max_prompt_tokens: int, remedy: str) -> None:
         """Check every row of the dataset, and that its prompt has at most `max_prompt_tokens`.
 
-        The task decides whether a row at fault is refused or left out; `remedy` ends the fault's
-        text. Rows whose size in bytes shows that they fit are not tokenized, except the largest of
-        them.
+        The task decides whether a faulty row is refused or left out. The message about a row that
+        is too long ends with `remedy`. If the size of a row in bytes shows that the row fits, the
+        row is not tokenized; only the largest of these rows is.
 
         Raises:
             DataError: if a row is refused; the message names it.
@@ -215,7 +216,10 @@ class PromptSource:
             yield f"notice: {call.fault}"
 
     def _notices(self, made: Sequence[Prompt]) -> Iterator[str]:
-        """Yield a line for each unexpected property of these prompts, naming an example with it."""
+        """Yield a line for each unexpected property of the prompts `made`.
+
+        The line names one of the examples that have the property.
+        """
         for prompt in made[:MADE_TWICE]:
             again = self.make(prompt.lease.group_id)
             if (
@@ -374,9 +378,9 @@ class PromptsAhead:
     def __init__(
         self, source: PromptSource, *, num_out: int, first: int = 0, again: Iterable[int] = ()
     ) -> None:
-        """Make prompts of the groups `again` first, then of the groups from number `first` on.
+        """Make the prompts of the groups in `again`, and then of group `first` and those after it.
 
-        The groups `again` were granted before a resume.
+        `again` has the ids of groups that were granted before a resume.
 
         At least MIN_KEPT and twice `num_out` prompts are kept; `num_out` is the largest number of
         groups that are leased at the same time.

@@ -1,16 +1,18 @@
-"""Stalls: when the learner waits longer than usual, or workers have no groups, and why.
+"""Stalls: notices when the learner waits unusually long or workers are idle, and explains why.
 
-The learner observes its fleet at every change of its own activity and once in LOOK_S. The times
-between two observations are added up by step (`echo/fleet/explain.py`), and explained
+The learner observes its fleet when its own activity changes, and otherwise at most once in LOOK_S.
+The times between observations are added up for each step (`echo/fleet/explain.py`). They are
+explained:
 
     during a wait    once it lasts longer than `limit_s`
     after a step     if it waited that long, or if the last NUM_STEPS steps waited for a large share
                      of their time; or if the learner hardly waits and workers have no groups
 
-A wait is longer than usual if it takes USUAL_FACTOR times the median of the last waits, a share of
-LONG_SHARE of the usual step, and MIN_WAIT_S. The explanation is logged when its cause changes, at
-most once in LOG_S. A row of metrics has it, and the times by stage, also while a wait goes on, so
-that the files of a crashed run tell what it waited for.
+A wait is longer than usual if it exceeds three limits: USUAL_FACTOR times the median of the last
+waits, LONG_SHARE of the duration of a usual step, and MIN_WAIT_S. The explanation is logged when
+its cause changes, but at most once in LOG_S. The row of metrics of a step has the explanation and
+the waited seconds by stage. During a wait the explanation is written as a row of its own, so the
+files of a crashed run show what the run waited for.
 """
 
 from __future__ import annotations
@@ -37,23 +39,25 @@ from echo.runtime.learner.batches.groups import DeliveredGroups
 from echo.runtime.learner.report import Progress
 
 LOOK_S = 0.5
-"""Least seconds between two observations of the fleet while the learner's activity is the same."""
+"""Least seconds between two observations while the learner's activity stays the same."""
 LOOK_S_PER_NODE = 1e-3
-"""The same, for each node of a large fleet."""
+"""Least seconds between two observations, per node of the fleet; used if LOOK_S is shorter."""
 MIN_WAIT_S = 10.0
-"""A shorter wait is never longer than usual."""
+"""Seconds; a wait that is shorter than this never counts as longer than usual."""
 START_S = 60.0
-"""The same, for the first WARM_UP_STEPS steps, in which nodes join and build their engines."""
+"""Seconds; in the first WARM_UP_STEPS steps only a wait of this length is longer than usual,
+because nodes still join and build their engines.
+"""
 WARM_UP_STEPS = 2
 USUAL_FACTOR = 2.0
 LONG_SHARE = 0.25
-"""Share of the usual step, or of the time of the last steps, from which on a wait is long."""
+"""A wait is long if it takes at least this share of a usual step, or of the last steps' time."""
 SHORT_SHARE = 0.1
-"""Share of the time of the last steps up to which the learner hardly waits."""
+"""The learner hardly waits if its waits take less than this share of the last steps' time."""
 NUM_STEPS = 8
-"""Number of the last steps whose times are added up."""
+"""Number of most recent steps whose times are added up for an explanation."""
 NUM_USUAL = 20
-"""Number of the last steps whose waits are the usual ones."""
+"""Number of most recent steps that determine the usual wait and the usual step."""
 LOG_S = 60.0
 """Least seconds between two logged explanations."""
 
@@ -83,7 +87,7 @@ class Stalls:
             delivered: the groups that the learner scores and stores.
             progress: counts groups from which nothing could be learned; its activities are timed.
             is_recomputing: whether a setting has the trainer recompute activations needlessly.
-            write: writes a row of metrics, of a step, with an explanation.
+            write: function (step, fields), which writes an explanation as a row of metrics.
             log: gets the explanations.
             now: the present time, seconds.
         """
@@ -109,7 +113,7 @@ class Stalls:
     # --- observing -------------------------------------------------------------------------------
 
     def turn(self, activity: str, now: float) -> None:
-        """Note what the learner does from now on; an empty text means that it waits for groups."""
+        """Note that the learner begins `activity`; "" means that it begins to wait for groups."""
         self._count(now)
         if not self._activity:
             self._waited_s += now - self._waits_from
@@ -143,7 +147,7 @@ class Stalls:
             self.check(asyncio.get_running_loop().time())
 
     def _count(self, now: float) -> None:
-        """Add the time since the last call to what the learner and the fleet did."""
+        """Add the time since the last call to the learner's activity and to the fleet's states."""
         seconds, self._at = now - self._at, now
         activity = self._activity or ("paused" if self._role.is_paused else "")
         self._activities[activity] += seconds
@@ -164,7 +168,7 @@ class Stalls:
 
     @property
     def _limit_s(self) -> float:
-        """Seconds from which on a wait of a step is longer than usual."""
+        """If a step waits at least this many seconds, its wait is longer than usual."""
         if len(self._usual) < WARM_UP_STEPS:
             return START_S
         waited_s = median(waited_s for waited_s, _ in self._usual)
@@ -175,7 +179,10 @@ class Stalls:
 
     @property
     def waiting_for(self) -> str:
-        """A text on what the learner waits for, and what would help if it is long; or empty."""
+        """What the learner waits for, as text; "" if it does not wait.
+
+        The text of a long wait contains a remedy.
+        """
         if self._activity:
             return ""
         if self._role.is_paused:
@@ -213,7 +220,10 @@ class Stalls:
         return row
 
     def _explain_steps(self, tally: Tally, *, is_long: bool) -> str:
-        """Explain the last step if its wait was long, else the last steps; return a text."""
+        """Explain the last step if its wait was long; otherwise explain the last NUM_STEPS steps.
+
+        Set `current`, and return the explanation as text, "" if nothing stalls.
+        """
         self.current = None
         if is_long:
             self.current = explain_wait(tally, self._fleet)
@@ -246,7 +256,7 @@ class Stalls:
 
     @property
     def _has_waited_long(self) -> bool:
-        """Whether the last steps waited so long that fewer of them are enough to explain."""
+        """Whether the last steps waited so long that fewer than usual suffice to explain waits."""
         return sum(tally.waited_s for tally, _ in self._last) >= START_S
 
     def _report(self, found: Explanation, text: str, now: float) -> bool:

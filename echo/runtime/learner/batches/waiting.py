@@ -73,7 +73,7 @@ class BatchWait:
         return asyncio.get_running_loop().time() >= self.check_at
 
     def check(self, *, now: float) -> WaitReason:
-        """Check that there are workers; return why no group can be granted to them, "" if one can.
+        """Check that there are workers; return the reason why none can get a group, "" if one can.
 
         Raises:
             TransportError: if there has been no worker for longer than the limit.

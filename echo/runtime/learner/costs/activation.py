@@ -1,12 +1,13 @@
-"""Activation of workers: which workers are needed, within the budget, and which stand by.
+"""Activation: decides which workers are active within the budget, and which are on standby.
 
     measure (often) -> measured rates, times, idle share
     question (now and then) -> answer, in a thread -> decision -> StandbyChosen
 
-A question (`echo.fleet.activation`: which workers shall be active?) is asked once in a dwell, and
-at once when an active worker is gone. A dwell is the longest of three times: `min_dwell_s`,
-MIN_STEPS steps, and a group on the slowest active worker. During a dwell the active workers stay
-the same, the effect of the last change is measured, and workers without a measured rate are tried.
+The question is which workers shall be active (`echo.fleet.activation`). It is asked once in a
+dwell, and immediately after an active worker is gone. A dwell is the longest of three times:
+`min_dwell_s`, the time of MIN_STEPS steps, and the time of a group on the slowest active worker.
+During a dwell the active workers stay the same, the effect of the last change is measured, and
+workers without a measured rate are tried.
 A worker that joins begins to generate. If the budget cannot pay for this worker too, the worker
 stands by and is tried with the next question.
 """
@@ -108,12 +109,19 @@ class Activation:
     # --- measuring -------------------------------------------------------------------------------
 
     def measure(self, role: Learner, *, now: float) -> list[Action]:
-        """Update the workers' measurements; return actions that keep new workers in the budget."""
+        """Update the measurements of the workers.
+
+        Return actions that put new workers on standby if the budget cannot pay for them.
+        """
         new = self.measured.update(role, now=now)
         return [action for member in new for action in self._welcome(role, member, now)]
 
     def _welcome(self, role: Learner, member: Member, now: float) -> list[Action]:
-        """Return actions: standby for a worker beyond the budget, a warning if it has no price."""
+        """Return the actions for a new worker.
+
+        If the budget cannot pay for the worker, an action puts it on standby. If the worker states
+        no price, an action logs a warning.
+        """
         cap = self.settings.budget_per_h
         if math.isinf(cap):
             return []

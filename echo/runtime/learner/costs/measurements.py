@@ -105,7 +105,10 @@ class Measurements:
         return new
 
     def changed(self, activated: Collection[str], *, now: float) -> None:
-        """Note that `activated` have just become active, so all installations are timed again."""
+        """Note that the workers `activated` have just become active.
+
+        The installation times of all workers are then measured again.
+        """
         for name in activated:
             self.workers[name].free_at = now
         for state in self.workers.values():

@@ -7,8 +7,8 @@ whether its machine is still billed. If the worker comes back during this time, 
 counting.
 
 Traffic counts by the bytes that nodes report: weights in and out, and rollouts out. The nodes'
-counters go on while the learner is away. So the first totals that a node reports to a resumed
-learner are taken as counted by the earlier learner.
+counters go on while the learner is away. So a resumed learner assumes that the earlier learner has
+already counted the first totals that a node reports.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from echo.wire.codec import BYTES_PER_TOKEN
 from echo.wire.messages import LEARNER_ID
 
 LOST_COUNTS_FOR_S = 3600.0
-"""Seconds for which a lost machine counts: the usual billing step, since the end of its bill is
-unknown.
+"""Seconds for which a lost machine still counts: one usual billing step. The learner cannot know
+when the bill of such a machine ends.
 """
 _TRAFFIC_WINDOW_S = 300.0
 """Seconds over which the cost of traffic per hour is averaged."""

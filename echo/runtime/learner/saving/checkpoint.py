@@ -70,10 +70,11 @@ class Checkpoints:
         min_free_bytes: int,
         now: float,
     ) -> None:
-        """Measure the interval in seconds from `now`, the loop's time.
+        """Start with no checkpoint written by this process; `now` is the loop's time.
 
-        A checkpoint is due at each multiple of `interval_steps`, and `interval_s` seconds after the
-        last attempt if that is not None. It must leave `min_free_bytes` of the disk free. The last
+        A checkpoint is due at each multiple of `interval_steps`. If `interval_s` is not None, a
+        checkpoint is also due that many seconds after the last attempt, or after `now` before the
+        first attempt. A checkpoint must leave `min_free_bytes` of the disk free. The last
         `keep_last` checkpoints, at least one, are kept.
         """
         self.saved_step: int | None = None
@@ -100,10 +101,10 @@ class Checkpoints:
     def save(
         self, save_state: Callable[[Path], None], *, lineage: int, step: int, now: float
     ) -> int:
-        """Write a checkpoint, delete the oldest beyond `keep_last`; return the oldest kept step.
+        """Write a checkpoint, and delete old ones; return the oldest step of the last `keep_last`.
 
-        `save_state` fills a directory with the trainer's state. If a checkpoint fails, the next is
-        due an interval later.
+        `save_state` fills a directory with the trainer's state. If a checkpoint fails, the next
+        checkpoint is due an interval later.
 
         Raises:
             StorageError: if the checkpoint could not be written; older ones are untouched.
@@ -143,9 +144,10 @@ class Checkpoints:
         self._scores[step] = None
 
     def score(self, step: int, score: float | None) -> bool:
-        """Note the held-out score of a step; return whether its checkpoint is the best now.
+        """Note the held-out score of a step; return whether the step's checkpoint is now the best.
 
-        The step may get its checkpoint later. The score is None if there is none.
+        `score` is None if the evaluation gave no score. The checkpoint of the step may be written
+        after this call.
 
         Raises:
             StorageError: if the file `best` cannot be written.
@@ -159,7 +161,10 @@ class Checkpoints:
         return best == step
 
     def _mark_best(self) -> int | None:
-        """Make the best scored checkpoint the best one; return its step if it has become that."""
+        """Compare the newly scored checkpoints with the best one, and record a better one.
+
+        Return the step of the better checkpoint; None if the best checkpoint stays the same.
+        """
         complete, known = list_checkpoints(self._directory), read_best(self._directory)
         scored = {
             step: score
@@ -179,9 +184,10 @@ class Checkpoints:
         return best
 
     def _delete_others(self, step: int) -> int:
-        """Delete the checkpoints not to be kept after `step`; return the oldest of the last ones.
+        """Delete all checkpoints but the last `keep_last`, the best, and those awaiting a score.
 
-        Steps above this one belong to an abandoned history, so they are not kept.
+        Return the oldest step of the last `keep_last` checkpoints. Checkpoints of steps after
+        `step` belong to an abandoned history, so they do not count as the last ones.
         """
         steps, best = list_checkpoints(self._directory), read_best(self._directory)
         last = [each for each in steps if each <= step][-self._keep_last :]
@@ -412,10 +418,10 @@ def _read_whole(path: Path) -> CheckpointInfo:
 
 
 def _verify(path: Path, sums: str) -> None:
-    """Compare the hash of every file that `sums`, in the form of b3sum, lists.
+    """Compare the files of a checkpoint with the hashes in `sums`, the text of BLAKE3SUMS.
 
     Raises:
-        DamagedCheckpointError: if a hash differs, or if a file is not listed.
+        DamagedCheckpointError: if a hash differs, or if `sums` does not list a file.
         OSError: if a file cannot be read.
     """
     lines = [line.partition("  ") for line in sums.split("\n") if line]

@@ -1,11 +1,11 @@
 """Start or resume of a run, from the newest checkpoint and the ledger.
 
 After a crash the run continues from the newest checkpoint in a new lineage. The ledger tells which
-groups were accepted and not trained on up to that checkpoint. Those of them that may still be
-trained on return to the buffer, the others end with a reason. Groups that were granted and not
+groups were accepted but not trained on up to that checkpoint. If such a group may still be trained
+on, it returns to the buffer; otherwise it ends with a reason. Groups that were granted but not
 delivered become leases again: a worker that still has such a group claims it with its next
-heartbeat, otherwise the lease expires and the group is granted again. Checkpoints after the one
-that the run continues from are deleted, because their steps do not belong to the new lineage.
+heartbeat. If no worker claims the group, its lease expires and the group is granted again. All
+later checkpoints are deleted, because their steps do not belong to the new lineage.
 
 Damaged files are not used. If a checkpoint is damaged, the one before it is used, and the steps
 between them are made again. A damaged group ends as "lost", and another group is granted.
@@ -165,7 +165,7 @@ class SavedRun:
         return start
 
     def enter(self, start: StartingPoint) -> None:
-        """Write the lineage of a starting point to the ledger, once all else is ready to run.
+        """Write the lineage of a starting point to the ledger; called when the run can begin.
 
         Groups in `start.ends` end, and checkpoints after the starting point are deleted.
 

@@ -1,4 +1,4 @@
-"""Rollback: after a divergence the run is resumed from a checkpoint before the trouble.
+"""Rollback: after a divergence the run is resumed from a checkpoint before the divergence.
 
 A rollback makes `latest` name that checkpoint, writes a record to the ledger and ends the node with
 a RolledBackError. The process then starts again with --resume (`cli/node.py`). So a rollback is a
@@ -18,7 +18,7 @@ from echo.train.step import StepError
 
 
 class Rollback:
-    """Finds the checkpoint to go back to, and makes the run's files go on from it."""
+    """Finds the checkpoint to which a run rolls back, and prepares the run's files for a resume."""
 
     def __init__(
         self,
@@ -39,9 +39,10 @@ class Rollback:
         return isinstance(error, StepError) and error.reason == "nonfinite_gradient"
 
     def find(self, error: EchoError, *, step: int) -> RolledBack | None:
-        """Return the record of the rollback that `error` calls for at `step`; None for none.
+        """Return the record of a rollback at `step`, if `error` requires one; otherwise None.
 
-        The reason is logged if a divergence is not rolled back. Call this in a thread for the disk.
+        If the run has diverged but cannot be rolled back, the reason is logged. This reads the
+        disk, so it must be called in a thread.
         """
         if self._section.on_divergence != "rollback" or not self.is_divergence(error):
             return None
@@ -64,7 +65,9 @@ class Rollback:
         return RolledBack(step=step, to_step=to_step, number=number, cause=str(error))
 
     def apply(self, record: RolledBack) -> RolledBackError:
-        """Make the next resume continue from the record's checkpoint; return the node's error.
+        """Make the next resume continue from the checkpoint that `record` names.
+
+        Return the error with which the node must end.
 
         Raises:
             StorageError: if the disk cannot be written.

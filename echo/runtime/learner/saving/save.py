@@ -41,7 +41,11 @@ class StateSaver:
         disk: Pool,
         log: logging.Logger,
     ) -> None:
-        """Save these parts of a learner; `trainer_pool` and `disk` are the threads that write."""
+        """Save the trainer's state, the ledger and the rates of uplinks that `role` knows.
+
+        `trainer_pool` and `disk` are the threads that write. `check` knows whether weights hold
+        NaN.
+        """
         self._checkpoints = checkpoints
         self._trainer, self._ledger, self._role, self._check = trainer, ledger, role, check
         self._run_dir = run_dir
@@ -63,11 +67,14 @@ class StateSaver:
         return self._checkpoints.is_due(self._role.step, now=now)
 
     def expect_score(self, step: int) -> None:
-        """Keep the checkpoint of a step, which is evaluated, until its score is known."""
+        """Keep the checkpoint of a step until the score of the step's evaluation is known."""
         self._checkpoints.expect_score(step)
 
     async def score(self, step: int, score: float | None) -> None:
-        """Note the held-out score of a step, None without one; its checkpoint may be the best."""
+        """Note the held-out score of a step, or None if its evaluation gave no score.
+
+        If the step's checkpoint is now the best, this is logged.
+        """
         try:
             is_best = await self._trainer_pool.run(self._checkpoints.score, step, score)
         except StorageError as error:

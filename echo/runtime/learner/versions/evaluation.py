@@ -54,7 +54,8 @@ FIRST_SEED = 1_000_003
 
 
 SAMPLE_STRIDE = 0xD1B54A32D192ED03
-"""Difference between the seeds of consecutive answers to a prompt; not that of an episode's turns.
+"""Difference between the seeds of consecutive answers to a prompt; it differs from SEED_STRIDE, the
+difference between the seeds of an episode's turns.
 """
 
 
@@ -68,7 +69,7 @@ class EvalResult:
     greedy_scores: PromptScores
     """Rewards of one greedy answer to each prompt; a failed reward counts as 0."""
     num_rewards: int
-    """Number of answers, each with a reward, a failed reward or None."""
+    """Number of answers, including those whose reward failed or was None."""
     num_reward_errors: int
     """Number of answers whose reward failed; each counts as 0 in the means."""
     num_unscored: int = 0
@@ -100,7 +101,7 @@ class EvalResult:
 
     @property
     def has_figure(self) -> bool:
-        """Whether both means exist: some reward did not fail, and each mean has scored answers."""
+        """Whether both means exist: not all rewards failed, and each mean has a scored answer."""
         return self.num_reward_errors < self.num_rewards and not math.isnan(
             self.sampled + self.greedy
         )
@@ -122,7 +123,7 @@ class EvalResult:
         return row
 
     def _sample_metrics(self, task_name: str) -> dict[str, float]:
-        """Return pass@k, and what several answers to each prompt tell beside it."""
+        """Return the metrics of several answers to each prompt: avg@n and pass@k."""
         scores, row = self.scores, {}
         if scores.num_samples > 1:
             row[f"eval/{task_name}/avg@{scores.num_samples}"] = self.sampled
@@ -173,10 +174,10 @@ class Evaluator:
         num_samples: int = 1,
         runner: EpisodeRunner | None = None,
     ) -> None:
-        """Use these held-out prompts, each an example with the token ids of its prompt.
+        """Evaluate versions on the held-out `prompts`: pairs of an example and its token ids.
 
         `num_samples` answers are sampled for each prompt. Episodes of several turns need a
-        `runner`; None if an answer is a single turn.
+        `runner`; it is None if an answer is a single turn.
         """
         self._engine = engine
         self._host = host
@@ -373,8 +374,8 @@ class Evaluations:
             task_kind: the value of task.kind; its last part names the metrics.
             pool: the thread of the evaluator.
             spawn: starts a coroutine as a task of the node.
-            scored: gets the step of each evaluation and its score, None if it has none; None if
-                no one needs it.
+            scored: function (step, score), called after each evaluation; the score is None if the
+                evaluation has no score. None if nothing needs the scores.
             should_stop: returns whether to give up the running evaluation; called in its thread.
             log: gets a line for each evaluation.
         """

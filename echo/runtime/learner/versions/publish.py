@@ -152,7 +152,7 @@ def make_publication(
     images: Images,
     chunk_bytes: int,
 ) -> Publication:
-    """Return a publication of weights, rounded to the published dtype in an image, unhashed."""
+    """Return a publication whose image holds the weights in the published dtype, not yet hashed."""
     made = images.make(tensors, version)
     manifest = Manifest(
         run_id=run_id,
@@ -175,12 +175,12 @@ class ImageHelper(Protocol):
         blocks: Sequence[tuple[int, int, WordBytes]],
         /,
     ) -> list[CodedBlock]:
-        """Return these blocks of an image, each coded against `base` as `code_block` does."""
+        """Code the given blocks of an image against `base`, as `code_block` does; return them."""
 
     def hash(
         self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes, /
     ) -> ChunkHashes:
-        """Return the hashes of these chunks of an image, as `hash_chunks` does."""
+        """Return the hashes of the given chunks of an image, as `hash_chunks` does."""
 
 
 class Images(Protocol):
@@ -319,9 +319,10 @@ class Coder:
         return secrets.token_bytes(KEY_BYTES) if self._encrypts else b""
 
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
-        """Yield a version's segments, coded as a delta against `base`, or as a keyframe for None.
+        """Yield the coded segments of a version.
 
-        While the caller handles a segment, the next segment is coded.
+        The segments form a delta against `base`, or a keyframe if `base` is None. While the caller
+        handles a segment, the next segment is coded.
 
         If the version is not sealed yet, a segment contains the hashes of the base's words that the
         segment changes. If the version is sealed, the segment contains the hashes of the resulting

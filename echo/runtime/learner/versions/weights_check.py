@@ -1,4 +1,4 @@
-"""The search for NaN in the weights, if a worker can sample nothing from them.
+"""Searches the weights for NaN after a worker could not sample from them.
 
 A worker whose model returns NaN for probabilities reports this, ends the group and goes on. The
 learner then checks the published version for NaN, once per version. The weights of every checkpoint
@@ -54,9 +54,9 @@ class WeightsCheck:
         return is_suspect
 
     async def examine(self, published: Publication) -> str:
-        """Look for NaN in the published version; return the error text, "" if it is finite.
+        """Look for NaN in the published version; return the error text, "" if there is no NaN.
 
-        A version that was examined before is not examined again, and "" is returned.
+        If the version was examined before, return "" without examining it again.
         """
         self.is_due, version = False, published.manifest.version
         if version == self._examined:
@@ -69,7 +69,7 @@ class WeightsCheck:
         return found
 
     async def find(self, publication: Publication) -> str:
-        """Look for NaN or infinity in a version; return the error text, "" if it is finite."""
+        """Look for NaN or infinity in a version; return the error text, "" if there is none."""
         # Only here: a simulated learner has no torch.
         from echo.engine.weights import find_nonfinite
 
