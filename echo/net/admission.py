@@ -26,8 +26,8 @@ MAX_STRANGER_BYTES = 256
 """Largest frame, in bytes, that a connection without a token may send; frames of a handshake are
 shorter."""
 MAX_GUEST_BYTES = 256 << 10
-"""Most bytes of an unfinished message of a guest, or of a connection's first message, which is a
-short Greet."""
+"""Largest number of bytes of a guest's unfinished message. Where guests are admitted, the first
+message of every connection has this limit, too: it is a short Greet."""
 CHECK_S = 0.1
 """Seconds between two checks for connections whose unfinished message is too long."""
 CONNECTIONS_PER_CHECK = 512
@@ -50,14 +50,14 @@ class AcceptedConnections:
     **Unfinished messages.** libzmq reports a message when its last frame has arrived. It bounds the
     size of a frame and not the number of frames, so it would store an endless message. The kernel
     counts the bytes of each connection. A connection is closed if it has received more than its
-    limit since its last whole message: `max_message_bytes` for a node, MAX_GUEST_BYTES for a guest,
-    and for a stranger where guests are admitted. Linux only: other kernels do not report the count.
+    limit since its last whole message. The limit is `max_message_bytes` for a node and
+    MAX_GUEST_BYTES for a guest. If guests are admitted, the limit of a stranger is that of a guest.
+    The limit works only on Linux, because other kernels do not report the count.
 
-    libzmq owns the descriptors. It reports the end of a connection before it closes the descriptor,
-    so once all events are read, the descriptor's number still belongs to the connection that was
-    added, except during a few microseconds. If the number is reused within these microseconds, no
-    harm is done: `shutdown` fails on a file, and if it ends another link, that link is dialled
-    again.
+    libzmq owns the descriptors. It reports the end of a connection before it closes the descriptor.
+    So when all events have been read, the descriptor's number still belongs to the connection that
+    was added. In the few microseconds after that, the number may be reused, but no harm is done:
+    `shutdown` fails on a file, and if it ends another link, that link is dialled again.
     """
 
     def __init__(self, max_strangers: int, max_message_bytes: int, *, has_guests: bool) -> None:
@@ -94,7 +94,7 @@ class AcceptedConnections:
         self._nodes.discard(descriptor)
 
     def spoke(self, descriptor: int, *, is_guest: bool = False) -> None:
-        """Note that a whole message of a node or guest has arrived, so it is no stranger."""
+        """Note that a node or guest has sent a whole message, and so is no stranger."""
         if descriptor in self._whole_bytes:
             self._strangers.pop(descriptor, None)
             self._has_spoken.add(descriptor)

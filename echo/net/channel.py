@@ -49,9 +49,8 @@ class News(enum.Enum):
 
 
 OnNews = Callable[[News, int], None]
-"""Receives an event and the descriptor of its connection; for an event of a handshake the second
-value is no descriptor.
-"""
+"""Receives an event and the descriptor of its connection. If the event is about a handshake, the
+second value is not a descriptor."""
 
 
 class Burst:
@@ -104,8 +103,8 @@ class Host(Protocol):
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
 NEWS_PER_TURN = 1024
-"""Largest number of events of connections that are read in one turn of the loop; strangers can
-cause any number."""
+"""Largest number of events of connections that are read in one turn of the loop. The limit is
+needed because strangers can cause any number of events."""
 
 # Smaller frames are copied, which is cheaper than a release notice per frame; pyzmq's own choice.
 _ZERO_COPY_BYTES = zmq.COPY_THRESHOLD
@@ -245,7 +244,8 @@ class ZmqChannel:
     def has_whole_message(self) -> bool:
         """Return whether a whole message can be received now.
 
-        Reading EVENTS may consume an edge of the descriptor, so `check` is scheduled.
+        This call reads EVENTS, which may consume an edge of the descriptor. So it also schedules a
+        call of `check`.
         """
         self.check_soon()  # reading EVENTS may consume the edge
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
@@ -320,8 +320,8 @@ class ZmqChannel:
     def user(self) -> PeerId:
         """Return the name under which the connection of the last message was admitted.
 
-        This is the peer whose token opened the connection, or the name of a guest's key; "" for any
-        other connection.
+        For a bulk connection the name is the peer whose token opened the connection. For a guest it
+        is the name of the guest's key. For any other connection it is "".
         """
         try:
             return "" if self._first_part is None else str(self._first_part.get("User-Id"))

@@ -10,9 +10,9 @@ two questions:
   node of the run dials is derived from this secret, and a listener admits only this key.
 
 **Guests** are not nodes: they watch the run, or operate it. Each kind of guest has a secret of its
-own, from which the key pair with which it dials is derived. Only the learner admits these keys. Its
-transport reports the name of the key with each guest's connection, and treats guests as strangers
-with small messages.
+own, from which the key pair with which it dials is derived. Only the learner admits these keys. The
+learner's transport reports the name of the key with each guest's connection. It does not trust
+guests, and accepts only small messages from them.
 
 A worker makes a new server key at each start, because other nodes know its address only from plans.
 The address of a relay is written into configurations. So the key of a relay is derived from the
@@ -92,7 +92,8 @@ class CurveKeys:
     def of_node(cls, role: str, secret: bytes, *addresses: str) -> CurveKeys:
         """Return the keys of a relay or worker; a worker's server key is new with each call.
 
-        The keys in `addresses` are used for the same addresses written without a key.
+        If `addresses` has an address with its key, this key is used for the same address without a
+        key.
         """
         relay = _derive(secret, "relay")
         known = {}

@@ -29,9 +29,8 @@ WINDOW_SHARE = 0.7
 """Largest measured share of a kernel buffer that holds bytes under way; the rest of the buffer is
 overhead."""
 SOCKETS_WITHOUT_BBR = 4
-"""Least number of connections of a link without BBR, where a lost packet halves the rate of its
-connection.
-"""
+"""Least number of connections of a link without BBR. A lost packet then halves the rate of a single
+connection, and not of the whole link."""
 WANTED_DESCRIPTORS = 1 << 16
 """Wanted limit of open files: enough for a learner with thousands of workers that have several
 links each."""
@@ -78,7 +77,7 @@ def _last_number(words: list[str]) -> int | None:
 def _can_choose(name: str) -> bool:
     """Return whether this process may choose a congestion control algorithm.
 
-    This is tried on a socket that is closed again.
+    The function tries the algorithm on a new socket, which it closes again.
     """
     with socket.socket() as probe:
         try:

@@ -117,8 +117,8 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
 
 
 MAX_GUEST_UNSENT_BYTES = 4 << 20
-"""Most bytes that wait to be sent to a guest: some statuses of a large run. A guest that does not
-read gets no more."""
+"""Largest number of bytes that wait to be sent to a guest, enough for several statuses of a large
+run. A guest that does not read gets no further message."""
 STRANGERS_NEWS = 1024
 """Largest number of events of connections that are read in one turn of the loop before excess
 strangers are closed."""

@@ -47,8 +47,8 @@ Frame: TypeAlias = bytes | memoryview
 """One received frame; large frames are views of the memory into which they were received."""
 
 MESSAGE_OVERHEAD_BYTES = 512
-"""Bytes that are counted for each message in addition to its frames, so that limits in bytes also
-limit tiny messages."""
+"""Number of bytes that each message counts in addition to its frames. So a limit in bytes also
+limits the number of tiny messages."""
 
 _ADDRESS = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[\w.-]+)):(?P<port>\d{1,5})"
@@ -95,8 +95,8 @@ class DialFailed:
     reason: str
     """Cause of the failure, in words for the user."""
     is_refused: bool
-    """Whether a node answers that has another key or another mechanism, so that every attempt
-    fails."""
+    """Whether the other side has another key or another security mechanism. If so, every attempt
+    fails until the user changes the settings."""
 
 
 TransportEvent: TypeAlias = Connected | Disconnected | DialFailed | Received
@@ -113,7 +113,8 @@ class TransportOptions:
     """Largest number of bytes accepted for a peer and not yet passed to the kernel, overhead
     included."""
     max_unread_messages: int = 256
-    """Largest number of unread messages of one peer; above it the peer's connection is not read."""
+    """Largest number of unread messages of one peer. While so many are unread, the peer's
+    connection is not read."""
     max_burst_bytes: int = 16 << 20
     """Number of bytes after which one `receive` takes no further message."""
     max_burst_messages: int = 256

@@ -17,16 +17,16 @@ be discarded. The end of a connection is reported only after its channel has bee
 messages come first. The ROUTER names each inbound connection itself (no routing id is sent), so a
 node that comes back after a half-open connection is a new peer and not a refused duplicate. libzmq
 reports the end of an inbound connection by its descriptor, so a peer's descriptor is read with its
-first message. libzmq reports the end before it closes the descriptor: a number is never assigned to
-two peers at once.
+first message. libzmq reports this end before it closes the descriptor, so the number of a
+descriptor never belongs to two peers at once.
 
 **Backpressure: bytes are counted by what libzmq has released.** A ROUTER does not report how many
 bytes wait for one peer. Its high-water mark counts messages, and the ROUTER drops messages silently
 unless ROUTER_MANDATORY is set. So sends have no high-water mark. Instead pyzmq's tracker of a
 zero-copy frame reports that libzmq has passed the frame to the kernel. A connection sends in order,
 so one tracker covers all frames before it. The count is exact and needs no acknowledgements on the
-wire; one tracker per 64 KiB keeps it cheap. On the receiving side RCVHWM stops reading, TCP fills,
-trackers stay open, and `send` refuses.
+wire. It is cheap, because one tracker per 64 KiB is enough. On the receiving side RCVHWM stops
+reading, TCP fills, trackers stay open, and `send` refuses.
 
 **Sockets are drained raw, on the loop.** A reader callback only marks a socket as readable.
 `receive` takes messages until EAGAIN or the end of its budget, and yields to the loop before it
@@ -52,13 +52,14 @@ and a token:
                                <-  messages that are `is_public`; all others stay on the link
 
 A token is valid for one connection of one link, and expires with the link. Without a token the
-handshake fails; until then libzmq reads at most 256 bytes at a time and buffers nothing. The same
-bounds on strangers hold as on the link's own port. Only the empty message is accepted from a
-dialler. A dialler marks messages over a bulk connection `is_public`: another machine may have made
-them. If a bulk connection cannot be opened (a firewall blocks its port), all messages use the link.
-If a bulk connection ends, the link is dialled again.
+handshake fails. During the handshake libzmq reads at most 256 bytes at a time and buffers nothing.
+The same bounds on strangers hold as on the link's own port. Only the empty message is accepted from
+a dialler. A dialler marks messages over a bulk connection `is_public`: another machine may have
+made them. If a bulk connection cannot be opened (a firewall blocks its port), all messages use the
+link. If a bulk connection ends, the link is dialled again.
 
-**Heartbeats** are ZMTP's, answered by libzmq's thread: a busy loop does not make a node look dead.
+**Heartbeats** are those of ZMTP. A thread of libzmq answers them, so a node with a busy loop does
+not look dead.
 """
 
 from __future__ import annotations

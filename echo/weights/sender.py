@@ -255,8 +255,8 @@ FORGET_STALLS = 60
 MAX_LEAD_CHUNKS = 4
 """Largest number of chunks that a child may be ahead of its slowest healthy sibling."""
 MAX_SIBLINGS = 64
-"""A child with more siblings than this is not held back. So many children occur only in a star,
-where all nodes share the learner's uplink."""
+"""A child with more siblings than this is not held back. A node has that many children only in a
+star, where all nodes share the learner's uplink."""
 SLOW_AFTER_S = 5.0
 SILENT_CHUNKS = 8
 """A child may be dead if it is silent for the time that this many chunks usually take. Other

@@ -6,9 +6,9 @@ silence. A parent that waits itself sends Waiting repeatedly, and so is not sile
 several hops above this parent.
 
 Offers are not signed, so a parent may announce an item that it will never receive. A node leaves
-such a parent when nothing has arrived for WAIT_STALLS * stall_s. If four times the longest pause
-that has ended with a chunk is longer, the node waits for that time: behind a slow link pauses are
-long.
+such a parent when nothing has arrived for WAIT_STALLS * stall_s. Behind a slow link, however, the
+pauses between chunks are long. So the node waits at least four times as long as the longest pause
+after which a chunk arrived.
 """
 
 from __future__ import annotations

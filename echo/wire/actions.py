@@ -72,9 +72,8 @@ class Note(Action):
     """If set, at most one message per minute on this topic is logged; the other messages are
     counted."""
     ends: str = ""
-    """The topic that this message ends: messages on this topic that were not logged yet are
-    dropped.
-    """
+    """The topic that this message ends. Messages on this topic that were not logged yet are
+    dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,8 @@ class Routes:
 
         Args:
             counters: the counters in which messages without a route are counted.
-            channel_of: returns the channel that seals messages to a node, by its id; None for no
-                seal.
+            channel_of: returns the channel that seals messages to the node with the given id; None
+                if these messages have no seal.
         """
         self._peers: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
         self._counters = counters

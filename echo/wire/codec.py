@@ -46,8 +46,8 @@ from echo.wire.token_sets import SetBytes, bytes_of_sets, decode_all_sets, encod
 Frame = bytes | bytearray | memoryview
 
 MAX_HOPS = 16
-"""Largest number of relays between a node and the learner; a message with more is going in a circle
-of relays."""
+"""Largest number of relays between a node and the learner. A message that has passed more relays is
+going in a circle."""
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that msgspec raises for malformed bytes; it raises RecursionError for deep nesting."""
 
@@ -103,7 +103,7 @@ def payload_bytes(payload: Sequence[Frame]) -> int:
 
 
 def _size_fault(frames: Sequence[Frame]) -> str | None:
-    """Return error text on the size limit that these frames exceed; None if they exceed none."""
+    """Return text that says which size limit the frames exceed; None if they exceed none."""
     if len(frames[0]) > MAX_HEADER_BYTES:
         return f"a header of {len(frames[0])} bytes; at most {MAX_HEADER_BYTES} are accepted"
     if len(frames) > MAX_FRAMES:
@@ -131,7 +131,7 @@ def decode_envelope(frames: Sequence[Frame]) -> Envelope:
 
 
 def open_seal(seals: Seals, envelope: Envelope, payload: Sequence[Frame]) -> bool:
-    """Verify a message's seal; return whether it belongs to a current channel.
+    """Verify a message's seal; return whether the message belongs to a current channel.
 
     Raises:
         ForgedError: if the message was forged, changed or replayed; see `Seals.open`.
@@ -144,8 +144,8 @@ def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
     """Return the frames that a relay forwards: the same message with one more hop.
 
     Raises:
-        RemoteProtocolError: if the message runs in a circle of relays, or exceeds a size limit,
-            which can happen if the sender encoded the envelope in fewer bytes.
+        RemoteProtocolError: if the message runs in a circle of relays, or exceeds a size limit. A
+            relay may exceed the limit if the sender encoded the same envelope in fewer bytes.
     """
     if envelope.num_hops >= MAX_HOPS:
         raise RemoteProtocolError(
@@ -206,7 +206,7 @@ def describe(frames: Sequence[Frame]) -> tuple[str, str, str]:
 
 
 def is_public(frames: Sequence[Frame]) -> bool:
-    """Return whether a message may arrive unencrypted; only a neighbour's Chunk may.
+    """Return whether a message may arrive unencrypted: it must be a neighbour's Chunk.
 
     A received chunk is compared with a hash that the learner has signed, before the chunk is
     stored.
@@ -240,7 +240,8 @@ class GroupHeader(msgspec.Struct, frozen=True):
     has sets.
     """
     num_branches: Annotated[tuple[NumBranches, ...], Meta(max_length=MAX_MEMBERS)] = ()
-    """For each rollout the number of its branches (core/chains.py); empty if none has any."""
+    """For each rollout the number of its branches (core/chains.py); empty if no rollout has
+    branches."""
     reward_parts: Annotated[tuple[RewardParts, ...], Meta(max_length=MAX_MEMBERS)] = ()
     """For each rollout the parts of its reward, by name; empty if no reward has parts."""
 

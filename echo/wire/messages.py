@@ -183,8 +183,8 @@ class Credit(Message, frozen=True):
     credit_bytes: Size
     form: Form = FULL
     taken_bytes: Size = 0
-    """Number of bytes received since the last Credit, which shows the parent the rate of its
-    uplink."""
+    """Number of bytes received since the last Credit. From this number the parent estimates the
+    rate of its uplink."""
 
 
 class Segment(Message, frozen=True):
@@ -282,7 +282,7 @@ class Welcome(Message, frozen=True):
     heartbeat_s: Period
     dead_after_s: Period
     uplink_bytes_per_s: Rate | None = None
-    """The rate of the node's uplink, as the node last reported it in this run before it restarted.
+    """The rate of the node's uplink, from the node's last report in this run before it restarted.
     """
     version_bytes: Size = 0
     """Transfer size of the newest version in bytes; 0 before the first version."""
@@ -380,9 +380,8 @@ class TopologyPlan(Message, frozen=True):
 
     epoch: Count
     parents: Parents
-    """(Node id, address) of each parent. An empty address stands for the address that the node has
-    dialled. Without parents the node is on standby and needs no weights.
-    """
+    """(Node id, address) of each parent. If the address is empty, the node uses the address that it
+    has dialled already. Without parents the node is on standby and needs no weights."""
 
     @property
     def is_standby(self) -> bool:
@@ -406,8 +405,8 @@ class LeaseState(Message, frozen=True, array_like=True, tag=False):
     learner acknowledges it.
     """
     is_waiting: bool = False
-    """Whether the group waits to begin or to continue; if so, progress of the worker's running
-    groups renews the lease."""
+    """Whether the group waits to begin or to continue. If it waits, the lease is renewed by the
+    progress of the worker's running groups."""
     running_s: Seconds = 0.0
     """Seconds since the worker began or continued the group; 0 while it waits."""
 
@@ -565,9 +564,8 @@ REASONS = frozenset(
         "prompt_error", "lost", "attempts_exhausted", "run_finished",
     }
 )  # fmt: skip
-"""Reasons why a group was not trained on. Only these words become names of counters; a peer's other
-words do not.
-"""
+"""Reasons why a group was not trained on. Each of them is the name of a counter. If a peer states a
+reason that is not listed here, the counter is "other"."""
 
 
 def known_reason(reason: str) -> str:
@@ -605,7 +603,7 @@ class Ack(Message, frozen=True):
 
 
 Act = Literal["pause", "resume", "drain", "standby", "set", "stop"]
-"""What an operator can have done: `echo-rl ctl` has the meaning of each."""
+"""The acts that an operator can order. The help of `echo-rl ctl` explains each act."""
 
 
 class Watch(Message, frozen=True):
@@ -620,7 +618,10 @@ class Status(Message, frozen=True):
 
 
 class Operation(Message, frozen=True):
-    """Operator to learner: an act to carry out; every act states a state, so it may be repeated."""
+    """Operator to learner: an act to carry out.
+
+    An act names the state that shall be reached, so an Operation may be repeated.
+    """
 
     number: Count
     """The operator's own number for this operation, which the Outcome repeats."""

@@ -212,9 +212,8 @@ class Seals:
     confirmed: Channel | None = None
     """The channel of the last message that this end has opened; None before the first."""
     offered: Channel | None = None
-    """The channel of a later Welcome, in which this end has opened no message yet; None if there is
-    no such channel.
-    """
+    """The channel of a later Welcome; None if there is none. This end has not opened a message in
+    this channel yet."""
 
     @property
     def newest(self) -> Channel | None:

@@ -8,9 +8,9 @@ The sets of one rollout of T tokens with M ids in all are
                  before it, minus 1
     M bfloat16   the log-probabilities, little-endian, rounded to nearest; only if the sets have any
 
-A varint has 7 bits of the number in each byte, the lowest first; the highest bit of a byte is set
-unless it is the number's last. Frequent tokens have low ids, and large sets are dense, so most
-differences take one or two bytes.
+A varint has 7 bits of the number in each byte, the lowest bits first. The highest bit is set in
+each byte except the last byte of the number. Frequent tokens have low ids, and large sets are
+dense, so most differences take one or two bytes.
 
 A rollout has two blocks: `support`, without log-probabilities, and `likely`, with
 log-probabilities. A block is empty if the rollout has no such sets. A group is one message, so the
@@ -40,9 +40,11 @@ SetBytes = tuple[_Length, _Length]
 """The number of bytes of each of the blocks `support` and `likely` of one rollout."""
 
 MAX_IDS = 1 << 22
-"""Most ids in the sets of one rollout. For this number a decoder briefly needs some 200 MB."""
+"""Largest number of ids in the sets of one rollout. To decode so many ids, a decoder briefly needs
+some 200 MB."""
 _LARGEST = MAX_SET_IDS + 1
-"""The coded size of the largest set whose own ids are recorded."""
+"""The coded size of the largest set that is recorded by its own ids. A larger coded size belongs to
+a set that is recorded by the ids that it lacks."""
 _MAX_VARINT_BYTES = 5
 """Bytes of the largest varint: ids have 31 bits."""
 
@@ -152,7 +154,7 @@ def decode_sets(block: memoryview, *, num_tokens: int, with_logprobs: bool) -> T
 
 
 def _differences(sets: TokenSets) -> npt.NDArray[np.int64]:
-    """Return [M] for each id: the id minus the id before it in its set, minus 1.
+    """Return [M]: for each id, the difference to the id before it in the same set, minus 1.
 
     For the first id of a set the value is the id itself.
     """
@@ -166,7 +168,10 @@ def _differences(sets: TokenSets) -> npt.NDArray[np.int64]:
 def _ids(
     counts: npt.NDArray[np.int64], differences: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return the ids of sets with so many ids, from the result of `_differences`."""
+    """Return the ids of all sets, from the result of `_differences`.
+
+    `counts` has the number of ids in each set.
+    """
     steps = np.cumsum(differences + 1)
     firsts = _firsts(counts)
     before = steps[firsts] - (differences[firsts] + 1)

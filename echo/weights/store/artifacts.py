@@ -114,7 +114,7 @@ class Chunked(abc.ABC):
 
     @property
     def is_missing(self) -> bool:
-        """Whether a known chunk is neither held nor being written, or more chunks may be added."""
+        """Whether a chunk is missing: it is neither held nor being written, or not known yet."""
         return self.is_open or self._held_flags().find(0) >= 0
 
     def missing(self) -> tuple[tuple[int, int], ...]:
@@ -152,15 +152,14 @@ class Transfer(Chunked):
     """Whether a patch may turn the memory of the image into a later version; if so, readers get
     copies."""
     is_hashed: bool = True
-    """Whether each chunk was hashed on arrival; if not, deltas that the learner signed have made
-    the image."""
+    """Whether each chunk was hashed on arrival. If this is False, the image was made by deltas,
+    which the learner signed."""
     later: list[Patch] = field(default_factory=list)
     """Patches that are written, or being written, over the image's memory; oldest first.
 
     A patch is appended to this list in place, and is taken back by assigning a new list. So `read`
-    notices a new patch by the length of the list. It notices a patch that was begun and taken back
-    because the list is another object.
-    """
+    notices a new patch by the length of the list. If a patch was begun and taken back meanwhile,
+    `read` notices that the list is another object."""
     sent: SentChunks = field(default_factory=SentChunks)
     """The chunks that were sent last, in the form in which they are sent."""
     is_damaged: bool = False
@@ -172,7 +171,7 @@ class Transfer(Chunked):
         return not self.later
 
     def seal(self, signed: SignedManifest, manifest: Manifest) -> str:
-        """Add the learner's manifest; return why it does not fit the image, or "" if it fits."""
+        """Add the learner's manifest; return why it does not fit this image, or "" if it fits."""
         if provisional(manifest, manifest.version) != self.manifest:
             return f"the seal of {manifest.version} describes another image than its deltas"
         self.signed, self.manifest = signed, manifest
@@ -181,8 +180,8 @@ class Transfer(Chunked):
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes of this version's image; any thread may call this method.
 
-        If the memory may change, the result is a copy; if a patch begins meanwhile, the bytes are
-        read again.
+        If the memory may change, the result is a copy. If a patch begins during the copy, the bytes
+        are copied again.
         """
         if not self.may_change:
             return memoryview(self.storage)[start:stop].toreadonly()
@@ -226,8 +225,8 @@ class Transfer(Chunked):
     def chunk(self, index: int) -> Frame:
         """Return a held chunk in the form in which it is sent.
 
-        A chunk is encrypted again, with the same key and nonce, to the bytes that the learner
-        signed.
+        If the encrypted chunk is no longer kept, the chunk is encrypted again. Key and nonce are
+        the same as on the learner, so the result is the bytes that the learner signed.
 
         Raises:
             StorageError: if the bytes of the chunk no longer match its hash.

@@ -1,4 +1,4 @@
-"""The audit: when the chunks of images that deltas have made are hashed.
+"""The audit: decides when to hash the chunks of images that were made by deltas.
 
 The learner signs the old and new words of each delta, so patched words are correct. The other words
 of the image have not been verified since they were written. So when the learner's manifest of such
@@ -32,7 +32,7 @@ class Audit:
         self._began_at = self._due_at = 0.0
 
     def begin(self, image: Transfer, *, now: float) -> None:
-        """Start to hash an image, unless another image that is still held is being hashed."""
+        """Start to hash an image, unless an image that this node still holds is being hashed."""
         if self._image is None or self._store.images.get(self._image.manifest.version) is None:
             self._image, self._next, self._due_at = image, 0, now
 
@@ -77,7 +77,7 @@ class Audit:
         return now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
 
     def _begin_newest(self, audited: PolicyVersion, now: float) -> None:
-        """Start to hash the newest image that deltas have made, if newer than `audited`."""
+        """Hash the newest sealed image next, if deltas made it and it is newer than `audited`."""
         newest = self._store.newest_sealed
         if newest is not None and newest > audited:
             image = self._store.images[newest]

@@ -11,11 +11,11 @@ A delta is coded against its base, a version that the receiver holds. A keyframe
 * A **hashed** table has the hashes of the decoded image chunks. The last hashed table of an encoded
   version also has the signed manifest of the image, with the same hashes. The image is decoded into
   new memory. Keyframes are hashed, and so are deltas in which much has changed.
-* The other kind of table, of a delta **on its base**, has for each block the hash of the words in
-  the base that the block replaces. Neither learner nor receiver hashes the image, so the work on
-  both sides grows with the number of changes. The manifest, which is the **seal** of the version,
-  follows later. Until the manifest arrives, the image may be installed and may be the base of the
-  next delta, but it is not offered to children as a whole image.
+* The other kind of table belongs to a delta **on its base**. For each block it has the hash of
+  those words in the base that the block replaces. Neither learner nor receiver hashes the image, so
+  the work on both sides grows with the number of changes. The manifest, which is the **seal** of
+  the version, follows later. Until the manifest arrives, the image may be installed and may be the
+  base of the next delta, but it is not offered to children as a whole image.
 * Every size is checked against the size of the image before memory is allocated, and the decoder
   writes at most the block that it fills.
 """
@@ -201,7 +201,7 @@ class EncodedVersion(Chunked):
 
     @property
     def is_being_coded(self) -> bool:
-        """Whether this node is the learner, which still codes further segments."""
+        """Whether this node is the learner and is still coding segments of this version."""
         return self.is_open and not self.is_half
 
     @property
@@ -212,7 +212,7 @@ class EncodedVersion(Chunked):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of all segments; the announced size while some are unknown."""
+        """Number of bytes of all segments; while some segments are unknown, the announced size."""
         known = sum(part.table.num_bytes for part in self._parts)
         return max(known, self.expected_bytes) if self.is_open else known
 
@@ -310,7 +310,9 @@ class EncodedVersion(Chunked):
         return image if image is not None and image.is_complete else None
 
     def decodable(self, index: int, base: memoryview | None) -> list[DecodeBlock | OpenBlock]:
-        """Return work for the blocks whose chunks are all held now; each block only once.
+        """Return work for the blocks that chunk `index` has completed.
+
+        For each block the work is returned only once.
 
         Args:
             index: the index of the chunk that was written last.
@@ -373,7 +375,7 @@ class EncodedVersion(Chunked):
         return last.is_last and len(self._decoded_blocks) == last.num_blocks_in_image
 
     def image(self, base: Transfer | None) -> Transfer:
-        """Return the decoded image, which owns the memory from now on.
+        """Return the decoded image, and hand the memory over to it.
 
         Args:
             base: the image against which the delta is coded; None for a keyframe.

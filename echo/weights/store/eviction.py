@@ -2,9 +2,10 @@
 
 The newest `keep_versions` complete images are kept. Of the encoded versions the newest keyframe is
 kept, and the newest deltas that together are smaller than an image (a node that joins late fetches
-one after the other). An item that this node codes, fetches or decodes is kept, too, and so is an
-item that a child fetches. All other items are dropped, abandoned partial downloads first, because
-each reserves memory for a whole image. So the number of children limits the size of the store.
+these deltas one by one). An item that this node codes, fetches or decodes is kept, too, and so is
+an item that a child fetches. All other items are dropped, abandoned partial downloads first,
+because each reserves memory for a whole image. So the number of children limits the size of the
+store.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _worthwhile_encoded(store: ItemStore) -> list[ItemId]:
 
 
 def begun_otherwise(store: ItemStore, item: ItemId) -> list[ItemId]:
-    """Return the partial downloads of the same version in other forms, which `item` replaces."""
+    """Return the partial downloads that `item` replaces: the same version in other forms."""
     version, _ = item
     image = store.images.get(version)
     halves = [(version, FULL)] if image is not None and not image.is_complete else []

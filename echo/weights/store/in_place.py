@@ -1,10 +1,10 @@
 """In place: which delta may be written over its base, and how it is taken back.
 
-A delta on its base is opened block by block as its chunks arrive: positions, old and new words
-(`BlockPatch`). When all blocks are open, the image is still unchanged, and only the new words
-remain to be written. `PatchMode` says which thread writes them: a thread of this node, or the
-engine that installs the version, between two tokens that it samples. Afterwards the same memory
-holds the new version.
+A delta on its base is opened block by block as its chunks arrive. An opened block is a
+`BlockPatch`: the positions of the changed words, the old words and the new words. When all blocks
+are open, the image is still unchanged, and only the new words remain to be written. `PatchMode`
+says which thread writes them: a thread of this node, or the engine that installs the version,
+between two tokens that it samples. Afterwards the same memory holds the new version.
 
 The base can still be read, by children and by an engine that returns to it: a reader copies a block
 and restores the old words in the copy (`artifacts.py`). If an engine needs the bytes that it was
@@ -53,7 +53,7 @@ class InPlace:
         encoded_versions: Mapping[ItemId, EncodedVersion],
         version_store: VersionStore,
     ) -> None:
-        """Write no delta over its base until `mode` is set.
+        """Start in the mode in which no delta is written over its base.
 
         The arguments are the item store's own containers.
         """

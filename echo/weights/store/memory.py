@@ -50,10 +50,10 @@ class RecycledMemory:
 
         Args:
             num_pieces: least number of pieces that will be in use at the same time. The first
-                `take` makes all of them, so that no later version waits for its pages.
+                `take` makes all of them, so that no later image waits until the system has
+                allocated pages.
             make: returns a piece of zeros of the given number of bytes.
-            max_pieces: largest number of pieces that `grow` makes, and that are kept for later
-                images.
+            max_pieces: calls of `grow` raise the number of pieces to at most this number.
         """
         self._num_pieces, self._max_pieces = num_pieces, max_pieces
         self._make = make

@@ -121,7 +121,7 @@ class ItemStore:
         return item[1] == FULL and self.version_store.may_block
 
     def decodable(self, encoded: EncodedVersion, index: int) -> list[DecodeBlock | OpenBlock]:
-        """Return work for the blocks that can be decoded since chunk `index` was written.
+        """Return work for the blocks that can be decoded now because chunk `index` was written.
 
         There is no such work while a patch is being written over the memory of the base.
         """
@@ -133,7 +133,7 @@ class ItemStore:
         return encoded.decodable(index, memoryview(base.storage))
 
     def decodable_on(self, version: PolicyVersion) -> list[DecodeBlock | OpenBlock]:
-        """Return work for the blocks that can be decoded since a version is complete."""
+        """Return work for the blocks that can be decoded now because `version` is complete."""
         return [
             work
             for each in self.encoded_versions.values()
@@ -185,8 +185,8 @@ class ItemStore:
     def held(self) -> set[PolicyVersion]:
         """The versions that this node can install.
 
-        Such a version is complete, or a patch that makes it from its base is ready or being
-        written.
+        Such a version is either complete, or will be made from its base by a patch. This patch is
+        ready, or is being written.
         """
         whole = {version for version, image in self.images.items() if image.is_complete}
         return whole | {encoded.version for encoded in self.in_place.open}
@@ -200,7 +200,7 @@ class ItemStore:
     def newest_signed(self) -> PolicyVersion | None:
         """The newest complete version whose manifest has arrived; None if there is none.
 
-        A child asks its parent to announce versions that are newer.
+        A child asks its parent to announce the versions that are newer than this version.
         """
         signed = (v for v, image in self.images.items() if image.signed and image.is_complete)
         return max(signed, default=None)
@@ -221,8 +221,8 @@ class ItemStore:
     ) -> tuple[PolicyVersion, tuple[EncodedVersionOffer, ...], bytes | None] | None:
         """Return the content of an Announce: (version, offers, signed manifest of its image).
 
-        The manifest is None if no image can be sent; the whole result is None if there is no
-        version.
+        If no image can be sent, the manifest is None. If the store has no version, the whole result
+        is None.
         """
         offers = tuple(
             EncodedVersionOffer(version, form.base, encoded.num_bytes)

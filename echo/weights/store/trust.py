@@ -22,9 +22,9 @@ from echo.wire.messages import FULL, ItemId
 
 @contextmanager
 def _taken_for_forged() -> Iterator[None]:
-    """Within the block, raise ForgedError in place of a verification's RemoteProtocolError.
+    """If the code in the block raises RemoteProtocolError, raise ForgedError in its place.
 
-    ForgedError says that the peer has forwarded something that the learner did not sign.
+    The code verifies what a peer has forwarded. ForgedError says that the learner did not sign it.
     """
     try:
         yield
@@ -84,9 +84,10 @@ class TrustedManifests:
         return self.manifests[version][1]
 
     def use_local_image(self, version: PolicyVersion) -> Transfer | None:
-        """Return this machine's own image if it is the image of this version, else None.
+        """Return this machine's own image if it is the image of `version`, else None.
 
-        Only the first announced version is compared; then the own image is dropped.
+        Only the first announced version is compared with the own image. Afterwards the own image is
+        dropped.
         """
         found, local = self.manifests.get(version), self.local_image
         if found is None or local is None:
@@ -114,7 +115,7 @@ class TrustedManifests:
             )
 
     def retire(self, oldest: PolicyVersion | None, offered: Iterable[ItemId] = ()) -> None:
-        """Forget the manifests of versions before `oldest`, except those still offered."""
+        """Forget the manifests of versions before `oldest`, except versions in `offered`."""
         kept = {version for version, form in offered if form == FULL}
         old = [v for v in self.manifests if oldest is not None and v < oldest and v not in kept]
         for version in old:

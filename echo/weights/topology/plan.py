@@ -14,16 +14,17 @@ with the fewest copies from the learner. So the learner sends a version once, un
 clearly saves time.
 
 **Replan.** The learner's `Planner` makes a plan when a node joins, when a node leaves, and when a
-node was found to send wrong chunks. It also makes a plan every REPLAN_S while versions take longer
-than WORTHWHILE_S to spread, because transfers measure the links. During a broadcast a new plan must
-save more time, since a node that changes its parent loses time and the chunks under way. So a plan
-is also made just before a version is sent, unless a plan was made between two broadcasts less than
-REPLAN_S ago. Without these plans, measurements would have no effect if versions follow each other
-closely. The plan in force is patched until another plan would save a set share of the time, so no
-node changes its parent because of small changes of measured rates. Only in a small fleet is a new
-plan made from scratch when a node that can serve joins or leaves. The first plan of a fleet that
-has just joined is made without measurements. If an uplink is measured for the first time after a
-plan, another plan is made NEWS_S after this plan.
+node was found to send wrong chunks. While versions take longer than WORTHWHILE_S to spread, it also
+makes a plan every REPLAN_S, because each transfer gives new measurements of the links. During a
+broadcast a new plan must save more time, since a node that changes its parent loses time and the
+chunks under way. So a plan is also made just before a version is sent, unless a plan was made
+between two broadcasts less than REPLAN_S ago. Otherwise measurements would have no effect in a run
+whose versions follow each other closely, because all plans would be made during broadcasts. The
+plan in force is patched until another plan would save a set share of the time, so no node changes
+its parent because of small changes of measured rates. Only in a small fleet is a new plan made from
+scratch when a node that can serve joins or leaves. The first plan of a fleet that has just joined
+is made without measurements. If an uplink is measured for the first time after a plan was made,
+another plan follows NEWS_S after that plan.
 
 **Inputs.** The planner knows of each node: the rate of its uplink, from the chunks that its
 children have acknowledged; the rate of its downlink, if the downlink limits the node (`sites.py`);
@@ -284,16 +285,16 @@ class _Hosts:
 Kind = Literal["chain", "tree", "star"]
 
 THRIFT = 0.05
-"""A plan counts as equally fast if it exceeds the fastest plan's time by at most this share."""
+"""Share of the fastest plan's time. A plan that takes longer by at most this share counts as
+equally fast."""
 
 INSIGNIFICANT_S = 0.25
-"""A plan also counts as equally fast if it exceeds the fastest plan's time by at most this number
-of seconds: a step takes far longer.
-"""
+"""A plan also counts as equally fast if it takes at most this many seconds longer than the fastest
+plan. A training step takes far longer than these seconds."""
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
-"""Shares of the best rate for which trees are built: flatter trees are faster for small payloads.
-"""
+"""Trees are built for these shares of the best rate. A lower rate gives a flatter tree, which is
+faster for a small payload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,9 +487,9 @@ def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
     """Return each node's parents, preferred first, in a plan that is a single chain.
 
     The chain has the relays first, then the workers that can be dialled; all other nodes are
-    leaves. The learner does not send its address, since each node has already reached it. Suspected
-    nodes serve only leaves, as the last parents before the learner, because a leaf may be unable to
-    reach the learner.
+    leaves. The learner does not send its own address, since each node has already reached the
+    learner. A suspected node serves only leaves, because a leaf may be unable to reach the learner.
+    In the list of a leaf's parents, suspected nodes stand just before the learner.
 
     Args:
         sites: every live node except the learner, in a stable order (the order of joining).
@@ -509,13 +510,14 @@ def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
 
 
 PLAN_S = 1e-2
-"""Least pause between two plans, in seconds per node of the fleet: 10 s with 1000 nodes, so that
-many joins cause one plan."""
+"""Least pause between two plans, in seconds per node of the fleet: 10 s with 1000 nodes. Therefore
+nodes that join at about the same time cause only one plan."""
 REPLAN_S = 10.0
 """Seconds between two plans while versions take long to spread."""
 NEWS_S = 2.0
-"""Seconds between two plans when an uplink was measured for the first time: several probes end at
-about the same time."""
+"""If an uplink was measured for the first time since the last plan, the next plan follows this many
+seconds after the last plan. Several probes end at about the same time, and the plan can use them
+all."""
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
 """Share of the predicted time that another plan must save to replace the plan in force: the first
 between broadcasts, the second during a broadcast."""
@@ -750,8 +752,8 @@ class Planner:
     def _plan_behind_relays(self, sites: Sequence[Site]) -> dict[str, TopologyPlan]:
         """Make a plan that is a single chain with the relays first.
 
-        This plan is used if the learner's address is not known: then a node that has reached the
-        learner through a relay cannot fetch weights from the learner.
+        This plan is used if the learner's address is not known. Without the address, a node that
+        has reached the learner through a relay cannot fetch weights from the learner.
         """
         self.epoch += 1
         return {

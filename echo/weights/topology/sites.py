@@ -23,16 +23,16 @@ from echo.core.rollout import PolicyVersion
 from echo.wire.messages import NodeStats, TopologyPlan
 
 Hop = tuple[str, str]
-"""(node id, address) of a parent; an empty address stands for the address at which the node has
-reached this parent itself."""
+"""(node id, address) of a parent. If the address is empty, the node uses the address at which it
+has already reached this parent."""
 
 ASSUMED_BYTES_PER_S = 12.5e6
 """Assumed rate of each uplink, 100 Mbit/s, if no rate is known; then only the proportions between
 nodes matter."""
 
 STRAGGLER_SHARE = 0.5
-"""Share of the rate that the uplinks could give every node; a node whose downlink is slower than
-this share is a straggler, for which no plan waits."""
+"""A node is a straggler if its downlink is slower than this share of the rate that the uplinks
+could give every node. No plan waits for a straggler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Sites:
         return self.rtts_from(self.names[first], self.names[second])
 
     def is_crossing(self, sender: int, receiver: int) -> bool:
-        """Return whether a link leads from one region to another; both must be known."""
+        """Return whether a link leads from one region to another; both regions must be known."""
         first, second = self.regions[sender], self.regions[receiver]
         return first != second and first != "" and second != ""
 
@@ -171,7 +171,7 @@ def _known(rate: float | None, assumed: float) -> float:
 
 
 LIMIT_SHARE = 0.7
-"""Share of another rate below which a rate counts as clearly lower."""
+"""A rate counts as clearly lower than another rate if it is below this share of the other rate."""
 
 
 def downlink_limits(
@@ -181,7 +181,9 @@ def downlink_limits(
     *,
     root: str,
 ) -> dict[str, float]:
-    """Return the downlink rates of nodes that their own downlink limits, bytes per second.
+    """Return the downlink rates, in bytes per second, of the nodes whose downlink is the limit.
+
+    The downlink of a node is the limit if its parent could clearly send it more.
 
     Args:
         parents: the node from which each node fetched weights.

@@ -52,7 +52,7 @@ class PlanThroughput:
 
 
 def fluid_rate(uplink: float, uplinks: Sequence[float], downlinks: Sequence[float]) -> float:
-    """Return r*, in bytes per second, a rate for every receiver that no plan can exceed.
+    """Return r*, in bytes per second: no plan can give every receiver a higher rate.
 
     Args:
         uplink: the rate of the learner's uplink.

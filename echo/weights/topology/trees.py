@@ -32,7 +32,7 @@ REGION_COST = 0.5
 gets more entries."""
 
 HEADROOM = 1.25
-"""Largest multiple of the best possible rate for which slots are counted."""
+"""Slots are counted for a rate of at most this multiple of the best possible rate."""
 
 _STEPS = 50
 """Number of bisections of the interval of the rate: enough for the precision of a float."""
@@ -89,7 +89,8 @@ def bounded_tree(
         fleet: the learner and the nodes.
         does_spare_learner: whether the learner sends the version exactly once.
         is_by_region: whether one link enters each region whose own uplinks can feed it.
-        share: share of the largest possible rate to build for; a smaller share makes flatter trees.
+        share: the tree is built for this share of the largest possible rate. A smaller share makes
+            a flatter tree.
     """
     groups = _numbered(fleet.regions) if is_by_region else [0] * len(fleet.names)
     slots = slots_of(fleet, does_spare_learner=does_spare_learner, share=share, groups=groups)
@@ -144,10 +145,11 @@ def slots_of(
 
 
 def _links_within(groups: Sequence[int]) -> list[int]:
-    """Return the least number of links that must begin in each region.
+    """Return, for each region, the least number of links whose sender is in this region.
 
-    One node of a region is fed from outside, and the others from within. In the learner's region
-    all nodes are fed from within, and one more link leads to another region.
+    One node of a region gets the version from another region, and all others get it from a node of
+    their own region. In the learner's region all nodes get it from within, and one more link leads
+    to another region.
     """
     sizes = [0] * (max(groups) + 1)
     for group in groups[1:]:
@@ -163,7 +165,7 @@ def _numbered(regions: tuple[str, ...]) -> list[int]:
 
 
 def _deal(slots: list[int], groups: list[int]) -> list[int]:
-    """Return how many children each node shall serve, given the most that it can serve."""
+    """Return how many children each node shall serve; `slots` has the most that it can serve."""
     num_receivers = len(slots) - 1
     home, *others = _links_within(groups)
     own = [0] * (1 + len(others))
@@ -258,7 +260,11 @@ class _Grower:
             del open_nodes[index]
 
     def _exporter(self) -> int:
-        """Return the region with the most surplus, among those where a node may serve more."""
+        """Return the region from which a link shall lead to another region.
+
+        Of the regions in which an attached node can serve more children, this is the region with
+        the most slots beyond its own need.
+        """
         regions = [group for group, nodes in enumerate(self._open) if nodes]
         return max(regions, key=lambda group: (self._surplus[group], -group))
 
