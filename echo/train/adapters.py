@@ -5,7 +5,7 @@ adapter are set aside. A gradient that has not been applied yet is set aside, to
 another adapter into the model, so no other part of a trainer needs to know that there are several.
 All adapters have one shape, and share the trainer's loss, temperature, advantages and reference.
 
-A trainer that trains all weights has no adapters, and a single `progress`.
+A trainer that trains all weights has no adapters. Its `progress` is that of all weights.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Adapters:
 
 
 def _no_adapters(name: str) -> ConfigError:
-    """Return the error for a call that names an adapter of a trainer that trains all weights."""
+    """Return the error for a call with an adapter's name, if the trainer has no adapters."""
     return ConfigError(
         f"adapter {name!r}: this trainer trains all weights; one whose ModelSource has a lora "
         "trains adapters"

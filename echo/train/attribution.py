@@ -53,7 +53,9 @@ from echo.weights.manifest import Manifest
 
 
 MIN_VARIANCE = 1e-14
-"""Variance in nats squared below which no shares are computed: the rounding of float32 scores."""
+"""Smallest variance, in nats squared, for which shares are computed. The rounding of float32 scores
+may cause a smaller variance.
+"""
 
 
 def split_variance(parts: Mapping[str, npt.NDArray[np.floating]]) -> dict[str, float]:
@@ -189,7 +191,10 @@ class MismatchProbe:
 
 
 def _columns(scores: list[list[npt.NDArray[np.float32]]]) -> tuple[list[Floats], list[Floats]]:
-    """Return log-probabilities, and logs of the kept mass; each group has one rollout."""
+    """Return two arrays for each rollout: log-probabilities, and logs of the kept mass.
+
+    `scores` has one list for each group, and each group has one rollout.
+    """
     pairs = [rollouts[0].astype(np.float64) for rollouts in scores]
     return [pair[:, 0] for pair in pairs], [pair[:, 1] for pair in pairs]
 
@@ -204,7 +209,9 @@ _NAME = re.compile(r"v(\d+)_(\d+)\.safetensors")
 
 
 HEADER_BYTES = 256
-"""Upper bound on the bytes in a file's header for each tensor, and for the rest of the header."""
+"""Upper bound on the bytes that the header of a file has for each tensor. What else is in the
+header takes at most as many bytes again.
+"""
 
 
 class VersionRetention:
@@ -216,7 +223,8 @@ class VersionRetention:
         Args:
             directory: directory of the files; it is made if it is missing.
             max_bytes: largest total size of the files.
-            max_versions: largest number of versions; no group has tokens of older versions.
+            max_versions: largest number of versions to keep. A group has no tokens of versions
+                that are older than these.
 
         Raises:
             StorageError: if the directory cannot be made.
@@ -296,12 +304,12 @@ class VersionRetention:
 
 
 MAX_KEPT_BYTES = 4 << 30
-"""Largest total size, in bytes, of the versions on the learner's disk. Fewer versions of a large
-model fit into it.
+"""Largest total size, in bytes, of the versions on the learner's disk. If the model is large, fewer
+versions fit into this size.
 """
 NUM_ROLLOUTS = 8
-"""Number of rollouts scored in a measurement. They have thousands of tokens to compute a variance
-from, and scoring them costs a fraction of a step.
+"""Number of rollouts scored in a measurement. So many rollouts have thousands of tokens, which is
+enough for a variance, and to score them takes a fraction of a step's time.
 """
 
 
@@ -316,7 +324,7 @@ class Attribution:
         *,
         interval_steps: int,
     ) -> None:
-        """Store the parts of the measurement, which all run in the trainer's thread.
+        """Store the parts of the measurement. All parts run in the trainer's thread.
 
         Args:
             trainer: the learner's trainer.

@@ -20,8 +20,8 @@ error that names the group. A group that this loss cannot use is left out and co
 `dropped/<reason>`, as a share of the batch's trained tokens. A group of zero variance counts in the
 normaliser alone, and a group without a trained token counts nowhere.
 
-A completion that `overlong_filter` leaves out is not a lost member: its reward stays in the
-baseline, and its probability in the expectation of its group, since it was sampled.
+A completion that `overlong_filter` leaves out is not a lost member, since it was sampled. Its
+reward still counts in the baseline of its group, and its probability in the group's expectation.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ class AdvantageSettings:
     leave_one_out: bool = False
     """Whether a rollout's own reward is left out of its baseline."""
     max_completion_tokens: int = 0
-    """Largest number of completion tokens, at which the length penalty is 1; 0 for no penalty."""
+    """Largest number of tokens of a completion. A completion of this length gets a length penalty
+    of 1. If the setting is 0, there is no length penalty.
+    """
     overlong_buffer_tokens: int = 0
-    """Number of tokens before `max_completion_tokens` over which the penalty rises from 0 to 1; 0
-    for no penalty.
+    """Over this number of tokens before `max_completion_tokens`, the length penalty rises from 0 to
+    1. If the setting is 0, there is no length penalty.
     """
     overlong_filter: bool = False
     """Whether completions cut off at the limit are not trained; their rewards count in the
@@ -204,7 +206,7 @@ def _lacks_support(group: Group) -> bool:
 
 
 def _has_likely_ids(rollout: Rollout) -> bool:
-    """Return whether every trained token has recorded likely ids of the sampler."""
+    """Return whether the sampler's likely ids were recorded for every trained token."""
     if rollout.likely is None:
         return not rollout.completion_mask.any()
     return bool((rollout.likely.counts[rollout.completion_mask] > 0).all())

@@ -41,7 +41,9 @@ CODES, SCALES = "_codes", "_scales"
 STEP = "step"
 """Suffix of a parameter's number of updates, which AdamW's bias correction needs."""
 PARTS = (*MOMENTS, *(moment + part for moment in MOMENTS for part in (CODES, SCALES)), STEP)
-"""Suffixes of a parameter's state; the last is a number, the others have the parameter's rows."""
+"""Suffixes of the tensors in a parameter's state. STEP, the last of them, holds one number. The
+other tensors have as many rows as the parameter.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,8 @@ class OptimizerSettings:
     learning_rate: float = 1e-6
     """The largest learning rate, which is reached after the warm-up."""
     warmup_steps: int = 10
-    """Number of steps until the full learning rate; step n of these, from 1, has n / warmup_steps
-    of the full rate.
+    """Number of steps over which the learning rate rises to the full rate. Step n of the warm-up,
+    counted from 1, has n / warmup_steps of the full rate.
     """
     lr_schedule: LrSchedule = "constant"
     """The learning rate after the warm-up: constant, or falling to 0 after `num_steps`."""
@@ -64,8 +66,8 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
     """Bound on the norm of the whole gradient; infinity for no clipping."""
     minibatches_per_step: int = 1
-    """Number of updates in a step, each with its share of the groups; each call of `optim_step` is
-    one update.
+    """Number of updates that `step` makes; each update trains on its share of the groups. A call of
+    `optim_step` always makes one update.
     """
 
     def __post_init__(self) -> None:
@@ -73,7 +75,7 @@ class OptimizerSettings:
             raise ValueError(f'lr_schedule = "{self.lr_schedule}" needs num_steps, where it ends')
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of the step that makes version `step`, which is at least 1.
+        """Return the learning rate of step number `step`, counted from 1.
 
         The first step after the warm-up has the full rate, and the last step a rate above 0.
         """
@@ -201,7 +203,10 @@ def _update(
 
 
 class OffloadedAdamW(AdamW):
-    """torch's fused AdamW on the CPU with moments there, for weights and gradients on a GPU."""
+    """torch's fused AdamW on the CPU, for weights and gradients on a GPU.
+
+    The moments are in the host's memory.
+    """
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
         """Allocate moments (at 0) and two buffers as large as the largest shard, on the host."""

@@ -135,7 +135,10 @@ def load_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def find_adapters(directory: Path) -> tuple[str, ...]:
-    """Return the sorted names of a state's adapters; empty for all weights or a single adapter."""
+    """Return the sorted names of the adapters that have a directory in a state.
+
+    A state of all weights or of a single adapter has no such directories.
+    """
     if (directory / TRAINER_FILE).exists():
         return ()
     return tuple(sorted(path.parent.name for path in directory.glob(f"*/{TRAINER_FILE}")))

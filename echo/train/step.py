@@ -14,7 +14,7 @@ class StepResult:
     """The result of one training step: its metrics, and what the operator must know."""
 
     metrics: dict[str, float]
-    """Finite numbers by metric; a metric without meaning in this step is absent."""
+    """Finite numbers by metric. If a metric has no meaning in this step, it is left out."""
     speed: dict[str, float] = field(default_factory=dict, compare=False)
     """Metrics of time and speed, which differ when the same step is made again."""
     by_group: Mapping[int, Mismatch] = field(default_factory=dict, compare=False)

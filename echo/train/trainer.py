@@ -17,13 +17,13 @@ the loss, and updates the weights. The parts of a trainer do the work and exchan
     adapters     which adapter is in the model; moments, settings, counts adapters.py
     state        what the next step depends on, on disk                   trainer_state.py
 
-A rollout whose advantage is 0 is left out of the forward and backward pass, unless the loss asks
-for it; it still counts in the normaliser, so the gradient is exact.
+A rollout whose advantage is 0 is left out of the forward and backward pass, unless the loss needs
+such rollouts. The rollout still counts in the normaliser, so the gradient is exact.
 
 A step may make several updates. The groups are then divided into minibatches, each with counts of
-its own. The proximal policy is the policy at the start of the step. In the first update it equals
-the policy that the gradient is taken at; the rows of later updates are scored by a pass before the
-first update.
+its own. The proximal policy is the policy at the start of the step. In the first update the trained
+policy still equals the proximal policy. For the later updates, a pass before the first update
+scores the rows under the proximal policy.
 
 `step_count` grows by one with every batch that is consumed, so each batch makes one policy version.
 If no rollout had an advantage, that version has the weights of the version before: momentum and
@@ -99,17 +99,17 @@ class Trainer:
         Args:
             source: the model to train; if it has an adapter, only the adapter is trained, under the
                 name "default".
-            compute: where and how the model computes; trained weights, gradients and
-                log-probabilities are float32 whatever its type.
+            compute: where and how the model computes. Trained weights, gradients and
+                log-probabilities are float32, whatever `compute.dtype` is.
             loss: the policy loss of a step, for example from `make_loss`.
             optimizer: the settings of the updates in a step.
             temperature: sampling temperature, > 0.
             advantages: how rewards become advantages; None takes the defaults.
             scales_by_ess: whether each update of a step has its learning rate multiplied by the
                 square root of the effective sample size of its rollouts (`rollout_ess`).
-            reference: the frozen reference policy, for a loss that needs one; it is in no
-                checkpoint.
-            rescoring: what `rescore` computes; None where `rescore` is not called.
+            reference: the frozen reference policy, for a loss that needs one. Checkpoints do not
+                contain the reference.
+            rescoring: what `rescore` computes; None if `rescore` will not be called.
 
         Raises:
             DataError: if a model cannot be loaded.
@@ -211,7 +211,7 @@ class Trainer:
         """Clip the accumulated gradient, update the weights by AdamW, and drop the gradient.
 
         Args:
-            settings: settings of this update; the learning rate is taken at the step under way.
+            settings: settings of this update. The learning rate is that of the present step.
 
         Returns:
             The norm of the gradient before it was clipped.
@@ -274,9 +274,10 @@ class Trainer:
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
-        """Return the groups of a refused batch that a step would also refuse alone: id -> reason.
+        """Return which groups of a refused batch are at fault: id -> reason.
 
-        This takes one more pass over the groups, and changes nothing.
+        A group is at fault if a step would refuse a batch of this group alone. The search takes one
+        more pass over the groups, and changes nothing.
         """
         found: dict[int, str] = {}
         for group in groups:
@@ -340,8 +341,8 @@ class Trainer:
     def _scaled(self, settings: OptimizerSettings, sums: Sums) -> OptimizerSettings:
         """Return an update's settings, with the learning rate for the effective sample size.
 
-        eta = eta_0 sqrt(ess), where ess is `rollout_ess` of the gradient's sums: a share from 0 to
-        1, which is 1 on-policy. So the rate is never raised.
+        eta = eta_0 sqrt(ess), where ess is `rollout_ess(sums)`. It is a share from 0 to 1, and 1
+        on-policy, so the rate is never raised.
 
         Source: VCPO, arXiv:2602.17616, with the square root for optimizers like AdamW and the
         unclipped weights of its code. Differs from the paper: its off-policy baseline is left out,
@@ -364,7 +365,10 @@ class Trainer:
         return [batch for batch in batches if batch.samples]
 
     def _with_proximal_logprobs(self, batches: Sequence[StepBatch]) -> list[StepBatch]:
-        """Return the batches, with the present policy's log-probabilities in all but the first."""
+        """Return the batches, with log-probabilities of the proximal policy in all but the first.
+
+        The proximal policy is the present policy, since no update has been made yet.
+        """
         if not needs_of(self.loss).proximal_logprobs:
             return list(batches)
         later = []
@@ -426,9 +430,10 @@ class Trainer:
     # --- weights and state -----------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights by name, not copied (the next step changes them); tied tensors once.
+        """Return the weights by name; tied tensors are returned once.
 
-        If there are several ranks, these are this rank's parts (ranks/sharding.py).
+        The weights are not copied, so the next step changes them. If there are several ranks, each
+        tensor is this rank's part (ranks/sharding.py).
         """
         return self.policy.tensors()
 
@@ -438,7 +443,10 @@ class Trainer:
         return self.policy.unrounded
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return CPU copies of the weights by name, tied tensors once; for a single process."""
+        """Return CPU copies of the weights by name; tied tensors are returned once.
+
+        The copies are whole tensors only if this process trains alone.
+        """
         return {
             name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors().items()
         }
@@ -457,8 +465,8 @@ class Trainer:
 
         Raises:
             StorageError: if the files are missing or damaged.
-            DataError: if the state belongs to another model, or to other adapters than there are
-                here.
+            DataError: if the state belongs to another model, or its adapters differ from the
+                trainer's adapters.
         """
         self._state.load(directory)
 

@@ -59,8 +59,8 @@ class TrainerState:
 
         Raises:
             StorageError: if the files are missing or damaged.
-            DataError: if the state belongs to another model, or to other adapters than there are
-                here.
+            DataError: if the state belongs to another model, or its adapters differ from the
+                trainer's adapters.
         """
         found, names = find_adapters(directory), self._adapters.names
         if not found and len(names) > 1 and (directory / TRAINER_FILE).exists():

@@ -1,8 +1,9 @@
-"""The weights that a trainer trains, with their gradients, as its process holds them.
+"""The weights that a trainer trains, and their gradients, in one process.
 
-Parameters are the policy's (float32 masters where the model computes in 16 bits). A shard is this
-rank's part of a parameter, in the same memory. If a process trains alone, its shard is the whole
-parameter. Optimizers see shards; forward and backward passes see parameters.
+Parameters are the trained parameters of the policy. If the model computes in 16 bits, they are its
+float32 masters. A shard is this rank's part of a parameter, in the same memory. If a process trains
+alone, its shard is the whole parameter. Optimizers see shards; forward and backward passes see
+parameters.
 
 On a GPU, publication copies the weights on `copy_stream` while the next gradient is computed. Every
 method that changes weights waits for that stream first.
@@ -29,7 +30,7 @@ from echo.train.step import StepError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Backup:
-    """Copies of weights and moments from before a step of several updates, in the host's memory."""
+    """Copies of weights and moments in the host's memory, made before a step of several updates."""
 
     weights: Mapping[str, Tensor]
     """This rank's shard of each parameter, by parameter name."""
@@ -171,7 +172,10 @@ class TrainedWeights:
         optimizer.load(backup.moments)
 
     def snapshot_adapter(self) -> AdapterSnapshot:
-        """Return copies of the weights, and the gradients themselves, of the model's adapter."""
+        """Return the weights and gradients of the adapter in the model.
+
+        The weights are copied, and the gradients are not.
+        """
         return AdapterSnapshot(
             weights={name: shard.detach().clone() for name, shard in self.shards.items()},
             gradients={
@@ -204,7 +208,10 @@ class TrainedWeights:
 
     @contextmanager
     def _memory_of_adamw(self) -> Iterator[None]:
-        """Turn a lack of memory in the block, which runs AdamW, into an EngineError."""
+        """Turn an out-of-memory error of the `with` block into an EngineError.
+
+        The block runs AdamW.
+        """
         try:
             yield
         except torch.OutOfMemoryError as error:

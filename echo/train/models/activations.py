@@ -24,7 +24,8 @@ def enable_training(model: Any, *, is_on_cpu: bool, gradient_checkpointing: bool
     """Set up what a model's layers do with their activations, and switch dropout off.
 
     Args:
-        model: a model of transformers, whose layers can do what is asked.
+        model: a model of transformers. If `gradient_checkpointing` is not False, its layers support
+            checkpointing.
         is_on_cpu: whether the model is on the CPU, where freed memory is given back.
         gradient_checkpointing: True to recompute activations, "offload" to keep the layers' inputs
             on the host as well.
@@ -47,9 +48,10 @@ def enable_training(model: Any, *, is_on_cpu: bool, gradient_checkpointing: bool
 
 
 def checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute a layer with checkpointing; the host keeps its inputs until the backward pass.
+    """Compute a layer with checkpointing, and keep the layer's inputs on the host.
 
-    The offloading hooks get only the inputs: the checkpoint drops other saved tensors.
+    The inputs stay on the host until the backward pass. The hooks that offload tensors get nothing
+    but the inputs, because a checkpoint saves no other tensors.
     """
     with saved_tensors_hooks(begin_to_offload, begin_to_restore):
         return checkpoint(layer, *inputs, use_reentrant=False)

@@ -5,15 +5,17 @@
     DENSE      cuDNN's dense products for long segments, the varlen operator for the others
     VARLEN     torch's varlen operator, which is FlashAttention 2
 
-On a GPU that computes in 16 bits, `choose_kernel` tries the fastest kernel first, on two segments
-of the shapes that the model's own layers ask for: values and gradients must equal those that each
-segment has alone. A kernel that fails leaves one notice in the log, and the next one is tried.
+On a GPU that computes in 16 bits, `choose_kernel` tries the fastest kernel first. A trial has two
+segments with the head sizes and the window of the model's own layers. The values and gradients of
+both segments in one row must equal the values and gradients of each segment alone. If a kernel
+fails, a notice is logged and the next kernel is tried.
 
 cuDNN is faster only on GPUs of capability 9 and only for long segments. It makes a plan for each
 length, which takes up to hundreds of milliseconds, and it keeps all plans. So segments of
 LONG_TOKENS and more are copied into contiguous tensors whose lengths are multiples of PLAN_TOKENS:
 few different lengths need few plans. For shorter segments, cuDNN saves less time than its launches
-cost. torch's operator with cumulative lengths for cuDNN would plan in every call, and is not used.
+cost. torch also has an operator that gives cuDNN cumulative lengths. It is not used, because it
+would make a plan in every call.
 
 FlashAttention 3 and 4 replace the flash kernels of the whole process, also those of an evaluation
 beside the training.
@@ -48,7 +50,8 @@ MAX_ERROR = 0.03
 
 FA3_MODULE = "flash_attn_interface"
 FA4_MODULES = ("flash_attn.cute.interface", "vllm.vllm_flash_attn.cute.interface")
-"""Modules that may hold FlashAttention 4: one of its own package, and one of vLLM's CUDA wheel.
+"""Modules that may hold FlashAttention 4. The first is in FlashAttention's own package, the second
+in vLLM's wheel for CUDA.
 """
 FA4_ADAPTER = "echo.train.models.flash_attention_4"
 
@@ -60,17 +63,19 @@ class Kernel:
     """A way to compute the attention of packed rows."""
 
     name: str
-    """Name of the kernel, as the end of a sentence about attention."""
+    """Name of the kernel in messages, after the words "attention by"."""
     is_varlen: bool = True
     """Whether segments are given by cumulative lengths, for torch's varlen operator."""
     implementation: str | None = None
     """torch's name of the implementation to activate for the varlen operator; None for torch's own.
     """
     long_from: int | None = None
-    """Number of tokens from which on a segment is computed by dense products; None for no segment.
+    """Segments of at least this number of tokens are computed by dense products. None if no segment
+    is computed by dense products.
     """
     slowdown: float = 1.0
-    """Time that attention without dense products takes, as a multiple of its time in padded rows.
+    """Without dense products, attention in packed rows takes this many times as long as attention
+    in padded rows.
     """
 
 
@@ -112,7 +117,8 @@ def is_dense(width: int, value_width: int, window: int | None) -> bool:
 class LongSegments:
     """The long segments at the start of a packed row, and the arguments for the other segments.
 
-    The guards of a compiled layer check no field, so its graph does not depend on the lengths.
+    The guards of a compiled layer check no field of this class, so the layer's graph does not
+    depend on the lengths.
     """
 
     lengths: tuple[int, ...]
@@ -122,7 +128,7 @@ class LongSegments:
     `packed_attention`; None if all segments are long.
     """
     keys: Tensor | None
-    """[K] int64: where in the row the other segments have their keys; None if no prompt is shared.
+    """[K] int64: places in the row of the keys of the other segments; None if no prompt is shared.
     """
 
 
@@ -184,9 +190,9 @@ def choose_kernel(
 def find_kernel_fault(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, shapes: Iterable[LayerShape]
 ) -> str | None:
-    """Activate a kernel and try it; return the reason why it cannot be used, None if it can.
+    """Activate a kernel and try it. Return None if it works, otherwise the reason why it fails.
 
-    A kernel that cannot be used is not active afterwards.
+    A kernel that fails is deactivated again.
     """
     try:
         activate(kernel)
@@ -284,7 +290,8 @@ def _check_cudnn(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 Masks = dict[tuple[int, int, int | None], Tensor]
-"""Masks of a row by number of queries, number of keys, and window; all layers have them in common.
+"""Masks of a row by number of queries, number of keys, and window. All layers of the model use the
+same masks.
 """
 
 
@@ -296,10 +303,10 @@ def attend_alone(
     window: int | None,
     masks: Masks | None = None,
 ) -> Tensor:
-    """Return the attention within n equal segments, [n, length, H, Dv] from [n, H, length, D].
+    """Return the attention within n segments of equal length, as [n, length, H, Dv].
 
-    If there are more keys, the queries belong to the last keys. Masks that `masks` lacks are added
-    to it.
+    The queries are [n, H, length, D]. If a segment has more keys than queries, the queries belong
+    to the last keys. A mask that is needed and not yet in `masks` is added to `masks`.
     """
     dtype = query.dtype
     if query.device.type == "cpu" and dtype.itemsize < 4:
@@ -325,7 +332,7 @@ def attend_alone(
 
 
 def _mask(query: Tensor, length: int, num_keys: int, window: int | None) -> Tensor:
-    """Return the [length, num_keys] terms of the scores: 0, or -inf for a key that is not seen."""
+    """Return what is added to the scores, [length, num_keys]: 0, or -inf for a key not seen."""
     age = torch.arange(num_keys - length, num_keys, device=query.device)[:, None]
     age = age - torch.arange(num_keys, device=query.device)
     is_seen = (age >= 0) & (age < (num_keys if window is None else window))
@@ -347,9 +354,10 @@ def attend_varlen(
         query: [1, H, L, D].
         key: [1, Hkv, K, D].
         value: [1, Hkv, K, Dv].
-        segments: `cu_seq_lens_q` to `max_length_k` of `packed_attention`.
-        segment_keys: places of the segments' keys in `key`; None if these are all keys in their
-            order.
+        segments: the arguments `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`
+            of `packed_attention`, in this order.
+        segment_keys: places of the segments' keys in `key`; None if the segments have all keys of
+            `key`, in the same order.
         scaling: factor of the scores; None for 1 / sqrt(D).
         window: largest number of tokens that a token attends to, itself included; None for no
             limit.
@@ -378,9 +386,11 @@ def attend_varlen(
 def attend_long(
     query: Tensor, key: Tensor, value: Tensor, long: LongSegments, scaling: float | None
 ) -> Tensor:
-    """Return [1, L, H, Dv]: long segments one by one by dense products, the others by varlen.
+    """Return the attention within the segments of a row that begins with long ones, [1, L, H, Dv].
 
-    This function is not compiled: each row has other lengths and would need another graph.
+    Each long segment is computed by dense products, and all other segments together by the varlen
+    operator. This function is not compiled, because each row has other lengths and would need
+    another graph.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     parts = list(_attend_each(query, key, value, long.lengths, scaling))
@@ -398,8 +408,8 @@ def _attend_each(
 ) -> Iterator[Tensor]:
     """Yield the attention within each segment at the start of a row, [1, length, H, Dv].
 
-    cuDNN finds a plan by sizes and strides. A view would have the strides of its row, and rarely
-    find a plan, so each segment is copied.
+    Each segment is copied, because cuDNN looks up its plans by sizes and strides. A view into the
+    row would have the strides of the row, for which there is rarely a plan.
     """
     start = 0
     for length in lengths:

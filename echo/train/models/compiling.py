@@ -70,8 +70,8 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
 def _keep_compiled() -> None:
     """Set the directory of torch's caches to a directory that outlives temporary files.
 
-    Processes may share the directory, which is beside the warmed-up models. If the directory cannot
-    be written, torch keeps its own.
+    The directory is next to the directory of warmed-up models, and processes may share it. If it
+    cannot be written, torch's caches stay where torch puts them.
     """
     place = models_directory().with_name("compiled").absolute()
     with suppress(OSError):
@@ -81,7 +81,7 @@ def _keep_compiled() -> None:
 
 
 class _OneNotice(logging.Filter):
-    """Replaces torch's log of a failed compilation by one line: layers cannot be compiled."""
+    """Replaces torch's long log of a failed compilation by one line with the reason."""
 
     _is_logged = False
 

@@ -13,7 +13,8 @@ count, so they lower the utilization.
 
 The convention of PaLM (arXiv:2204.02311, appendix B), which most published figures use, counts the
 head for every token, and the whole score matrix of a row, also across its segments: (6 N + 6 V h +
-12 sum over layers of H D x row) per token. It gives a higher utilization at the same speed.
+12 sum over layers of H D x row) per token. By that convention the utilization is higher at the same
+speed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ModelFlops:
     """Sizes of a model that determine its number of operations."""
 
     body: int
-    """Number of weights in matrix products that one token uses, without the head's."""
+    """Number of weights in matrix products that one token uses. The head's weights do not count."""
     body_trained: int
     """The number of those weights in `body` that have a gradient."""
     head: int
@@ -98,7 +99,7 @@ class ModelFlops:
 def model_flops(model: Any, head: Tensor) -> ModelFlops:
     """Return the sizes of a causal language model of transformers.
 
-    If its configuration cannot be read, training goes on without the utilization.
+    If the model's configuration cannot be read, training goes on, but no utilization is reported.
 
     Args:
         model: the model, with its adapter if it has one.

@@ -8,9 +8,9 @@ transformers passes the result of `arguments` on to every layer.
 
 Completions of one prompt may share it: the prompt is a segment of its own, and each completion
 attends to the prompt's keys and then to its own. The kernel gets the prompt's keys once for each
-completion; all else in a layer is computed once for the prompt. In the same way a piece of a
-rollout of several chains attends to the keys of all tokens before it, which may stand in several
-runs of the row.
+completion; all else in a layer is computed once for the prompt. A rollout of several chains is
+divided into pieces in the same way. Each piece attends to the keys of all tokens that come before
+it in its chain. These tokens may be in several places of the row.
 
 This attention does what a mask would do: it is causal, within the segment, and within the layer's
 window. Other settings of a model's attention (caps, sinks, biases, windows in the mask only) are
@@ -87,7 +87,8 @@ def arguments(
 
     Args:
         segments: segments of the row, on the model's device.
-        kernel: computes the attention; a varlen kernel reads tensors.
+        kernel: computes the attention. A varlen kernel gets the segments as tensors, another kernel
+            as `SegmentRuns`.
         seen: gets the shapes of the attention of the model's layers; None to collect none.
     """
     given: dict[str, Any] = {"position_ids": segments.position_ids}
@@ -133,7 +134,7 @@ def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
 
 
 def _num_keys(span: tuple[int, RowRuns]) -> int:
-    """Return the number of keys of a segment: its own tokens, and those before it."""
+    """Return the number of keys of a segment: its own tokens and the tokens before the segment."""
     length, runs = span
     return length + sum(size for _, size in runs)
 
@@ -146,15 +147,20 @@ class SegmentRuns:
     """
 
     runs: tuple[tuple[int, int, RowRuns], ...]
-    """Of each run: the number of segments, their length, and the runs of tokens before them."""
+    """For each run of segments: their number, their length, and the runs of tokens before them."""
     single: Mapping[tuple[int, int], int]
-    """The runs of one segment, by the start and the length of the segment, as a shared prompt."""
+    """Index in `runs` of each run that is a single segment, for example a shared prompt, by the
+    start and the length of that segment.
+    """
     masks: Masks
     """The masks of the row, which its layers have in common."""
 
     @staticmethod
     def of(spans: Iterable[tuple[int, RowRuns]]) -> SegmentRuns:
-        """Return the runs of segments, given by their lengths and the runs of tokens before."""
+        """Return the runs of a row's segments.
+
+        `spans` has the length of each segment, and the runs of tokens before that segment.
+        """
         runs = tuple((len(list(same)), *span) for span, same in groupby(spans))
         starts = accumulate((number * length for number, length, _ in runs), initial=0)
         single = {
@@ -304,10 +310,11 @@ def _before(
     before: RowRuns,
     number: int,
 ) -> Iterator[Tensor]:
-    """Yield the states of runs of a row, [number, H, size, D] each, the same for all segments.
+    """Yield the states of each run of tokens in `before`, [number, H, size, D].
 
-    Where the row was split into parts, the part is taken: its gradient is of its own size, that of
-    a slice of the row is of the row's.
+    All `number` segments get the same states. If a run is one of `parts`, that part is yielded:
+    the gradient of a part has the size of the part, but the gradient of a slice of `states` would
+    have the size of the whole row.
     """
     for run in before:
         start, size = run
@@ -401,7 +408,10 @@ def _find_leak(
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest relative difference, by norm, of a token's state from the expected one."""
+    """Return the largest difference of a token's state from the expected state.
+
+    The difference of two states is the norm of their difference over the norm of the expected one.
+    """
     found, expected = found.float(), expected.float()
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 

@@ -124,15 +124,16 @@ class ModelSource:
     model_dir: Path
     """Hugging Face directory; config.json is enough if `tensors` is given."""
     tensors: Mapping[str, Tensor] | None = None
-    """Weights by name that replace the directory's weights; tied tensors once. With `lora`, these
-    are the adapter's weights, and None starts with an adapter that changes nothing.
+    """Weights by name that replace the directory's weights; tied tensors are in it once. If `lora`
+    is set, `tensors` has the weights of the adapter. If it is None then, the adapter starts with
+    weights that change nothing.
     """
     weights_dir: Path | None = None
     """Directory with the weights to load in place of the weights in `model_dir`."""
     lora: Lora | None = None
-    """The adapter to train, with its base directory, which replaces `model_dir`; None to train all
-    weights. With an adapter, `tensors`, `parameters` and `load` of the policy refer to the adapter
-    alone.
+    """The adapter to train; None to train all weights. The adapter's base directory takes the place
+    of `model_dir`. `Policy.tensors`, `Policy.parameters` and `Policy.load` then refer to the
+    adapter alone.
     """
 
 
@@ -159,8 +160,8 @@ class Compute:
     vocab_chunk: int = 8192
     """Number of columns of logits that are computed at a time."""
     gradient_checkpointing: bool | str = False
-    """Whether to recompute the activations of layers in the backward pass, which saves memory;
-    "offload" also keeps the inputs of layers in the host's memory until then.
+    """Whether to recompute the activations of layers in the backward pass, which saves memory. With
+    "offload", the inputs of layers are also kept in the host's memory until the backward pass.
     """
     recompute_above: int = 0
     """Micro-batches of up to this number of tokens keep their activations."""
@@ -302,7 +303,7 @@ class Policy:
             self._check_logits(compute.dtype)
 
     def _shard(self, ranks: Ranks) -> ShardedModel:
-        """Shard the model and return its root; its parameters are other objects afterwards."""
+        """Shard the model and return its root; the model then has new parameter objects."""
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
         root = sharding.shard(self.model, ranks, self.compute.dtype)
         if self._adapter is not None:
@@ -355,8 +356,8 @@ class Policy:
         """Yield this rank's micro-batches, on the CPU, each with the indices of its `rows`.
 
         Each rank gets its own micro-batches, and all ranks get the same number. If there are not
-        enough rows, a rank gets a micro-batch of `NO_ROW` without an index; it must go through the
-        model and counts for nothing.
+        enough rows, a rank gets a micro-batch of `NO_ROW`, which has no index. That micro-batch
+        must also go through the model, but its results are not used.
 
         Args:
             rows: any number, in any order.
@@ -398,7 +399,10 @@ class Policy:
         )
 
     def _check_ids(self, rows: Sequence[TrainingRow]) -> None:
-        """Raise if a row has an id outside the vocabulary: on a GPU it would end the process."""
+        """Raise if a row has an id outside the vocabulary.
+
+        On a GPU the lookup of such an id would end the process.
+        """
         if not rows:
             return
         ids = np.concatenate(
@@ -412,16 +416,19 @@ class Policy:
             )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers by name, not copied; tied tensors once."""
+        """Return parameters and persistent buffers by name, without copying them.
+
+        Tied tensors are returned once. If an adapter is trained, only its tensors are returned.
+        """
         named = distinct_tensors(self.model) if self._adapter is None else dict(self._adapter)
         if self._masters is None:
             return named
         return {name: self._masters.of(tensor) for name, tensor in named.items()}
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the trained tensors by name, in float32, not copied; tied tensors once.
+        """Return the trained tensors by name, in float32, without copying them.
 
-        After a change of these tensors, `round` must be called.
+        Tied tensors are returned once. A caller that changes the tensors must then call `round`.
         """
         return {name: tensor for name, tensor in self.tensors().items() if tensor.requires_grad}
 
@@ -695,8 +702,8 @@ def float32_attention(attn_implementation: str) -> str:
 def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
     """Return a frozen model that scores in float32, for weights that are loaded into it later.
 
-    It is sharded if `compute` has several ranks. Flash attention has no float32; another attention
-    that computes the same function replaces it.
+    The model is sharded if `compute` has several ranks. Flash attention cannot compute in float32,
+    so an attention that computes the same function replaces it.
 
     Raises:
         DataError: if the source does not make up a model.
@@ -731,8 +738,8 @@ def _positions_unchecked() -> Iterator[None]:
 def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
     """Return the float32 model on its device, with the directory's weights or random weights.
 
-    A model that will be sharded is built on the CPU without weights: pages that are never written
-    take no memory.
+    A model that will be sharded is built on the CPU without weights. It takes no memory there,
+    since its pages are never written.
     """
     device = compute.device
     options: dict[str, Any] = {
@@ -796,7 +803,7 @@ def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | No
 
 
 def _fills(compute: Compute) -> Fills:
-    """Return what is filled with padding on this device (`RowSizes.fills`), by the compute type."""
+    """Return the kinds of rows that are filled on this device (`RowSizes.fills`)."""
     if compute.dtype == torch.float32:
         return "nothing"
     return "rows" if compute.device.type == "cpu" else "widths"

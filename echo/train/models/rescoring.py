@@ -24,8 +24,8 @@ from echo.train.models.policy import Compute, ModelSource, frozen_policy
 from echo.train.ranks import sharding
 
 ROWS_AT_ONCE = 256
-"""Number of tokens whose full logits are computed at a time, to find the mass that truncation
-leaves.
+"""Number of tokens whose full logits are computed at a time. The full logits of a token give the
+probability mass that truncation leaves.
 """
 
 
@@ -56,7 +56,10 @@ class Rescorer:
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the trainer's weights, sharded alike, and round them as for publication."""
+        """Copy the trainer's weights and round them as for publication.
+
+        The weights are sharded in the same way as this model.
+        """
         self.policy.load(weights)
         for name, tensor in self.policy.tensors().items():
             if tensor.is_floating_point() and name not in self.policy.unrounded:
@@ -95,7 +98,7 @@ class Rescorer:
 
 
 def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
-    """Return the weights of a version from a file; their bytes are read only when they are used.
+    """Return the weights of a version from a file. Each tensor is read from disk on its first use.
 
     Args:
         path: path of a safetensors file.

@@ -23,9 +23,9 @@ from echo.train.models.flops import ModelFlops
 from echo.train.ranks.sharding import Ranks
 
 CALL_FLOPS = {"cpu": 6e6, "cuda": 5e9}
-"""A call of attention, forward and backward, takes time beside its products: for the host's code
-and, on a GPU, for some forty launches. This is the number of operations that a device makes in that
-time.
+"""Cost of one call of attention, forward and backward, beside its products. The host's code and, on
+a GPU, some forty launches take a fixed time in each call. The cost is the number of operations that
+the device could make in that time.
 """
 
 
@@ -47,8 +47,8 @@ class RowPlan:
     shares_tokens: bool
     """Whether rollouts of a prompt, and chains of a rollout, share tokens in a packed row."""
     cost: float
-    """Cost of the plan in operations of all ranks; a call of attention costs the operations that
-    its time would allow.
+    """Cost of the plan in operations, summed over the ranks. Each call of attention adds
+    CALL_FLOPS.
     """
 
 
@@ -152,12 +152,15 @@ class RowRules:
         return RowPlan(bins=own, units=units, is_packed=False, shares_tokens=False, cost=cost)
 
     def _flops(self, spans: Spans) -> int:
-        """Return the number of operations of segments, without the head's."""
+        """Return the number of operations of segments, without the operations of the head."""
         row = self.flops.row
         return sum(row(before + length, 0) - row(before, 0) for length, before in spans)
 
     def _attended(self, spans: Spans) -> float:
-        """Return the operations that segments of a packed row cost beyond those that they need."""
+        """Return what slower attention in a packed row costs, as a number of operations.
+
+        Segments without dense products pay this cost on top of the operations that they need.
+        """
         attention, long_from = self.flops.attention_of, self.kernel.long_from
         slow = sum(
             attention(before + length) - attention(before)
@@ -194,7 +197,10 @@ def _in_a_line(
 
 
 def _alone(row: TrainingRow) -> Spans:
-    """Return the spans of a row's chains that share no token: lengths, and nothing before them."""
+    """Return the spans of a row whose chains share no tokens.
+
+    Each chain is a segment of its own, without tokens before it.
+    """
     return [(length, 0) for length in row.chain_inputs]
 
 

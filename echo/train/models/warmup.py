@@ -42,8 +42,8 @@ from echo.engine.model import (
 )
 
 FORMAT = 1
-"""Version of the code below; it must be raised with each change after which a recipe gives another
-model.
+"""Version of the code below. Raise it with each change of the code that makes a recipe give another
+model than before.
 """
 
 IGNORED = -100
@@ -94,8 +94,8 @@ class WarmupRecipe:
     min_pass_rate: float
     max_pass_rate: float
     batch_size: int = 24
-    """Number of demonstrations in a step. With 64 and a rate of 2e-3 a model takes twice the time
-    to reach the same pass rate.
+    """Number of demonstrations in a step. With 64 demonstrations and a learning rate of 2e-3, a
+    model takes twice the time to reach the same pass rate.
     """
     learning_rate: float = 3e-3
     num_warmup_steps: int = 50
@@ -106,7 +106,10 @@ class WarmupRecipe:
     max_grad_norm: float = 1.0
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of step 1, 2, ...; it rises, stays level, and falls."""
+        """Return the learning rate of a step; steps count from 1.
+
+        Over the steps the rate first rises, then stays level, and at last falls.
+        """
         rising = step / self.num_warmup_steps
         falling = (num_steps - step + 1) / (self.decay_share * num_steps)
         return self.learning_rate * min(1.0, rising, falling)

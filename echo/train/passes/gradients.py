@@ -76,7 +76,7 @@ class _Scored:
 
 @dataclass(slots=True, eq=False)
 class _RankFindings:
-    """The findings of this rank in those micro-batches of a batch that it has computed."""
+    """The findings of this rank in the micro-batches that it has computed so far in a batch."""
 
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     """For each micro-batch, sums by metric, scalars on the device."""
@@ -87,7 +87,7 @@ class _RankFindings:
     tokens, and whether it is packed.
     """
     has_failed: bool = False
-    """Whether the loss has raised on a micro-batch of this rank."""
+    """Whether the loss has raised an error on a micro-batch of this rank."""
 
     def gather(self, group_ids: Sequence[int], ranks: Ranks) -> BatchFindings:
         """Return the findings of all ranks together; all ranks call this, and each waits once."""
@@ -183,9 +183,8 @@ class Gradients:
     def _score(self, micro: MicroBatch, loss: Loss) -> _Scored:
         """Return the policy's scores of a micro-batch, fused with the loss if the loss allows it.
 
-        For tokens that were drawn from a known set of ids, only the logits of that set are
-        computed, so there is no kernel that the loss could be fused with. Nor is there one for
-        tokens that were drawn from all but a few ids.
+        The fused kernel computes the logits of the whole vocabulary. So the loss is not fused if
+        any token was drawn from a known set of ids, or from all ids but a few.
         """
         policy = self._models.policy
         fused_clip = loss.fused_clip if isinstance(loss, ClippedTokenLoss) else None

@@ -8,7 +8,7 @@ A process that trains alone and runs out of memory repeats the pass in smaller m
 single rollout is too large, the batch is refused.
 
 An error in a computation on a batch is that batch's fault and becomes a `StepError`, unless it is
-one of `FATAL_ERRORS`. Nothing has changed before it is raised, so the run can go on.
+one of `FATAL_ERRORS`. When a `StepError` is raised, no weight has changed, so the run can go on.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from echo.train.step import MemoryShortageError, StepError
 T = TypeVar("T")
 
 MakeRound = Callable[[Sequence[int], MicroBatch], StepError | None]
-"""Puts a micro-batch through a model. Its arguments are the indices of this rank's rows, and the
-micro-batch of these rows on the device. There are no indices if the rank only takes part in the
-round. It returns the error of this rank alone, if there is one."""
+"""A function that puts a micro-batch through a model. Its arguments are the indices of this rank's
+rows, and the micro-batch of these rows on the device. If the rank has no rows and only takes part
+in the round, there are no indices. The function returns an error that this rank alone has had, or
+None."""
 
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors of the settings, the machine or the device, which no other batch would avoid."""
+"""Errors of the settings, the machine or the device. They would come with any other batch, too."""
 
 
 @contextmanager

@@ -53,7 +53,7 @@ from echo.wire.codec import decode_group, encode_group
 REASONS_S = 3.0
 """Longest wait, in seconds, for the crash reasons of other ranks after a failure."""
 IDLE = timedelta(days=365)
-"""Longest wait for a command: gloo requires a limit, and commands have none."""
+"""Longest wait for a command. gloo requires a limit, so this one is long enough for any wait."""
 
 # --- how the processes find each other ------------------------------------------------------------
 
@@ -67,8 +67,9 @@ class Launch:
     local_rank: int
     """Number of this process on its machine, counted from 0."""
     prefix: str
-    """Prefix of the keys of this start, for a store that outlives the start; empty if each start
-    has a new store.
+    """Prefix of the keys that the processes write into the store. If the launcher's store outlives
+    a restart, each start has a prefix of its own. If each start has a new store, the prefix is
+    empty.
     """
 
     @staticmethod
@@ -169,7 +170,10 @@ class CrashReasons:
     """The reasons for which ranks have ended, kept in the store that all ranks use."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Store this rank's number, and the store, whose keys have a prefix of their own."""
+        """Remember the store, this rank's number and the number of ranks.
+
+        The store adds a prefix to each key, so no other user of the store has the same keys.
+        """
         self._store, self._rank = store, rank
         self._others = [other for other in range(size) if other != rank]
 
@@ -183,7 +187,7 @@ class CrashReasons:
         """Wait up to `seconds` until all other ranks have ended; return whether they have.
 
         Raises:
-            RuntimeError: if the store is gone with the process that held it.
+            RuntimeError: if the process that held the store has ended.
         """
         give_up_at = time.monotonic() + seconds
         while not all(map(self._has_ended, self._others)):
@@ -224,7 +228,9 @@ class RankCommand(msgspec.Struct, frozen=True):
     """The next command, which all ranks carry out."""
 
     name: str
-    """What to do: "build", "write_rows" (of an image), "stop", or a method of the trainer."""
+    """Name of the command: "build", "write_rows" (write this rank's rows of an image), "stop", or
+    a method of the trainer.
+    """
     path: str | None = None
     """Path of the command's checkpoint, version or directory; None for a command without path."""
     groups: tuple[tuple[bytes, bytes], ...] = ()
@@ -287,7 +293,7 @@ class RankGroup:
         """Send a command to the other ranks; in the `with` block the leader carries it out as well.
 
         Raises:
-            RankError: if another rank has failed; no rank can go on.
+            RankError: if another rank has failed, so that no rank can go on.
         """
         if self._is_broken:
             raise RankError(f"the learner's processes cannot go on with {command.name}")
@@ -308,7 +314,10 @@ class RankGroup:
             raise self.lost(command, error) from error
 
     def lost(self, command: RankCommand, error: BaseException) -> RankError:
-        """Return the error for a command that other ranks did not carry out, with reasons."""
+        """Return the error for a command that other ranks did not carry out.
+
+        The error names the ranks that failed, and their reasons.
+        """
         self._is_broken = True
         return RankError(
             f"the learner's processes cannot go on with {command.name}: {self.reasons.explain()} "
@@ -348,7 +357,8 @@ def _describe_failure(command: RankCommand, error: BaseException) -> str:
 
 
 Build = Callable[[Path | None], Trainer]
-"""Makes the trainer of a rank; the trainer continues from the checkpoint, if the path is not None.
+"""A function that makes the trainer of a rank. Its argument is the path of the checkpoint from
+which the trainer continues, or None for a new start.
 """
 
 
@@ -388,7 +398,7 @@ class LeadTrainer:
 
     @property
     def compute(self) -> Compute:
-        """The device, precision and limit of a micro-batch of this rank."""
+        """This rank's device, its precision, and its limit of tokens in a micro-batch."""
         return self._trainer.compute
 
     @property
@@ -410,7 +420,7 @@ class LeadTrainer:
             return self._trainer.step(groups)
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
-        """Return the groups that a step would also refuse alone; see `Trainer.find_faulty`."""
+        """Return the groups of a refused batch that are at fault; see `Trainer.find_faulty`."""
         with self._rank_group.together(_with_groups("find_faulty", groups)):
             return self._trainer.find_faulty(groups)
 

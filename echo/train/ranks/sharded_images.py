@@ -21,13 +21,13 @@ byte for byte, and deltas continue after a resume on another number of ranks.
 Each rank tries to connect to a Unix socket of rank 0; a rank that cannot connect is on another
 machine. A rank has two connections until its process ends. On the first, rank 0 sends the memory of
 images, and receives a message when rows are written. This memory has no name, and is freed with the
-last process that maps it. On the second, rank 0 asks for coded blocks and for hashes. Rank 0 does
-the work of a rank whose process has ended; rank_group.py ends the job.
+last process that maps it. On the second, rank 0 asks for coded blocks and for hashes. If a rank's
+process has ended, rank 0 does the work of that rank until rank_group.py ends the job.
 
-Memory: two images on rank 0's machine, a third while an older one is still read (`RecycledMemory`),
-and the coded blocks of one or two segments. On another machine, two copies of each rank's own rows,
-and one piece. If the weights are on a GPU, each rank has a rounded piece of 64 MiB as well, and all
-memory that rows are copied to is pinned.
+Rank 0's machine holds two images, a third image while an older one is still read
+(`RecycledMemory`), and the coded blocks of one or two segments. On another machine, each rank holds
+two copies of its own rows and one piece. If the weights are on a GPU, each rank has a rounded piece
+of 64 MiB as well, and all memory that rows are copied to is pinned.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RowSpan:
     stop: int
 
     def pieces(self) -> Iterator[tuple[int, int, WordBytes]]:
-        """Yield start and end of each piece of the span, and the size of its words, in bytes."""
+        """Yield each piece of the span: its start, its end, and the size of its words, in bytes."""
         for first in range(self.start, self.stop, PIECE_BYTES):
             last = min(first + PIECE_BYTES, self.stop)
             yield first, last, word_bytes_of([self.spec], first, last)
@@ -223,7 +223,7 @@ def receive_rows(
 
 
 def new_memory(num_bytes: int) -> tuple[int, Bytes]:
-    """Return the file descriptor of new zeroed memory that processes can share, and its mapping."""
+    """Return new zeroed memory that processes can share: its file descriptor and its mapping."""
     if sys.platform == "linux":
         descriptor = os.memfd_create("echo-image")
     else:
@@ -468,7 +468,7 @@ class LeadImages:
         return self._memory.has_free
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version, which is filled during the next step.
+        """Return the image of a version. Its rows are written while the next step runs.
 
         Args:
             weights: this rank's weights, sharded.
@@ -503,7 +503,7 @@ class LeadImages:
         image: memoryview,
         last: memoryview | None,
     ) -> CodedDelta | None:
-        """Wait until all rows are in the image; return None: the delta is coded later."""
+        """Wait until all rows are in the image; return None, since the delta is coded later."""
         try:
             wait()
             for link in self._rendezvous.links.values():

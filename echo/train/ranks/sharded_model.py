@@ -99,7 +99,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
     """Return the names of the tensors that each rank must read whole, not only its own rows.
 
-    Their rows do not come from the same rows of the files.
+    The rows of these tensors do not come from the same rows of the tensors in the files.
     """
     # A new mapping at each call: some conversions keep a state.
     mapping = get_model_conversion_mapping(shapes)
@@ -142,7 +142,7 @@ def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) 
 
 
 def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
-    """Copy each tensor that was read to the shard of its name; return these names."""
+    """Copy each tensor that was read into the shard in `own` of the same name; return the names."""
     found = {name: t for name, t in _named(shapes).items() if not t.is_meta and name in own}
     for name, tensor in found.items():
         sharding.copy_local(own[name], tensor)
@@ -151,7 +151,10 @@ def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
 
 
 def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
-    """Replace a tensor by a meta tensor, with the shape of this rank's part of `own`."""
+    """Put a tensor without memory in the place of a tensor that has been read.
+
+    The new tensor is on the meta device, and has the shape of this rank's part of `own`.
+    """
     part = sharding.like(torch.empty_like(sharding.local(own), device="meta"), own)
     module, last = _place(shapes, name)
     is_parameter = isinstance(own, nn.Parameter)

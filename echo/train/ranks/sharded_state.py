@@ -63,7 +63,10 @@ def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
 
 
 def _check_shared(directory: Path, ranks: Ranks) -> None:
-    """Raise on all ranks if a rank cannot see rank 0's directory: its shards would be lost."""
+    """Raise on all ranks if a rank cannot see rank 0's directory.
+
+    The shards of such a rank would not be in the saved state.
+    """
     mark = directory / f"of-rank-0-{secrets.token_hex(8)}"
     own = json.dumps([mark.name, socket.gethostname()]).encode()
     if not ranks.rank:
@@ -123,7 +126,9 @@ def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tenso
 
 
 def read_whole(directory: Path) -> tuple[Tensors, Tensors]:
-    """Return the whole weights and moments of a sharded state, on the CPU; for a single process.
+    """Return the whole weights and moments of a sharded state, on the CPU.
+
+    A single process calls this function, without the other ranks.
 
     Raises:
         StorageError: if a file is missing or damaged.
@@ -166,7 +171,10 @@ def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turn an error of torch's checkpoint code in the block into a `StorageError` with `what`."""
+    """Turn an error that torch's checkpoint code raises in the `with` block into a `StorageError`.
+
+    The text of the new error begins with `what`.
+    """
     try:
         with warnings.catch_warnings():
             # torch warns that there is only one process, which is intended here.

@@ -46,7 +46,8 @@ from echo.core.errors import EngineError
 from echo.train.step import StepError
 
 COLLECTIVE_S = 600.0
-"""Longest wait of a rank for another rank within a command, seconds; a micro-batch takes far less.
+"""Longest wait of a rank for another rank within a command, in seconds. A micro-batch takes far
+less time.
 """
 
 # --- exchange between ranks -----------------------------------------------------------------------
@@ -65,8 +66,8 @@ class Ranks:
     size: int
     """Number of ranks that train the model together."""
     mesh: DeviceMesh | None
-    """All ranks in the default process group, which takes tensors on the CPU as well; None for a
-    process alone.
+    """The mesh of all ranks in the default process group; None if this process trains alone. The
+    group accepts tensors on the CPU, too.
     """
 
     @staticmethod
@@ -99,7 +100,8 @@ class Ranks:
     def gather_tensors(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the tensors of every rank by name, in the order of ranks.
 
-        The tensors are on the CPU; a process alone gets its own tensors back, on their device.
+        The tensors are on the CPU. A process that trains alone gets its own tensors back, and they
+        stay on their device.
         """
         if self.is_alone:
             return [{name: tensor.detach() for name, tensor in own.items()}]
@@ -163,7 +165,7 @@ class ShardedModel(nn.Module):
 def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
     """Divide a model into shards, in place; return the root through which it computes.
 
-    Each parameter is another object afterwards, with the same name; tied ones stay tied.
+    A new parameter object replaces each parameter, under the same name. Tied parameters stay tied.
 
     Args:
         model: a causal language model of transformers, equal on all ranks, on any device; its
@@ -200,7 +202,10 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
 
 
 def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> Any:
-    """Compute with a sharded model; if gradients are off, divide the gathered weights again."""
+    """Call a function that computes with a sharded model, and return its result.
+
+    If gradients are off, the weights that the call gathered are divided again afterwards.
+    """
     found = root(compute, *arguments)
     if not torch.is_grad_enabled():
         assert isinstance(root, FSDPModule), "shard() has made it one"
@@ -212,7 +217,10 @@ def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> An
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, not copied; an unsharded tensor itself."""
+    """Return this rank's part of a sharded tensor, without copying it.
+
+    If the tensor is not sharded, return the tensor itself.
+    """
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
