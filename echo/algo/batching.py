@@ -3,17 +3,18 @@
 The input of a rollout is its prompt and its completion without the last token, from which no scored
 token is predicted. A padded row has one rollout and padding on its right. Under causal attention no
 real token attends to the padding, so the row needs no attention mask, and its positions count from
-0. A packed row has several rollouts one after the other, and the model must keep them apart
+0. A packed row has several rollouts one after the other, and the model must keep these apart
 (train/models/packing.py). Rollouts of one prompt may share it: the packed row then has the prompt
 once, before their completions. A packed row may be filled to one of a few sizes, with tokens that
 attend to themselves alone. Padded rows may be filled to one of a few lengths, and further rows of
 padding may make their number a power of two. Only the model's input differs; a loss gets the same
 [B, T] tensors.
 
-A rollout may have several chains (core/chains.py). A packed row has each of its pieces once, and a
-piece attends to the tokens before it in its chains. Where rollouts share nothing, in padded rows
-and for some models, each chain is alone with its whole beginning. In both cases each completion
-token is predicted once, so a loss gets a rollout of several chains as one row.
+A rollout may have several chains (core/chains.py). A packed row has each piece of such a rollout
+once, and a piece attends to the tokens before it in its chains. In padded rows, and for models that
+cannot share tokens, each chain is a segment of its own and repeats the tokens that it has in common
+with other chains. In both cases each completion token is predicted once, so a loss gets a rollout
+of several chains as one row.
 
 Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
 """
@@ -42,8 +43,8 @@ PAD_ID = 0
 
 MIN_SAVED = 0.2
 """Rollouts share a prompt only if that saves at least this share of their tokens. Attention is
-slower with shared prompts: below this share a CPU loses more time in attention than sharing saves
-elsewhere.
+slower with shared prompts. If fewer tokens are saved, a CPU loses more time in attention than it
+saves elsewhere.
 """
 
 
@@ -77,7 +78,7 @@ class TrainingRow:
     def num_inputs(self) -> int:
         """Number of the rollout's tokens that go through the model, if chains share tokens.
 
-        These are all P + T tokens without the last token of each chain.
+        All P + T tokens count, except the last token of each chain.
         """
         tree = self.tree
         num_ends = 1 if tree is None else sum(not tree.is_continued(each) for each in tree.pieces)
@@ -93,9 +94,9 @@ class TrainingRow:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """For each piece of the rollout, its number of inputs and the tokens before it in a chain.
+        """For each piece of the rollout, two numbers: its inputs, and the tokens before the piece.
 
-        The first piece includes the prompt.
+        The tokens before a piece are those of its chain. The first piece includes the prompt.
         """
         tree = self.tree
         if tree is None:
@@ -115,7 +116,8 @@ class TrainingRow:
 def _num_inputs(tree: Tree, piece: Piece) -> int:
     """Return the number of a piece's tokens that go through the model.
 
-    The last token is left out unless another piece follows it: no token is predicted from it.
+    The last token of a piece goes through the model only if another piece follows. Otherwise no
+    token is predicted from it.
     """
     return piece.end - piece.start - (not tree.is_continued(piece))
 
@@ -135,8 +137,8 @@ class Segments:
     lengths: tuple[int, ...]
     """Number of tokens of each segment; on the host, so that no reader has to wait for a GPU."""
     prefixes: tuple[RowRuns, ...]
-    """For each segment, the runs of tokens in the row that come before it: the prompt that it
-    shares, and the pieces that it follows; none if the segment begins anew.
+    """For each segment, the runs of tokens in the row that it continues: the prompt that it shares,
+    and the pieces before it. There are no runs if nothing comes before the segment.
     """
     ends: Tensor
     """[n + 1] int32: the place in the row where each of the n segments starts, then L."""
@@ -145,8 +147,9 @@ class Segments:
     its segment.
     """
     keys: Tensor | None
-    """[K] int64: the places in the row that each segment attends to, one segment after another: the
-    tokens before it and its own; None if there are tokens before no segment.
+    """[K] int64: the places in the row that each segment attends to, one segment after another. A
+    segment attends to the tokens before it and to its own tokens. None if no segment has tokens
+    before it.
     """
     key_ends: Tensor
     """[n + 1] int32: the place in `keys` where the list of each segment starts, then K."""
@@ -196,7 +199,7 @@ class LikelyTokens:
     """The sampler's most likely ids at each scored token; M ids for all tokens together."""
 
     ids: FurtherIds
-    """The M ids; the row of an id is the number of its scored token, 0..N-1."""
+    """The M ids. `ids.rows` has, for each id, the index 0..N-1 of its scored token."""
     places: Tensor
     """[M] int64: for each id, the place of its scored token in the flattened [B, T]."""
     sampler_logprobs: Tensor
@@ -277,24 +280,27 @@ class MicroBatch:
     None if all were drawn from the whole vocabulary.
     """
     lacking: Pairs | None = None
-    """For scored tokens drawn from the whole vocabulary but a few ids, these ids; the row of a pair
-    counts the scored tokens. None if there are none.
+    """The few ids that the sampler excluded when it drew scored tokens from the rest of the
+    vocabulary. Each pair is the index 0..N-1 of a scored token, and an excluded id. None if there
+    are no pairs.
     """
     likely: LikelyTokens | None = None
     """The sampler's most likely ids at each scored token; None if workers send no likely ids."""
     segments: Segments | None = None
     """Segments of a packed row; None for padded rows."""
     num_filled: int = 0
-    """Number of tokens at the end of a packed row that belong to no rollout; each of them is a
-    segment.
+    """Number of tokens at the end of a packed row that belong to no rollout. Each of these tokens
+    is a segment of its own.
     """
 
     def spans(self, rows: Sequence[TrainingRow]) -> list[tuple[int, int]]:
-        """Return the tokens of each chain or segment, and the number of tokens before it.
+        """Return two numbers for each chain or segment: its tokens, and the tokens before it.
+
+        Padded rows have chains, and packed rows have segments.
 
         Args:
-            rows: the rows that the micro-batch was made from; if there are none, the result is
-                empty.
+            rows: the rows that the micro-batch was made from. If `rows` is empty, the result is
+                empty, too.
         """
         if not rows or self.segments is None:
             return [(length, 0) for row in rows for length in row.chain_inputs]
@@ -348,7 +354,9 @@ def _moved_pairs(pairs: Pairs, device: torch.device) -> Pairs:
 
 
 def lacking_ids(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> Pairs | None:
-    """Return the ids that the supports of scored tokens lack, where those are recorded, or None.
+    """Return the ids that the sampler excluded when it drew scored tokens (`MicroBatch.lacking`).
+
+    None if no rollout has recorded excluded ids.
 
     Args:
         rollouts: the rollouts.
@@ -427,7 +435,8 @@ def pack_micro_batches(
     Args:
         lengths: tokens of each row, including the padding that the row would have alone, >= 1.
         max_tokens: bound on a micro-batch's number of rows times its longest row, inclusive.
-        counts: number of padded rows that each row takes, one for each of its chains; None for one.
+        counts: for each row, the number of padded rows that it takes, which is the number of its
+            chains; None if each row takes one padded row.
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.
         by_powers: whether the number of rows of each micro-batch is a power of two; without effect
             if groups are kept whole.
@@ -508,18 +517,18 @@ def share_prompts(
 
 
 Places = npt.NDArray[np.int64]
-"""[P + T] the place in the row of each of a sample's tokens, the prompt's first; -1 for a token
-that does not go through the model."""
+"""[P + T] for each token of a sample, prompt and completion, its place in the row. A token that
+does not go through the model has the place -1."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """The segments of a packed row under construction, or of padded rows one after another."""
+    """Segments that are being put together: one packed row, or padded rows one after another."""
 
     lengths: list[int] = field(default_factory=list)
     prefixes: list[RowRuns] = field(default_factory=list)
     ids: list[tuple[int, npt.NDArray[np.int32]]] = field(default_factory=list)
-    """Input ids, and the place in the row of the first of them."""
+    """Runs of input ids, each with the place in the row of its first id."""
     size: int = 0
 
     def add(self, length: int, prefix: RowRuns = ()) -> int:
@@ -551,17 +560,20 @@ class _Layout:
 
     row: _Row = field(default_factory=_Row)
     starts: list[tuple[int, int]] = field(default_factory=list)
-    """For each sample, where its prompt and its completion start in the row."""
+    """For each sample of one chain, where its prompt and its completion start in the row. The entry
+    of a sample of several chains is not used.
+    """
     trees: dict[int, Places] = field(default_factory=dict)
-    """The places of samples of several chains, by their index; of these `starts` is not used."""
+    """For each sample of several chains, by its index: the places of its tokens."""
 
     def add(self, sample: TrainingRow, prompt: int | None = None, width: int = 0) -> None:
         """Append a sample of one chain.
 
         Args:
             sample: the sample.
-            prompt: where the prompt that the sample shares is in the row; None for its own prompt.
-            width: number of tokens of the segment, filled on the right; 0 for the sample's own.
+            prompt: where a prompt that the sample shares starts in the row; None if the sample's
+                prompt is appended with it.
+            width: number of tokens that the segment is filled to, on the right; 0 to fill nothing.
         """
         ids, num_prompt = sample.rollout.token_ids[:-1], len(sample.prompt_ids)
         if prompt is None:
@@ -574,10 +586,10 @@ class _Layout:
             self.starts.append((prompt, start))
 
     def add_pieces(self, sample: TrainingRow, tree: Tree, prompt: int | None = None) -> None:
-        """Append the pieces of a sample of several chains, a segment each.
+        """Append the pieces of a sample of several chains, each as a segment.
 
-        `prompt` is where the prompt that the sample shares is in the row; None if the first piece
-        has the prompt before it.
+        `prompt` is where a prompt that the sample shares starts in the row. If it is None, the
+        prompt is appended as the beginning of the first piece.
         """
         ids, num_prompt = _all_ids(sample), tree.num_prompt
         places: Places = np.full(len(ids), -1, np.int64)
@@ -595,7 +607,7 @@ class _Layout:
         self._add_tree(places)
 
     def add_chains(self, sample: TrainingRow, tree: Tree, width: int = 0) -> None:
-        """Append the chains of a sample, a segment each, filled on the right to `width` tokens."""
+        """Append the chains of a sample, each as a segment that is filled to `width` tokens."""
         ids, num_prompt = _all_ids(sample), tree.num_prompt
         places: Places = np.full(len(ids), -1, np.int64)
         for chain in tree.chains:
@@ -615,7 +627,7 @@ def _all_ids(sample: TrainingRow) -> npt.NDArray[np.int32]:
 
 
 def _joined(runs: Sequence[tuple[int, int]]) -> RowRuns:
-    """Return runs of a row, with neighbours in the row as one run."""
+    """Return the runs, after joining each run with the next if that begins where the run ends."""
     joined: list[tuple[int, int]] = []
     for start, size in runs:
         if joined and sum(joined[-1]) == start:
@@ -638,7 +650,7 @@ def _apart(samples: Sequence[TrainingRow], width: int = 0) -> _Layout:
 
 
 def _padded_rows(samples: Sequence[TrainingRow], sizes: RowSizes, max_tokens: int) -> _Layout:
-    """Return padded rows one after another, one for each chain, and rows that only fill."""
+    """Return one padded row for each chain, and then the rows that consist of padding only."""
     lengths = [length for sample in samples for length in sample.chain_inputs]
     width = sizes.width(max(lengths), max_tokens=max_tokens)
     layout = _apart(samples, width)
@@ -648,7 +660,10 @@ def _padded_rows(samples: Sequence[TrainingRow], sizes: RowSizes, max_tokens: in
 
 
 def _together(samples: Sequence[TrainingRow], units: Sequence[int]) -> _Layout:
-    """Return one row in which the samples of a unit share their prompt, and chains their tokens."""
+    """Return one row in which the samples of a unit share their prompt.
+
+    The chains of a sample share the tokens that they have in common.
+    """
     layout = _Layout()
     for _, same in groupby(zip(units, samples, strict=True), key=lambda pair: pair[0]):
         members = [sample for _, sample in same]
@@ -671,9 +686,9 @@ def _predictors(
 ) -> npt.NDArray[np.int64]:
     """Return [B, T] places of the inputs that predict the completion tokens.
 
-    The place is 0 in padding, and -1 of a token that no input predicts. The prompt's last token
-    predicts the first completion token, and each completion token the next; in a rollout of several
-    chains, a token is predicted by the one that it follows.
+    The place is 0 in padding, and -1 for a token that no input predicts. The prompt's last token
+    predicts the first completion token, and each completion token predicts the next. In a rollout
+    of several chains, a token is predicted by the token before it in its chain.
     """
     columns = np.arange(is_token.shape[1])
     starts = np.array([start for _, start in layout.starts], np.int64)

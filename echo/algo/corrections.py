@@ -79,7 +79,7 @@ class RolloutMasks:
     veto        keep where min_t r_t >= veto
     opsm        keep where A >= 0 or mean_t(-log r_t) <= opsm
 
-    r = learner / sampler, before the step and without gradient.
+    r is learner / sampler before the step; it carries no gradient.
 
     Source: geometric mask and veto: verl and slime; off-policy sequence masking: DeepSeek-V3.2,
     arXiv:2512.02556.
@@ -106,7 +106,7 @@ class RolloutMasks:
         return self == RolloutMasks()
 
     def dropped(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Return, for each mask by name, [B] bool: whether the mask drops each rollout."""
+        """Return, by the name of each mask, whether it drops each rollout: [B] bool."""
         mask = inputs.completion_mask
         log_ratio = masked_log_ratio(inputs).detach()
         mean = sequence_mean(log_ratio, mask)

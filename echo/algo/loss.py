@@ -45,8 +45,8 @@ class LossNeeds:
     out.
     """
     batch_scores: bool = False
-    """Whether `LossInputs.batch_scores` is needed, from a first pass over the batch without
-    gradient. That pass takes a third more time.
+    """Whether `LossInputs.batch_scores` is needed. The scores come from a first pass over the batch
+    without gradient, which adds a third to the time of the passes.
     """
     proximal_logprobs: bool = False
     """Whether `LossInputs.proximal_logprobs` is needed. If a step makes several updates, an
@@ -69,9 +69,7 @@ class BatchScores:
     """Scores of the N trained tokens of a batch, before the gradient is computed."""
 
     log_ratios: Tensor
-    """[N] log-probability of each token under the learner minus that under the sampler, nats;
-    without gradient.
-    """
+    """[N] log(learner / sampler) of each token's probability, nats; without gradient."""
     advantages: Tensor
     """[N] advantage of each token's rollout."""
 
@@ -181,7 +179,9 @@ def needs_of(loss: Loss) -> LossNeeds:
 
 
 def required(value: T | None, name: str, loss: object) -> T:
-    """Return `value`, an optional input that this loss needs, if it was provided.
+    """Return `value`, after checking that it was provided.
+
+    The value is an input that is optional in general, but that this loss needs.
 
     Raises:
         ValueError: if the value is None; the text names the input and the loss.
@@ -194,8 +194,7 @@ def required(value: T | None, name: str, loss: object) -> T:
 def masked_log_ratio(inputs: LossInputs) -> Tensor:
     """Return [B, T] log(learner / sampler), limited to -20..20, and 0 outside the mask.
 
-    `torch.where` selects, so that even a NaN in padding has no effect; a product with the mask
-    would keep the NaN.
+    Padding may hold NaN. `torch.where` removes a NaN there; a product with the mask would keep it.
     """
     log_ratio = inputs.learner_logprobs - inputs.sampler_logprobs
     log_ratio = torch.where(inputs.completion_mask, log_ratio, 0.0)
@@ -203,7 +202,10 @@ def masked_log_ratio(inputs: LossInputs) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of each row of [B, T] values over its mask, [B]; 0 for an empty mask."""
+    """Return the mean of the values of each row where `mask` is True, [B] from [B, T].
+
+    The mean is 0 if `mask` is True nowhere in the row.
+    """
     return torch.where(mask, values, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
@@ -211,7 +213,7 @@ def aggregate(token_losses: Tensor, inputs: LossInputs, how: Aggregation) -> Ten
     """Return the scalar loss of this micro-batch from [B, T] token losses.
 
     token_mean: every token of the batch has the same weight. sequence_mean: every rollout has the
-    same weight, which its tokens share.
+    same weight, which is divided equally among its tokens.
     """
     if how == "sequence_mean":
         means = sequence_mean(token_losses, inputs.completion_mask)

@@ -87,12 +87,13 @@ def clipped_surrogate(
     clip_high: float | None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the clipped loss l of each element, and for each metric where its clip was active.
+    """Return the clipped loss l of each element, and a mask of clipped elements for each metric.
 
     l = -min(r A, clip(r, 1 - low, 1 + high) A);  for A < 0 with dual clip c also l <= -c A.
-    `clip_ratio/low` marks A < 0 and r < 1 - low, `clip_ratio/high` A > 0 and r > 1 + high,
-    `clip_ratio/dual` A < 0 and r > c; the marked elements have no gradient, and `clip_ratio/mean`
-    marks all of them.
+
+    `clip_ratio/low` marks elements with A < 0 and r < 1 - low, `clip_ratio/high` marks A > 0 and
+    r > 1 + high, and `clip_ratio/dual` marks A < 0 and r > c. Marked elements have no gradient.
+    `clip_ratio/mean` marks an element that any of the three marks.
 
     Args:
         ratio: any shape; carries the gradient.
@@ -124,7 +125,7 @@ def find_clips(
     clip_high: float | None,
     dual_clip: float | None,
 ) -> dict[str, Tensor]:
-    """Return, by metric, where each clip is active; arguments as for `clipped_surrogate`."""
+    """Return a mask of clipped elements for each metric, as `clipped_surrogate` describes them."""
     low = 0.0 if clip_low is None else 1.0 - clip_low
     high = float("inf") if clip_high is None else 1.0 + clip_high
     is_negative = advantages < 0
@@ -275,7 +276,7 @@ class DrGrpoLoss(ClippedTokenLoss):
 def loglinear_logprobs(
     learner_logprobs: Tensor, sampler_logprobs: Tensor, staleness: Tensor
 ) -> Tensor:
-    """Return [B, T] log-probs estimated for the version before the learner's, without gradient.
+    """Return estimated log-probs under the version before the learner's, [B, T], without gradient.
 
     log prox = log mu + a (log pi - log mu), a = clip((s - 1) / s, 0, 1), 0 for s <= 0. The estimate
     assumes that the policy has moved evenly, in log space, over the s steps since the token was
@@ -397,18 +398,18 @@ class DecoupledPpoLoss:
 
 
 MIN_TAIL = 1e-6
-"""Smallest probability of the tail (the ids outside of H) under the learner at which rho is
-computed; below it rho is 1.
+"""Smallest probability of the tail under the learner for which rho is computed. For a smaller one,
+rho is 1. The tail is all ids but the likely ids.
 """
 MAX_TAIL_RATIO = 100.0
 """Largest value of rho, the sampler's probability of the tail over the learner's."""
 
 
 def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
-    """Return rho of each token, [B, T], without gradient; 1 where the learner's tail is empty.
+    """Return rho of each token, [B, T], without gradient.
 
     rho is the sampler's probability of the tail divided by the learner's. The tail consists of the
-    ids that are not among the likely ids.
+    ids that are not among the likely ids. If the learner's tail is empty, rho is 1.
     """
     learner, sampler = (
         (1.0 - likely.sum(logprobs.detach().exp(), shape)).clamp(min=0.0)
@@ -419,16 +420,19 @@ def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
 
 
 def expected_scores(likely: LikelyIds, m: Tensor, alpha: Tensor) -> Tensor:
-    """Return the centering term C of each token, [B, T]; m is [M] by id, alpha is [B, T]."""
+    """Return the centering term C of each token, [B, T], from its m and alpha.
+
+    `m` is [M], a value for each likely id; `alpha` is [B, T], a value for each token.
+    """
     of_id = alpha.flatten().index_select(0, likely.places)
     weights = m - of_id * likely.learner_logprobs.detach().exp()
     return likely.sum(weights.detach() * likely.learner_logprobs, alpha.shape)
 
 
 def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, high: float) -> Tensor:
-    """Return the centering term C of each token, [B, T], for weights of tokens.
+    """Return the centering term C of each token, [B, T], if every token has a weight of its own.
 
-    The weights are clip(pi / mu, low, high); `high` may be infinite.
+    The weight of a token is clip(pi / mu, low, high); `high` may be infinite.
     """
     learner = likely.learner_logprobs.detach().exp()
     sampler = likely.sampler_logprobs.exp()
@@ -442,9 +446,10 @@ def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, hig
 
 
 def centering_of_rollouts(likely: LikelyIds, mask: Tensor, weights: Tensor) -> Tensor:
-    """Return the centering term C of each token, [B, T], for one weight of each rollout, [B].
+    """Return the centering term C of each token, [B, T], if all tokens of a rollout share a weight.
 
-    The weights are used without gradient; a rollout whose weight is 0 (clipped) has a C of 0.
+    `weights` is [B], and its gradient is not used. A rollout that is clipped has a weight of 0, so
+    its tokens have a C of 0.
     """
     of_token = weights.detach()[:, None].expand(mask.shape)
     of_id = of_token.flatten().index_select(0, likely.places)
@@ -472,7 +477,9 @@ class CispoLoss:
     """
 
     clip_low: float | None = 1.0
-    """The weight is at least 1 - clip_low, 0..1; at 1 there is no lower bound, as in the paper."""
+    """The weight is at least 1 - clip_low. `clip_low` is in 0..1; 1 means no lower bound, as in the
+    paper.
+    """
     clip_high: float | None = 4.0
     """The weight is at most 1 + clip_high, >= 0; None for no bound."""
     score_centering: int = 0
@@ -554,8 +561,8 @@ class SapoLoss:
     """A smooth gate on the ratio in place of the clip, largest at r = 1 and never 0.
 
     f(r) = (4 / tau) sigmoid(tau (r - 1));  l_t = -f(r_t) A, with tau by the sign of A;  loss = mean
-    over rollouts of the mean over their tokens. df/dr = 1 at r = 1, so on-policy it is the policy
-    gradient.
+    over rollouts of the mean over their tokens. df/dr = 1 at r = 1, so on-policy the gradient is
+    the policy gradient.
 
     Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
     Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20.
@@ -587,15 +594,15 @@ class SapoLoss:
 
 
 def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
-    """Return the limit; squared log-ratios below it are kept, and their mean is within the bound.
+    """Return the limit below which squared log-ratios are kept.
 
-    The largest values are dropped until the mean of the rest is at most the bound. The limit is
-    half-way between the smallest dropped value and the largest kept one, so that rounding cannot
-    move a token across. Equal values are dropped together.
+    The largest values are dropped until the mean of the kept values is at most the bound. The limit
+    is half-way between the smallest dropped value and the largest kept value, so that rounding
+    cannot move a token across the limit. Equal values are dropped together.
 
     Args:
         moments: [N] squared log-ratios, N >= 0; infinity for a token that does not count.
-        max_second_moment: bound on their mean, inclusive.
+        max_second_moment: bound on the mean of the kept values, inclusive.
 
     Returns:
         Scalar: infinity if all values are kept, 0 if no value is kept.
@@ -658,9 +665,9 @@ class M2poLoss:
 
 
 def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Return, for each clip by name, the number of trained tokens in the rollouts that it marks.
+    """Return, by the name of each clip, the number of trained tokens in clipped rollouts.
 
-    Each clip is [B] bool; the mask is [B, T].
+    Each clip is [B] bool, True for a clipped rollout; the mask is [B, T].
     """
     lengths = mask.sum(1)
     return {name: (where * lengths).sum() for name, where in clips.items()}
@@ -812,9 +819,8 @@ class GepoLoss:
     l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i;
     loss = sum_i l_i / num_rollouts;  KL_i = mean_t k3, learner to sampler.
 
-    gate_kl > 0 is GEPO+: a rollout whose KL_i is below the gate is divided by its own q_i, as in
-    GSPO, since the expectation would add bias and hardly reduce the variance. The gate has no
-    gradient.
+    gate_kl > 0 is GEPO+: for a rollout whose KL_i is below the gate, w_i is p_i / q_i as in GSPO,
+    since the expectation E would add bias and hardly reduce the variance. The gate has no gradient.
 
     Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: its code.
     Differs from the paper: the expectation is over the group, while the published numbers come from
@@ -830,8 +836,8 @@ class GepoLoss:
     clip_high: float | None = 0.2
     """Width of the range above 1, >= 0; None for no bound."""
     gate_kl: float | None = None
-    """KL per token in nats below which a rollout is divided by its own probability; .002 in
-    GEPO+.
+    """The gate, nats per token. If the KL of a rollout is below the gate, its ratio is p_i / q_i.
+    GEPO+ has .002; None for no gate.
     """
     sampler_kl_coef: float = 0.0
     """c, weight of the KL to the sampler, >= 0; if > 0, rollouts without an advantage are
@@ -990,7 +996,7 @@ LOSSES: Mapping[str, Callable[..., Loss]] = {
 
 
 def make_loss(kind: str, **options: Any) -> Loss:
-    """Return the loss called `kind` with these options, which are fields of its class."""
+    """Return the loss called `kind`; the options are the fields of the loss's class."""
     return LOSSES[kind](**options)
 
 

@@ -5,8 +5,9 @@ computed. So on a CPU packed and padded rows are filled. A GPU's library keeps a
 length of padded rows, so on a GPU padded rows are lengthened. No plan depends on the length of a
 packed row.
 
-A packed row takes the smallest fitting size that the run has had already, as long as no more than
-MAX_REUSED of the run's tokens is filling. Otherwise the row adds a size to the run's sizes.
+Filling is the tokens that are added to a row. A packed row takes the smallest fitting size that the
+run has had already, if filling is then at most MAX_REUSED of the run's tokens. Otherwise the row
+adds a size to the run's sizes.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SIZES_PER_OCTAVE = (16, 32, 64)
-"""Numbers of sizes between a number of tokens and its double. The first of these numbers that keeps
-the filling below MAX_FILLED is used; with 16 sizes, on average 2 % of a row is filling.
+"""Choices for the number of sizes per octave, which is from a number of tokens to its double. The
+first choice that keeps the filling below MAX_FILLED is used. With 16 sizes, on average 2 % of a row
+is filling.
 """
 
 MAX_FILLED = 0.028
 """Largest share of a run's tokens that may be filling at the end of packed rows."""
 
 MAX_REUSED = 0.025
-"""A row takes the size of an earlier row only while at most this share of the run's tokens is
-filling. The difference to MAX_FILLED is left for rows of new sizes.
+"""A row takes the size of an earlier row only if filling is then at most this share of the run's
+tokens. The difference to MAX_FILLED is left for rows of new sizes.
 """
 
 NUM_CREDITED = 4
-"""Number of further rows of the same size that are assumed when the share of filling is computed.
-Without them, a run's first row would have to be nearly full.
+"""When the share of filling is computed for a row, the row counts as if this number of full rows of
+the same size came after it. Without these rows, a run's first row would have to be nearly full.
 """
 
 LONG_TOKENS = 4096
@@ -47,8 +49,8 @@ MAX_LENGTHENED = 0.1
 """Largest share of a short padded row's tokens that may be added to lengthen it."""
 
 Fills = Literal["nothing", "rows", "widths"]
-"""Which rows are filled: "nothing"; "rows", all kinds of rows, for a CPU; "widths", the widths of
-padded rows, for a GPU.
+"""What is filled: "nothing"; "rows", which means packed and padded rows, as a CPU needs it; or
+"widths", which means that padded rows are lengthened, as a GPU needs it.
 """
 
 

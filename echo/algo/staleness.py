@@ -37,8 +37,8 @@ class ControlSettings:
     clip_high: float = 0.1
     """Share of clipped tokens above which the staleness bound is too high."""
     patience: int = 5
-    """Number of steps between decisions; also the number of consecutive steps with room for more
-    that precede a rise; >= 1.
+    """Number of steps between decisions, >= 1. The bound also rises only after this number of
+    consecutive steps with room for more.
     """
     smoothing: float = 0.7
     """Weight of the earlier steps in the smoothed signals, 0..1."""
