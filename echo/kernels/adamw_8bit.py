@@ -50,7 +50,7 @@ class CodedMoment:
         return found.view(self.codes.shape)
 
     def encode(self, values: Tensor) -> None:
-        """Replace the codes and scales by those of `values`: float32, in the shape of the codes."""
+        """Set the codes and scales to those of `values`, float32 in the shape of the codes."""
         table = code_values(is_signed=self.is_signed, device=values.device)
         blocks = values.reshape(-1, BLOCK)
         scales = blocks.abs().amax(1).clamp(min=MIN_SCALE)

@@ -67,7 +67,10 @@ class FurtherIds:
     """[M] int64 in 0..V-1: the ids, distinct within a row."""
 
     def sum(self, values: Tensor, num_rows: int) -> Tensor:
-        """Return, for each of `num_rows` rows, the sum of its ids' [M] values, in a fixed order."""
+        """Return for each of `num_rows` rows the sum of the values of its ids, in a fixed order.
+
+        `values` is [M], a value for each id.
+        """
         ends = torch.arange(num_rows + 1, device=self.rows.device)
         offsets = torch.searchsorted(self.rows, ends)
         return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
@@ -139,7 +142,7 @@ class LiveRows:
 
     @property
     def grad_all(self) -> Tensor:
-        """[n] sum of the gradients of each row's log-probabilities, of its own id and in `sets`."""
+        """[n] for each row, the sum of `grad` and of its ids' values in `grad_sets`."""
         if self.sets is None or self.grad_sets is None:
             return self.grad
         return self.grad + self.sets.sum(self.grad_sets, len(self.grad))
@@ -170,9 +173,10 @@ class Kernels(Protocol):
         sets: FurtherIds | None = None,
         vocab_chunk: int,
     ) -> Scores:
-        """Return the scores of each row's id, `ids` [N], and of the further ids in `sets`.
+        """Return the scores of each row's id in `ids` [N], and of the further ids in `sets`.
 
-        They are scored under hidden [N, D], weight [V, D] and inverse temperatures [N].
+        The distributions are those of the states `hidden` [N, D] and the head `weight` [V, D], with
+        the inverse temperatures `scale` [N].
         """
         ...
 
@@ -189,7 +193,10 @@ class Kernels(Protocol):
         ...
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-        """Return the [M] logits of the pairs, each times `scale` [N] of its row, in that dtype."""
+        """Return the [M] logits of the pairs, each multiplied by its row's entry of `scale` [N].
+
+        The result has the dtype of `scale`.
+        """
         ...
 
     def pair_gradients(

@@ -290,8 +290,8 @@ def linear_pair_logits(
 ) -> Tensor:
     """Return the [M] logits, divided by temperature, of M pairs of row and id, with gradient.
 
-    With the log-probability l of an id a of the same row by `linear_logprob`, the log-probability
-    of an id j in the whole vocabulary is l + logit(j) - logit(a).
+    If `linear_logprob` returns l for an id a of a row, the log-probability of another id j of that
+    row is l + logit(j) - logit(a). It is that of the softmax over the whole vocabulary.
 
     Args:
         hidden: as for `linear_logprob`.
@@ -320,7 +320,9 @@ class IdSets:
     """
 
     pairs: Pairs
-    """Row and id of each of the M members; here `rows` counts only rows with a set, 0..S-1."""
+    """Row and id of each of the M members. `pairs.rows` counts only the rows that have a set,
+    0..S-1.
+    """
     sizes: Tensor
     """[S] int64: number of ids in each set, at least 1."""
     own: Tensor
@@ -347,7 +349,7 @@ def linear_set_logprob(
     Args:
         hidden: as for `linear_logprob`.
         weight: as for `linear_logprob`.
-        ids: as for `linear_logprob`; only those of rows without a set are read.
+        ids: as for `linear_logprob`. For a row with a set, the id in `ids` is not read.
         sets: the sets of the rows that have a set, each with the row's own id.
         inv_temperature: as for `linear_logprob`.
         entropy: as for `linear_logprob`; for a row with a set, the entropy of the distribution over
@@ -413,7 +415,9 @@ def _reduced(values: Tensor, sizes: Tensor, reduce: Literal["max", "sum"]) -> Te
 
 
 MAX_LACKING_MASS = 1.0 - 1e-6
-"""Largest probability that is taken from a row: beyond, float32 does not resolve what is left."""
+"""Upper bound on the probability of the lacking ids of a row. Above this bound, float32 does not
+resolve the probability that is left for the other ids.
+"""
 
 
 def without_ids(

@@ -4,8 +4,8 @@ Logits are computed in chunks of the vocabulary. The forward keeps three numbers
 running maximum, the sum of exponentials and, for the entropy, their weighted sum. The backward
 computes each chunk of logits again and turns it into gradients. `Scores.peak` is in nats.
 
-Products are in float32, but for the backward of bfloat16 on a CPU that multiplies bfloat16 faster:
-there gradients of logits are rounded to bfloat16, as on a GPU.
+Products are in float32, with one exception. If the input is bfloat16 and the CPU multiplies
+bfloat16 faster, the backward rounds gradients of logits to bfloat16, as on a GPU.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -30,8 +30,8 @@ from echo.kernels.contract import (
 )
 
 SIZES_PER_OCTAVE = 16
-"""Numbers of rows between a number and its double to which the rows of a backward in bfloat16 are
-filled, as packed rows are (algo/row_sizes.py).
+"""The rows of a backward in bfloat16 are filled up to one of a few numbers of rows, as packed rows
+are (algo/row_sizes.py). There are this many such numbers from a number to its double.
 """
 
 
@@ -190,12 +190,12 @@ def _chunks(
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the vocabulary in chunks: first id, weights and logits divided by temperature.
 
-    Weights [columns, D] have the dtype of the states, logits [N, columns] that of the statistics.
-    The next chunk overwrites the logits, and the caller may: new memory for each would cost page
-    faults.
+    The weights [columns, D] have the dtype of the states, and the logits [N, columns] have the
+    dtype of the statistics. All chunks use the same memory for logits, since new memory would cost
+    page faults. The caller may overwrite the logits.
 
-    In bfloat16 a product is rounded to 8 bits of mantissa. Its residual, a product of the same
-    factors less the first, brings 8 more.
+    In bfloat16 a product is rounded to 8 bits of mantissa. The same product is computed again, and
+    the rounded product is subtracted from it. The difference gives the logits 8 more bits.
     """
     spare = _spare(scale, weight, vocab_chunk)
     is_exact = states.dtype == scale.dtype
@@ -225,14 +225,17 @@ def _front(spare: Tensor, shape: tuple[int, int] | torch.Size) -> Tensor:
 
 
 def _is_narrow(states: Tensor, weight: Tensor) -> bool:
-    """Return whether the backward multiplies in bfloat16: on a CPU that does, with float32 sums."""
+    """Return whether the backward multiplies in bfloat16, with sums in float32.
+
+    It does so on a CPU that has such products, if states and weight are bfloat16.
+    """
     is_bfloat16 = states.dtype == weight.dtype == torch.bfloat16
     is_here = is_bfloat16 and states.device.type == "cpu"
     return is_here and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001, no public name
 
 
 def _padded(rows: LiveRows) -> LiveRows:
-    """Return the rows with rows of gradient 0 behind them, so that products have few sizes.
+    """Return the rows, followed by rows of gradient 0 that fill them to one of a few numbers.
 
     In bfloat16 a CPU keeps code and buffers for each number of rows that a product has had.
     """
@@ -262,9 +265,9 @@ def _padded(rows: LiveRows) -> LiveRows:
 
 
 def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
-    """Overwrite logits, relative to their peak, with their gradient, and return them.
+    """Overwrite the logits with the gradient of the loss, and return them.
 
-    The terms of the scored ids themselves are left out.
+    The terms 1[j = y] of the scored ids are left out.
 
     d logp_y / d z_j = 1[j = y] - p_j  and  d entropy / d z_j = -p_j (log p_j + entropy), where
     p_j = exp(z_j) / total. Constants of a row are folded into its factors. This saves passes, and

@@ -70,7 +70,9 @@ class LaunchConfig:
     """Part of the model width that one step of the product reads."""
     num_warps: int
     num_stages: int
-    """Number of product steps that are loaded ahead, (rows + columns) * depth elements each."""
+    """Number of steps of the product that are loaded ahead. Each step loads (rows + columns) *
+    depth elements.
+    """
     group_rows: int = 8
     """Number of row tiles that run together on the same columns, to share these in the cache."""
 
@@ -90,9 +92,9 @@ entropy.
 """
 
 PORTABLE = LaunchConfig(128, 64, 32, num_warps=8, num_stages=3)
-"""Configuration of all GPUs without an entry of their own. Before Hopper, operands pass through
-registers, which must not spill either; every GPU has the 36 KiB of shared memory that this
-configuration needs.
+"""Configuration of all GPUs without an entry of their own. On GPUs before Hopper, operands pass
+through registers, and this configuration is small enough that no register spills there. Every GPU
+has the 36 KiB of shared memory that this configuration needs.
 """
 
 FLOAT32 = LaunchConfig(64, 64, 32, num_warps=8, num_stages=2)
@@ -368,7 +370,10 @@ def pair_sums_kernel(
     matrix_stride, sums_stride,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Store a part of a row of sums: over the row's pairs, factor times row of the matrix."""
+    """Store a part of one row of sums, as `_sum_pairs` defines it.
+
+    The part is DEPTH columns wide.
+    """
     row = tl.program_id(0).to(tl.int64)
     depths = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
     first = tl.load(ends_ptr + row)
@@ -563,7 +568,9 @@ def pair_gradients(
 
 
 def _sum_pairs(matrix: Tensor, rows: Tensor, places: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Write to each row of `out` the sum, over its pairs, of the factor times the row of `matrix`.
+    """Write the sum of its pairs to each row of `out`.
+
+    A pair adds its factor times its row of `matrix`.
 
     Args:
         matrix: [R, D] the rows to be summed.
@@ -584,11 +591,11 @@ def _sum_pairs(matrix: Tensor, rows: Tensor, places: Tensor, factors: Tensor, ou
 
 
 def _row_factors(rows: LiveRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return rate, peak, base, slope and hit: [n] factors of each row in its logits' gradient.
+    """Return rate, peak, base, slope and hit, [n] each: the gradient of a row's logits needs them.
 
     With x = logit * rate - peak and e = 2^x the probability is e / total, and the gradient
-    hit * 1[column = id] - e * (base + slope * x) is the sum of the gradients of both outputs
-    (torch_kernels.py).
+    hit * 1[column = id] - e * (base + slope * x) is the sum of two gradients: that of the
+    log-probability and that of the entropy (`torch_kernels._logit_gradient`).
     """
     hit, whole = rows.grad * rows.scale, rows.grad_all * rows.scale
     rate = rows.scale * _LOG2E.value
