@@ -1,4 +1,4 @@
-"""Virtual time for asyncio: calls are made in the order of their instants, without waiting.
+"""Virtual time for asyncio: the loop makes calls in the order of their times, without waiting.
 
 Tasks, timers and timeouts run on a `VirtualLoop` without change. When no callback is ready, time
 jumps to the next timer. Calls for the same instant are made in the order in which they were
@@ -48,7 +48,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        """Schedule a callback for an instant, after those already scheduled for this instant."""
+        """Schedule a callback for an instant; callbacks already set for this instant run first."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, timer))
@@ -127,9 +127,10 @@ class InlinePool:
         self._free_at = [-math.inf] * num_threads
 
     def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
-        """Schedule a call, which is made after the simulated time that it takes.
+        """Schedule a call of `function`.
 
-        The time of the call begins when one of the pool's simulated threads is free.
+        The simulated time of the call begins when one of the pool's simulated threads is free. The
+        call is made at the end of this time.
 
         Returns:
             The future of the call's result.

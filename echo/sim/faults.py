@@ -17,7 +17,7 @@ from echo.sim.worker import SimWorker
 
 @dataclass(slots=True, eq=False)
 class SimulatedSite:
-    """A rented machine and its access to the network; a worker's process may run on it or not."""
+    """A rented machine and its access to the network. At times no worker's process runs on it."""
 
     name: str
     offer: Offer
@@ -26,8 +26,8 @@ class SimulatedSite:
     worker: SimWorker | None = None
     rental: Rental | None = None
     num_absences: int = 0
-    """Number of faults that keep the machine or its process away now; at 0 a worker can start here
-    again."""
+    """Number of faults that keep the machine or its process away now. Once it is 0, a worker can
+    start here again."""
     is_given_up: bool = False
     """Whether the worker has given the machine back, so that no worker starts here again."""
 

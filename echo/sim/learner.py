@@ -61,8 +61,8 @@ RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
 GIVE_UP_S = 3600.0
 GIVE_UP_STEPS = 30
-"""A run ends if it trains nothing for GIVE_UP_S seconds, and also for the time that GIVE_UP_STEPS
-steps take."""
+"""A run ends if it has trained nothing for too long. This limit is GIVE_UP_S seconds, or the time
+of GIVE_UP_STEPS steps if these take longer."""
 LINEAGES = (Lineage(1, 0),)
 UNBOUNDED = 1 << 30
 """A bound on staleness so large that it never delays a lease."""
@@ -123,7 +123,7 @@ class SimLearner(LearnerNode):
         super().__init__(opened, transport, sections, self, threads=threads, log=_log)
 
     def waiting(self) -> dict[int, float]:
-        """Return the number of tokens of each accepted group not yet trained, by group id."""
+        """Return, by group id, the number of tokens of each accepted and untrained group."""
         return {i: self._groups.length(i).num_tokens for i in self._memory.waiting}
 
     def write_metrics(self, step: int, row: Row) -> None:
@@ -163,7 +163,7 @@ class SimLearner(LearnerNode):
             self._end_run("")
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Drop the samples, of which a simulation has none."""
+        """Do nothing with the samples: a simulated rollout has no text."""
 
     def show(self, status: RunStatus) -> None:
         """Do nothing with the status: a simulation has no terminal."""

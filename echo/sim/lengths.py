@@ -1,4 +1,4 @@
-"""Lengths of groups, drawn by group id, and the number of tokens that each version sampled.
+"""Draws the length of each group by the group's id, and records which versions sampled it.
 
 In a simulation, a group on the wire has one token for each version that sampled it. This module
 keeps the true number of tokens of each group.
@@ -81,7 +81,7 @@ class LogNormalLengths:
 
 
 Shares = list[tuple[PolicyVersion, float]]
-"""(version, number of tokens that it sampled), oldest version first."""
+"""(version, number of tokens that this version sampled), oldest version first."""
 
 
 class _Named(msgspec.Struct):
@@ -94,7 +94,7 @@ _decoder = msgspec.msgpack.Decoder(_Named)
 
 
 class Groups:
-    """The length of every group, and the tokens that each version sampled of it, by group id."""
+    """The length of every group, and how many of its tokens each version sampled, by group id."""
 
     def __init__(self, lengths: LogNormalLengths, *, upload_bytes_per_token: float) -> None:
         self._lengths = lengths
@@ -112,7 +112,7 @@ class Groups:
         return self._lengths.of(group_id).num_tokens * self._bytes_per_token
 
     def sampled(self, lease: Lease, shares: Shares) -> None:
-        """Record, for a finished attempt at a group, the tokens that each version sampled."""
+        """Record how many tokens each version sampled in a finished attempt at a group."""
         self.tokens_sampled += sum(share for _, share in shares)
         self._shares.setdefault(lease.group_id, {})[lease.attempt] = shares
 

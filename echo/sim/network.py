@@ -5,14 +5,15 @@
 
 * **Bulk** messages (chunks, groups) queue at the uplink in the order in which they were sent, take
   the route at the rate of one stream, and queue again at the downlink. A stage begins with the
-  first byte of a message, so an idle stage adds no time. **Small** messages pass between bulk
-  messages, as packets of other connections do, and only the latency delays them. Messages of one
-  connection arrive in order.
+  first byte of a message, so an idle stage adds no time. **Small** messages do not queue. They pass
+  between bulk messages, as if they were packets of other connections, and only the latency delays
+  them. Messages of one connection arrive in order.
 * A connection is a stream, like TCP: a lost packet costs time, and no message is lost. The rate of
   a route is the measured rate of one stream, which includes TCP's response to lost packets.
-* When a cut begins, messages in flight are lost and the connection stalls. Each end is notified its
-  `dead_after_s` later, as by unanswered heartbeats. The same happens when a machine is lost. When
-  only a process dies, its peers are notified after the latency.
+* When a cut begins, messages in flight are lost and the connection stalls. An end of the connection
+  is notified after the `dead_after_s` of its machine, as if heartbeats had not been answered. The
+  same happens when a machine is lost. When only a process dies, its peers are notified after the
+  latency.
 * A listener can be dialled at its address. All other nodes are behind a NAT and can only dial.
 
 One byte of a simulated image stands for `weight_scale` bytes of a real one. So a version has few
@@ -66,7 +67,7 @@ class Route:
             raise ValueError(f"bytes_per_s must be > 0, got {self.bytes_per_s}; to stop it, cut")
 
     def joined(self, other: Route) -> Route:
-        """Return the route that consists of this route and then another one."""
+        """Return the route that consists of this route followed by `other`."""
         return Route(
             bytes_per_s=min(self.bytes_per_s, other.bytes_per_s),
             latency_s=self.latency_s + other.latency_s,
@@ -126,8 +127,8 @@ class LinkEnd:
     peer: str = ""
     """The name that this end's client gives to the other side."""
     unread_bytes: int = 0
-    """Number of bytes sent to this end that its client has not taken yet; the clients keep the
-    count."""
+    """Number of bytes that were sent to this end and that its client has not taken yet. The clients
+    keep this number up to date."""
     is_open: bool = False
     is_over: bool = False
     is_stalled: bool = False
@@ -196,7 +197,7 @@ class Network:
         return asyncio.get_running_loop().time()
 
     def at(self, instant: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a call for an instant; if the instant has passed, for now."""
+        """Schedule a call for an instant. If the instant has passed, make the call now."""
         loop = asyncio.get_running_loop()
         loop.call_at(max(instant, loop.time()), call, *arguments)
 
@@ -303,8 +304,8 @@ class Network:
     ) -> None:
         """Close a connection or stop dialling; the other side is notified after the latency.
 
-        Messages already sent still arrive for `linger_s` seconds; after them the other side is
-        notified. The client of this end gets no further events of the connection.
+        Messages already sent still arrive for `linger_s` seconds. The other side is notified after
+        the last of them. The client of this end gets no further events of the connection.
         """
         is_notified = end.is_open and not end.is_stalled
         self._leave(end)
@@ -346,7 +347,7 @@ class Network:
     def _on_end(self, end: LinkEnd, reason: str) -> None:
         """Notify an end that the other side has closed the connection.
 
-        This waits until all messages of the other side have arrived.
+        The end is notified only after all messages of the other side have arrived.
         """
         if end.is_stalled or end.is_over:
             return
@@ -401,7 +402,7 @@ class Network:
         return "control", num_bytes + sum(map(len, frames[1:]))
 
     def _arrive(self, end: LinkEnd, num_bytes: float, frames: list[Frame]) -> None:
-        """Pass a message that `end` has sent through the receiver's downlink, and deliver it."""
+        """Deliver a message of `end`, after the time that it takes on the receiver's downlink."""
         far = end.far
         if far.is_stalled or not far.is_open:
             return
@@ -466,6 +467,6 @@ def _named(groups: Sequence[str | Collection[str]]) -> Sides:
 
 
 def _side(groups: Sides, port: Port) -> int | None:
-    """Return the index of the group with this node or its region; None if no group has either."""
+    """Return the index of the group that has the node of `port` or the node's region; else None."""
     sides = (i for i, group in enumerate(groups) if port.name in group or port.region in group)
     return next(sides, None)

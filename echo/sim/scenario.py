@@ -29,7 +29,8 @@ class Scenario:
     activation: ActivationSection | None = None
     """The settings of activation; None if all workers generate, whatever they cost."""
     min_dwell_s: float = 120.0
-    """Least seconds for which activation leaves a worker active; set it lower for a short run."""
+    """Activation leaves a worker active for at least this many seconds. Set a lower value for a
+    short run."""
     prices: Sequence[PriceRow] = ()
 
     def group_lengths(self) -> LogNormalLengths:

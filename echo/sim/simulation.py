@@ -1,8 +1,8 @@
 """Simulates a fleet: builds the nodes of a scenario, lets time pass, and records a history.
 
-The code of the learner, the relays and the roles of workers is the real one, on a loop of virtual
-time (`clock.py`) and a simulated network (`network.py`). Engines, the trainer and the disk are
-replaced by the time that they take (`timing.py`).
+The learner, the relays and the roles of workers run their real code, on a loop of virtual time
+(`clock.py`) and a simulated network (`network.py`). Engines, the trainer and the disk are replaced
+by the time that they take (`timing.py`).
 """
 
 from __future__ import annotations

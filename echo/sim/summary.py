@@ -33,7 +33,8 @@ class StepRecord:
     """Staleness -> number of tokens trained in the step."""
     publish_period: int
     broadcast_s: float | None
-    """Seconds of the newest broadcast that has reached every worker; None before the first."""
+    """Seconds that the newest complete broadcast took to reach every worker; None if there is none
+    yet."""
 
     @property
     def tokens(self) -> float:
@@ -148,7 +149,7 @@ def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
 
 
 def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
-    """Return the $ for all traffic: out of the learner, and in and out of nodes.
+    """Return the $ for all traffic: what the learner sends, and what nodes send and receive.
 
     The traffic of nodes is priced per region, by the mean price of the region's offers.
     """
@@ -173,7 +174,8 @@ def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
 
 
 RUN_IN = 0.2
-"""Share of the steps, at the start of a run, that figures of speed and staleness leave out."""
+"""Share of the steps that count as the start of a run. Figures of speed and staleness leave them
+out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +199,8 @@ class Summary:
     tokens_trained: float
     tokens_made: float
     thrown_away: float
-    """Share of the sampled tokens that no step trained on; groups without a signal do not count."""
+    """Share of the sampled tokens that no step trained on. Tokens of groups without a signal do not
+    count."""
     discarded: Mapping[str, int]
     """Number of groups that reached the learner and were not trained on, by reason."""
     broadcast_s: float
@@ -216,7 +219,8 @@ class Summary:
     num_standby: int
     """Number of workers on standby at the end."""
     cost_as_counted: float | None
-    """$ spent by the learner's own count, which its budget limits; None without activation."""
+    """$ spent, as the learner itself counts; the budget limits this number. None without
+    activation."""
     cost: float
     """$ spent in all, for learner, relays, nodes and traffic."""
     cost_of_learner: float

@@ -49,11 +49,11 @@ class Running:
     num_tokens: float = 0.0
     """Number of tokens sampled for the group up to now."""
     segments: list[tuple[PolicyVersion, float]] = field(default_factory=list)
-    """(version, number of tokens that the group had when this version began to sample it), oldest
-    first."""
+    """For each version that sampled the group, oldest first: (version, number of tokens that the
+    group had when this version began)."""
 
     def shares(self) -> list[tuple[PolicyVersion, float]]:
-        """Return, for each version, the number of the group's tokens that it has sampled."""
+        """Return (version, number of the group's tokens that it sampled) for each version."""
         ends = [start for _, start in self.segments[1:]] + [float(self.length.num_tokens)]
         return [
             (version, end - start)
@@ -87,7 +87,7 @@ class EngineModel:
         self._at = 0.0
 
     def begin(self, lease: Lease, length: GroupLength, *, now: float) -> None:
-        """Start to sample a group, whose length is given, with the installed version."""
+        """Start to sample a group of this length with the installed version."""
         assert self.version is not None
         self.advance(now)
         pace = self.tokens_per_s / self._concurrency * self._alone_speedup
@@ -321,7 +321,7 @@ class NoCheckpoints(Checkpoints):
 class LearnerThreads(InlineThreads):
     """Replaces the learner's threads: some calls take simulated time.
 
-    The calls that take time make a step, make a version, or sync the ledger. All other calls take
+    A call takes time if it makes a step, makes a version, or syncs the ledger. All other calls take
     no time.
     """
 

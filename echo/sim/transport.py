@@ -1,8 +1,8 @@
 """The transport contract on a simulated network, for nodes that run in an asyncio loop.
 
 `SimTransport` is a client of `Network` (`echo/sim/network.py`), which computes the times. It passes
-the same tests of the contract as the ZeroMQ transport. It has no task, no timer and no probes:
-`dead_after_s` after a connection has stalled, the network notifies it.
+the same tests of the contract as the ZeroMQ transport. It has no task, no timer and no probes. If a
+connection stalls, the network notifies the transport after `dead_after_s`.
 
 `max_unsent_bytes` limits the bytes in memory that were sent to a peer and that the peer has not
 taken with `receive`. `close` and `hang_up` return at once; messages sent before the call still
@@ -72,7 +72,7 @@ class SimTransport(Transport):
     def listen_address(self) -> str | None:
         """The address at which this transport listens; None if it only dials.
 
-        After the start it has the real port.
+        If the configured port is 0, the address has the real port after the start.
         """
         return self.port.address
 
@@ -113,7 +113,8 @@ class SimTransport(Transport):
     ) -> bool:
         """Send a message to a peer; return False if it cannot be sent.
 
-        This is the case if the peer is not connected, or has `max_unsent_bytes` unread.
+        It cannot be sent if the peer is not connected, or has `max_unsent_bytes` that it has not
+        read.
         """
         num_bytes = checked_num_bytes(frames, self.options.max_message_bytes)
         charge = num_bytes + MESSAGE_OVERHEAD_BYTES
@@ -205,7 +206,7 @@ class SimTransport(Transport):
             dial.end = self._network.dial(self, dial.end.address or "", peer=peer)
 
     def _end(self, *, linger_s: float | None) -> None:
-        """End all connections; if `linger_s` is None, without notifying peers."""
+        """End all connections; peers are not notified if `linger_s` is None."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -48,7 +48,7 @@ class Versions:
         return True
 
     def make(self, weights: Any, version: PolicyVersion) -> Publication:
-        """Return a publication of `version` whose image is noise, the same in every call."""
+        """Return a publication of `version`; its image is noise, the same noise in every call."""
         image = bytearray(random.Random(f"{version}").randbytes(self.num_bytes))
         manifest = Manifest(
             run_id=self._identity.run_id,
@@ -86,7 +86,7 @@ class SharedStore(VersionStore):
         return len(self._images)
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
-        """Return the memory for a version's image, which is the same memory for all nodes."""
+        """Return the memory for a version's image; all nodes get the same memory."""
         storage = self._images.get(version)
         if storage is None:
             storage = self._images[version] = memoryview(bytearray(num_bytes))

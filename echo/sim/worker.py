@@ -32,7 +32,7 @@ _log = logging.getLogger("echo.sim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """How long a worker's work other than sampling takes."""
+    """The times that a worker needs for its work other than sampling."""
 
     setup_s: float
     """Seconds until the task and the engine are built."""
@@ -74,9 +74,9 @@ class SimWorker(DialingNode):
     # --- calls of the shell ----------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Execute actions of the role; then pause or resume the engine of a pausing worker.
+        """Execute actions of the role; then pause or resume the engine if `is_pausing`.
 
-        Such a worker pauses while it fetches or installs new weights.
+        A worker with `is_pausing` pauses while it fetches or installs new weights.
         """
         super().perform(actions)
         if self._times.is_pausing:
@@ -111,7 +111,7 @@ class SimWorker(DialingNode):
         return [float(is_useful), *[0.0] * (self._facts.group_size - 1)]
 
     def before_expire(self) -> None:
-        """Update the progress of the running groups, which the next heartbeat reports."""
+        """Update the progress of the running groups, so that the next heartbeat reports it."""
         self.engine.advance(self.now)
         for running in self.engine.groups:
             for group in self._calls[key_of(running.lease)].groups:
@@ -207,7 +207,7 @@ class SimWorker(DialingNode):
 
 
 def stand_in(versions: list[PolicyVersion]) -> PartialRollout:
-    """Return a rollout with one token per version, which stands for all tokens of the version."""
+    """Return a rollout with one token per version, in place of all tokens of the version."""
     count = len(versions)
     return PartialRollout(
         token_ids=np.zeros(count, dtype=np.int32),
