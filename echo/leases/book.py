@@ -131,16 +131,16 @@ class LeaseBook:
         return sorted(self._by_worker.get(worker_id, ()), key=lambda record: record.group_id)
 
     def note_load(self, worker_id: str, *, now: float) -> None:
-        """For a worker's leases granted at `now`, set `num_beside` to its number of leases."""
+        """Set `num_beside` of the leases that a worker got at `now` to its number of leases."""
         records = self._by_worker[worker_id]
         for record in records:
             if record.granted_at == now:
                 record.num_beside = len(records)
 
     def mean_leases(self, worker_id: str, group_id: int, attempt: int) -> float:
-        """Return how many leases the worker has had, on average, since it was granted this one.
+        """Return the mean number of leases that a worker has held since an attempt was granted.
 
-        The average is that of two numbers: of the leases right after the grant, and of those now.
+        This is the mean of two numbers: the leases right after the grant, and the leases now.
         """
         now = max(1, self.num_leases(worker_id))
         record = self.group(group_id).find(attempt, worker_id)
@@ -181,7 +181,7 @@ class LeaseBook:
         return group.leases[-1]
 
     def restore(self, group_id: int, holders: Mapping[int, str], *, now: float) -> None:
-        """Enter the attempts (number -> worker) of a group from before a restart of the learner.
+        """Enter a group from before a restart of the learner; `holders` maps attempts to workers.
 
         LOST_WORKER holds the lease of the newest attempt until the worker of this attempt claims
         the lease, or until the lease expires.

@@ -40,7 +40,7 @@ def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str
 
 
 def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSettings) -> str | None:
-    """Return why a rollout is too long, or has chains that it must not have; None if neither."""
+    """Return why a rollout is too long, or has chains that it must not have; else None."""
     longest = num_tokens = rollout.num_tokens
     if len(rollout.branches):
         if settings.max_tree_tokens is None:

@@ -133,7 +133,7 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class LastLeaseEnded:
-    """Event: the last lease has ended: expired, given back, refused, or its worker is gone."""
+    """Event: the last lease has expired, was given back or refused, or its worker is gone."""
 
     record: LeaseRecord
 
@@ -219,7 +219,9 @@ class OpenGroup:
     leases: list[LeaseRecord] = field(default_factory=list)
     """The leases of the group that workers hold."""
     num_attempts: int = 0
-    """Number of grants of the group so far, which is the number of its next attempt."""
+    """Number of grants of the group so far. Attempts are counted from 0, so this is also the number
+    of the next attempt.
+    """
     holders: dict[int, str] = field(default_factory=dict)
     """Attempt -> the worker that was granted this attempt; kept after the lease has ended."""
     expired: set[tuple[int, str]] = field(default_factory=set)
@@ -250,7 +252,7 @@ class OpenGroup:
         return next((r for r in self.leases if (r.attempt, r.worker_id) == key), None)
 
     def others(self, attempt: int) -> list[LeaseRecord]:
-        """Return the leases of all attempts but this one."""
+        """Return the leases of all attempts except the given one."""
         return [record for record in self.leases if record.attempt != attempt]
 
     def was_granted(self, attempt: int, worker_id: str) -> bool:

@@ -65,7 +65,7 @@ class _Window:
 
 
 def level(staleness: float) -> int:
-    """Return the level of a staleness; stalenesses of one level differ by at most about a third."""
+    """Return the level of a staleness; values of the same level differ by at most about a third."""
     return round(3 * math.log2(1 + max(0.0, staleness)))
 
 

@@ -20,7 +20,7 @@ from echo.wire.actions import Action, Note
 
 @dataclass(frozen=True, slots=True)
 class AppendRecord(Action):
-    """Append a record of a grant or an end to the ledger, before the next messages are sent."""
+    """Have the learner append `record` to the ledger before it sends the next messages."""
 
     record: Granted | Cancelled | Refused | Discarded
     worker_id: str = ""

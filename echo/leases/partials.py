@@ -69,7 +69,7 @@ class PartialRules:
     """The settings for unfinished rollouts."""
 
     over_submission: float = 1.0
-    """Number of groups in the engine for each group that a batch waits for, at least 1."""
+    """Ratio, at least 1, of the groups in the engine to the groups that a batch waits for."""
     stale_tokens: StaleTokens = "keep"
     one_version: bool = False
     """Whether a single version samples each group. If so, an engine that holds one version gets
@@ -91,7 +91,7 @@ class FreshPartials:
     num_masked: int
     """Number of tokens that stay as context but will not be trained on."""
     num_dropped: int
-    """Number of tokens of members that were reset, so that they are sampled from the start."""
+    """Number of lost tokens: their members were reset and will be sampled from the start."""
 
 
 def apply_staleness_policy(
@@ -104,7 +104,7 @@ def apply_staleness_policy(
     lineages: Sequence[Lineage],
     only_version: PolicyVersion | None = None,
 ) -> FreshPartials:
-    """Return the members in the form to be continued: old tokens are kept, masked or dropped.
+    """Return the members as they are to be continued, with old tokens kept, masked or dropped.
 
     Args:
         members: the members of one group.
@@ -172,7 +172,7 @@ PARTIAL_COUNTS = (
 def _split(
     leases: Sequence[Lease], begun: Sequence[bytes]
 ) -> Iterator[tuple[tuple[Lease, ...], list[bytes]]]:
-    """Yield the leases in parts that fit into one message, with the members of each lease."""
+    """Yield parts of the leases that each fit into a message, with the members of every lease."""
     start = num_bytes = 0
     for index, (lease, frame) in enumerate(zip(leases, begun, strict=True)):
         size = len(msgspec.msgpack.encode(lease)) + len(frame)
@@ -211,9 +211,10 @@ class ShippedPartials:
         return len(self._kept)
 
     def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
-        """Store a group's members unless a newer attempt shipped at least that number of tokens.
+        """Store `frame`: the members of a group, as an attempt has shipped them.
 
-        If there is too little space, the members are dropped and counted.
+        If a newer attempt has shipped at least `num_tokens` tokens, nothing changes. If there is
+        too little space, the members are dropped and counted.
         """
         kept = self._kept.get(group_id)
         if kept is not None and kept.attempt > attempt and kept.num_tokens >= num_tokens:
@@ -243,7 +244,10 @@ class ShippedPartials:
         ]
 
     def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
-        """Add to the counters the increase of a worker's counts since its last heartbeat."""
+        """Add to the counters how much a worker's counts have grown since its last heartbeat.
+
+        Also set the worker's `num_waiting` from the heartbeat.
+        """
         counts = message.stats.partials
         counted = self._counted.get(worker.node_id) or {}
         for name in PARTIAL_COUNTS:
@@ -320,12 +324,12 @@ def encode_members(members: Sequence[PartialRollout]) -> bytes:
 
 
 def encode_continuations(frames: Sequence[bytes]) -> bytes:
-    """Return the payload of a Grant: for each lease its encoded members, or no bytes."""
+    """Return the payload of a Grant: the encoded members of each lease, which may be empty."""
     return _encoder.encode(frames)
 
 
 def decode_continuations(frame: Frame) -> list[list[PartialRollout]]:
-    """Return for each lease of a Grant the members in the payload; [] if a lease has none.
+    """Return the members of each lease from the payload of a Grant; a lease may have none.
 
     Raises:
         RemoteProtocolError: if the frame is malformed.

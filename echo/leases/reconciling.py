@@ -1,12 +1,12 @@
 """Reconciliation of a worker's leases: the list in its heartbeat is compared with the book.
 
-* A lease that the worker does not list, though it should have it by now, is sent again.
+* If the worker does not list a lease that it should have by now, the lease is sent again.
 * If a worker no longer lists a lease that it was asked to give up, the lease ends, and its group is
   reserved for the worker that the request names.
-* A lease that the worker lists and the book does not have is entered, for example after a restart
-  of the learner. If the group has ended, if another worker continues it, or if the worker was not
-  granted this attempt, the lease is not entered, and the learner reports it to the worker as
-  unwanted.
+* If the worker lists a lease that the book does not have, for example after a restart of the
+  learner, the lease is entered in the book. But if the group has ended, if another worker continues
+  the group, or if the worker was not granted this attempt, the lease is not entered, and the
+  learner reports it to the worker as unwanted.
 * A listed lease that has expired is not entered again, but still occupies a place of its worker.
 """
 

@@ -55,7 +55,7 @@ NO_FAULT = frozenset({"stale", "abandoned_version"})
 
 @dataclass(frozen=True, slots=True)
 class StoreGroup(Action):
-    """Write this group to the disk; the event GroupStored or GroupDiscarded follows."""
+    """Have the learner write `group` to the disk; GroupStored or GroupDiscarded follows."""
 
     group: Group
     header: Frame
@@ -71,7 +71,7 @@ class GroupStored:
 
 @dataclass(frozen=True, slots=True)
 class GroupDiscarded:
-    """Event: a delivered group ends for this reason without being trained on."""
+    """Event: a delivered group has ended for `reason` and will not be trained on."""
 
     group_id: int
     reason: str
@@ -362,7 +362,7 @@ class Results:
 
 
 def _printable(text: str) -> str:
-    """Return the last MAX_CAUSE_LENGTH characters of a text, "?" in place of control characters."""
+    """Return the last MAX_CAUSE_LENGTH characters of a text, with "?" for control characters."""
     return "".join(
         char if char.isprintable() or char == "\n" else "?" for char in text[-MAX_CAUSE_LENGTH:]
     )

@@ -78,7 +78,7 @@ class AcceptedGroups(Protocol):
 
 
 class PromptPendingError(EchoError):
-    """The prompt is still being made; once it is ready, its maker starts a round of grants."""
+    """The prompt is still being made; a round of grants starts once the prompt is ready."""
 
 
 class Prompts(Protocol):

@@ -40,8 +40,8 @@ from echo.wire.actions import Action, PeerFaults, Routes
 from echo.wire.messages import Ack, Heartbeat, Lease, Reclaim
 
 GRANT_S = 3e-4
-"""Least seconds between two rounds of grants, per node of a large fleet: 0.3 s with 1000 nodes.
-Between two rounds the workers sample the groups in their queues.
+"""Least time between two rounds of grants in a large fleet, in seconds per node: with 1000 nodes it
+is 0.3 s. Between two rounds the workers sample the groups in their queues.
 """
 
 WaitReason = Literal["", "outdated", "no_worker", "no_weights", "no_agent", "busy"]
@@ -159,7 +159,7 @@ class Scheduler:
     ) -> tuple[frozenset[PolicyVersion], bool]:
         """Return the installed versions that may sample a further group now.
 
-        The second result is whether no group can be admitted, even for the newest version.
+        The second result is true if not even the newest version may sample a further group.
         """
         quota = self.quota
         bounds = quota.bounds(workers)

@@ -9,9 +9,9 @@ worker and gets most of the leases. Two rules prevent such a worker from stoppin
 that were delivered since the previous useful group. A worker is set aside once its credits sum up
 to EXPECTED groups or more, while the number of its useful groups is at most LEAST_SHARE of these
 credits. The worker then gets no groups for AWAY_S, and its count begins again. The number of useful
-groups of an honest worker scatters no more than Poisson's law says, so 2 or fewer in place of 20
-have a probability of 5e-7. If the whole fleet learns nothing, no worker is credited, so none is set
-aside.
+groups of an honest worker scatters no more than Poisson's law says. So if 20 useful groups are
+expected, the probability of 2 or fewer is 5e-7. If the whole fleet learns nothing, no worker is
+credited, so none is set aside.
 
 **A quorum.** A run ends after `max_zero_signal_groups` groups in a row without a useful group. If
 nearly all of these groups are from one worker, this worker gets no groups until the other workers

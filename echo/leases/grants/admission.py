@@ -22,7 +22,7 @@ from echo.core.rollout import Lineage, PolicyVersion, is_surviving
 from echo.leases.book import LeasedWorker
 
 Bounds = Mapping[PolicyVersion | None, int]
-"""Installed version -> number of promised groups at which its workers get no more groups."""
+"""Installed version -> the limit on promised groups for its workers (`Quota.limit`)."""
 
 
 def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: int) -> int:
@@ -52,9 +52,10 @@ def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) 
 def oldest_version(
     lineages: Sequence[Lineage], *, max_staleness: int, groups_per_step: int, num_promised: int
 ) -> PolicyVersion | None:
-    """Return the oldest version that may sample the next group; None if none survives.
+    """Return the oldest version that may sample the next group; None if there is no such version.
 
-    Of the versions with step `oldest_step`, the result is the one that no resume has abandoned.
+    Each lineage may have a version with the step `oldest_step`. Versions that a resume has
+    abandoned are left out.
     """
     step = oldest_step(
         max_staleness=max_staleness, groups_per_step=groups_per_step, num_promised=num_promised
@@ -103,7 +104,10 @@ class Quota:
         return self.num_promised >= self.limit(step) and not self.is_batch_waiting
 
     def limit(self, installed_step: int) -> int:
-        """Return the number of promised groups at which workers with this version get no more."""
+        """Return the limit on promised groups for workers with the weights of `installed_step`.
+
+        Once this number of groups is promised, these workers are granted no more.
+        """
         return most_promised(
             max_staleness=self.max_staleness,
             installed_step=installed_step,

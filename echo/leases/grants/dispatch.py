@@ -40,8 +40,9 @@ from echo.leases.groups import LeaseRecord
 FULL_SLOWDOWN = 2.0
 """Factor by which a group takes longer in a full engine than in an empty engine.
 
-The value is assumed, because the learner nearly always sees an engine at one load only. The value
-decides how much later a worker with fewer groups may become free and still be preferred.
+The value is assumed, because the learner nearly always sees an engine at one load only. Of two
+workers, the one with fewer groups may be preferred although it becomes free later. The value
+decides how much later.
 """
 
 
@@ -62,11 +63,11 @@ class Load:
     """Number of groups that the worker can hold."""
     num_held: int
     most_promised: int
-    """Number of promised groups at which the worker gets no more groups for its present version."""
-    most_soon: int
-    """Number of promised groups at which the worker gets no more groups for the version that it is
-    expected to install soon.
+    """Limit on promised groups for the worker's present version: once this number of groups is
+    promised, the worker gets no more.
     """
+    most_soon: int
+    """The same limit for the version that the worker is expected to install soon."""
     group_s: float = 1.0
     """Seconds that one group takes in the worker's engine if the engine is otherwise empty."""
     trial_s: float = 1.0
@@ -233,7 +234,7 @@ def even_out(
 
 
 AGE_FACTOR = 4.0
-"""A lease is old enough for a copy at AGE_FACTOR x `factor` times the usual time of a group."""
+"""A lease may be copied once it is AGE_FACTOR x `factor` times as old as a group usually takes."""
 USUAL_FACTOR = 2.0
 """The `factor` that the rule for age uses if hedging is off."""
 

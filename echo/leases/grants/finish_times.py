@@ -14,10 +14,10 @@ allows. So a stalled group is recognized, and a group with one running completio
 stalled.
 
 A worker of unknown speed counts as twice as fast as the fastest worker, so that it is tried. The
-groups that such a worker then holds are expected to advance at the median speed of all workers. An
-idle worker's speed estimate doubles every `RETRY_GROUPS` group times, up to the fastest worker's.
-So a slow worker is tried again with one group from time to time: the slower the worker, the less
-often.
+groups that such a worker then holds are expected to advance at the median speed of all workers. The
+speed estimate of an idle worker doubles each time that `RETRY_GROUPS` durations of a group have
+passed, up to the speed of the fastest worker. So a slow worker is tried again with one group from
+time to time: the slower the worker, the less often.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_VERSIONS = 16
 """Number of newest versions whose first installation is remembered."""
 
 MEMORY = 0.8
-"""Factor on the sums over earlier groups when another group is measured."""
+"""When a group is measured, the sums over the earlier groups are multiplied by this factor."""
 
 MAX_SPEED = 1e6
 """Highest speed of one completion, tokens per second; a report of a higher speed is cut to this."""
@@ -110,8 +110,8 @@ class Speed:
     seconds: float = 0.0
     """`tokens` and `seconds` are sums over the worker's groups; older groups have lower weights."""
     load_s: float = 0.0
-    """Weighted sum over groups: the group's seconds times the leases that the worker held
-    meanwhile.
+    """Weighted sum over the worker's groups: seconds of the group, times the mean number of leases
+    that the worker held during the group.
     """
     provisional: float | None = None
     """Tokens per second, estimated from heartbeats; used until the worker has made a group."""
@@ -121,7 +121,7 @@ class Speed:
     lag_s: float = 0.0
     """Mean seconds by which this worker installs a version later than the first worker."""
     freed_at: float = 0.0
-    """Time at which the worker last delivered a group; another group may have begun then."""
+    """Time at which the worker last delivered a group and so could begin another group."""
 
     @property
     def measured(self) -> float | None:

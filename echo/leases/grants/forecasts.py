@@ -31,7 +31,7 @@ class WorkerForecast:
     """The worker's groups, each with its predicted finish."""
 
     def take_place(self, seconds: float) -> float:
-        """Put a group of this duration into the place that is free first; return when it ends."""
+        """Give a group of `seconds` the place that is free first; return when the group ends."""
         done_at = self.free_at[0] + seconds
         heapq.heapreplace(self.free_at, done_at)
         return done_at

@@ -79,10 +79,10 @@ SPARE_SHARE = 0.05
 """At each step the margin shrinks by this part of the least spare time of recent batches."""
 
 REST = 1 / 32
-"""Part of a step's time after which the number of groups that are due is decided again."""
+"""A decision on the number of groups that are due is valid for this part of a step's time."""
 
 MAX_REST_S = 5.0
-"""The longest time, seconds, after which the number of groups that are due is decided again."""
+"""The longest time, seconds, for which a decision on the number of due groups is valid."""
 
 RECENT_GROUPS = 64
 """Number of newest groups from which the useful share is estimated."""
@@ -98,7 +98,7 @@ class JustInTime:
     """Decides how many of the groups that admission allows are granted now."""
 
     def __init__(self, *, groups_per_step: int, max_staleness: int, step: int = 0) -> None:
-        """Start after `step` steps, without any measurement."""
+        """Start for a run that has done `step` optimizer steps; nothing is measured yet."""
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._step = step
@@ -357,14 +357,14 @@ class JustInTime:
         return done_at
 
     def _least_staleness(self, load: Load) -> int:
-        """Return the staleness of a group that a worker begins as soon as it has a version."""
+        """Return the staleness of a group that a worker begins right after installing a version."""
         before, step = self._versions
         group_s = load.finish_at - load.free_at[0]
         late_s = (self._delay_s.get(load.node_id) or 0.0) + group_s + self.margin_s
         return math.ceil(late_s / self._step_s) + max(1, step - before) - 1
 
     def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
-        """For each group that is held back although a worker could begin it, record since when."""
+        """Record the time from which each group was held back although a worker could begin it."""
         size = self._groups_per_step
         for ordinal in range(num_promised, num_promised + due):
             since = self._held_since.pop(ordinal, now)

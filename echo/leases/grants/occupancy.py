@@ -114,9 +114,9 @@ class Occupancy:
     ) -> tuple[int, float]:
         """Return (limit, time) for the version that a worker should install soon.
 
-        The limit is the number of promised groups at which workers with this version get no more.
-        The time is that of the expected installation. If the time is unknown, the result is `own`,
-        the limit of the installed version, and the present time.
+        The limit is that on promised groups for workers with this version (`Quota.limit`).
+        The time is the expected time of the installation. If this time is unknown, the result is
+        `own`, which is the limit for the installed version, and the present time.
         """
         at = self._finish_times.installs_at(worker_id, newest, now=self._now)
         if at is None:
@@ -124,7 +124,7 @@ class Occupancy:
         return own + (newest.step - installed.step) * self._groups_per_step, at
 
     def _alone_s(self, speed: Speed, num_places: int) -> float:
-        """Return the seconds that a group would take in a worker's engine without other groups.
+        """Return the seconds that a group would take if it were alone in a worker's engine.
 
         The speed was measured under load, so the time is divided by the slowdown at that load.
         """

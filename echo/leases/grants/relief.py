@@ -70,7 +70,7 @@ class Relief:
         }
 
     def _even_out(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Return the leases to move to newcomers while no group of the run has been made."""
+        """Return the leases to move to newcomers, before the first group of the run is made."""
         occupancy = self._occupancy
         equals = self._finish_times.equals(occupancy.able)
         newcomers = [
@@ -82,7 +82,7 @@ class Relief:
         return even_out(self._movable(running), newcomers) if newcomers else []
 
     def _move_waiting(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Return leases that have not begun and that idle workers would finish sooner."""
+        """Return leases of groups that have not begun and that idle workers would finish sooner."""
         loads = self._occupancy.loads(self._occupancy.idle())
         for load in loads:
             for _ in range(pending[load.node_id]):
@@ -97,9 +97,10 @@ class Relief:
         return moves(waiting, loads, least_gain_s=self._settings.heartbeat_s)
 
     def _movable(self, running: Sequence[RunningGroup]) -> dict[str, list[LeaseRecord]]:
-        """Return worker -> its leases, begun ones first, for workers whose leases may all move.
+        """Return worker -> its leases that may move, begun ones first.
 
-        Leases that were requested already are left out.
+        Leases that were requested already are left out. A worker is left out if one of its
+        other leases may not move.
         """
         held: dict[str, list[LeaseRecord]] = {}
         for record in (group.record for group in running):
@@ -112,7 +113,7 @@ class Relief:
         }
 
     def _may_move(self, record: LeaseRecord) -> bool:
-        """Return whether a lease may be requested: its worker lists it, and no copy was made."""
+        """Return whether a lease may move: its worker lists it and it is the group's only lease."""
         is_known = record.is_confirmed and not record.is_delivered and record.request is None
         is_alone = len(self._leases.group(record.group_id).leases) == 1
         return is_known and is_alone and record.attempt < MAX_ATTEMPTS // 2
@@ -170,7 +171,7 @@ class Relief:
         return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
 
     def _withheld_from(self, record: LeaseRecord) -> str | None:
-        """Return the worker that was to get a lease, if the holder kept the lease; else None."""
+        """Return the worker to which a lease should have moved but did not; else None."""
         request = record.request
         if request is None or record.copy_of is not None:
             return None

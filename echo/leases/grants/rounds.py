@@ -35,7 +35,7 @@ from echo.leases.run import PromptPendingError, Prompts, find_prompt_fault
 from echo.wire.messages import Lease
 
 MAX_UNUSABLE = 1000
-"""Number of prompts in a row that cannot be turned into tokens, after which the run ends."""
+"""The run ends after this number of prompts in a row that cannot be turned into tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Decisions:
     released: list[int] = field(default_factory=list)
     """Ids of the groups in `OpenGroups.released` that the round has considered, granted or not."""
     fault: DataError | None = None
-    """The error because of which no more prompts can be used; None if no such error occurred."""
+    """The error with which the run ends, because no prompt can be used; None if there is none."""
 
 
 class Round:
@@ -192,7 +192,7 @@ class Round:
                 self._decisions.grants.append(NewLease(copy, worker, copy_of=original.attempt))
 
     def _copy_of(self, original: LeaseRecord) -> Lease:
-        """Return the lease that copies another: the group's next attempt, with the same seed."""
+        """Return a copy of the lease `original`: the group's next attempt, with the same seed."""
         seed = self._prompts.lease(original.group_id, original.attempt).seed
         return msgspec.structs.replace(
             self._next_lease(original.group_id), seed=seed, min_version=original.min_version

@@ -224,7 +224,7 @@ class HeldLeases:
         return self._groups.get(key)
 
     def of(self, *states: GroupState) -> list[PartialGroup]:
-        """Return the groups in these states, state by state, in the order in which they entered."""
+        """Return the groups in these states: state by state, and in a state by time of entry."""
         return [group for state in states for group in self._by_state[state].values()]
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
@@ -289,9 +289,9 @@ class HeldLeases:
         """Move waiting groups into the engine: interrupted ones first, then queued ones.
 
         In each state older groups come first. Groups that require a newer version than `installed`
-        go on waiting. If a group is too large for the rest of `max_rollouts`, no later group is
-        moved. A group with another number of members than `group_size`, for example from before a
-        change of the configuration, is sampled from the start.
+        go on waiting. Once a group has more rollouts than `max_rollouts` still allows, no later
+        group is moved. A group with another number of members than `group_size`, for example from
+        before a change of the configuration, is sampled from the start.
 
         Args:
             max_groups: the most groups to move.
@@ -327,7 +327,7 @@ class HeldLeases:
         ]
 
     def stages(self, installed: PolicyVersion | None) -> dict[str, int]:
-        """Return how many groups there are by what they do, for the learner's explanations."""
+        """Return the number of groups in each stage, by which the learner explains waits."""
         num_waiting, num_late = len(self.of(*WAITING)), len(self.awaiting(installed))
         counts = {
             WaitStage.SAMPLING: len(self.of(GroupState.RUNNING, GroupState.RECLAIMED)),
@@ -341,7 +341,7 @@ class HeldLeases:
     def overdue(
         self, installed: PolicyVersion | None, *, wait_s: float, now: float
     ) -> list[PartialGroup]:
-        """Return the groups that have waited for a newer version for `wait_s` seconds."""
+        """Return the groups that have waited at least `wait_s` seconds for a newer version."""
         waiting = self.awaiting(installed)
         since = self._waiting_since
         self._waiting_since = {group.key: since.get(group.key, now) for group in waiting}

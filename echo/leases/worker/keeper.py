@@ -23,7 +23,7 @@ from echo.wire.messages import Partial
 
 @dataclass(frozen=True, slots=True)
 class Save(Action):
-    """Write this worker's file of unfinished groups; the event PartialsSaved follows."""
+    """Have the worker write its file of unfinished groups; the event PartialsSaved follows."""
 
     data: bytes
 
@@ -98,7 +98,7 @@ class PartialKeeper:
         return [Note("warning", text)]
 
     def on_found(self, saved: Frame, run_id: str) -> list[Action]:
-        """Add the groups of this run that a former process of this worker saved; return a note."""
+        """Add the groups of this run from the file that a former process left; return a note."""
         try:
             partials = decode_groups(saved, run_id=run_id)
         except RemoteProtocolError as error:

@@ -50,7 +50,10 @@ class Outbox:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which a delivery is next due; 0.0 if one was never sent, None if empty."""
+        """Time at which the next delivery is due.
+
+        The time is 0.0 if a delivery was never sent, and None if the outbox is empty.
+        """
         if not self._deliveries:
             return None
         sent = [delivery.sent_at for delivery in self._deliveries.values()]
