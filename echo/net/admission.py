@@ -2,8 +2,8 @@
 
 During the handshake with a client libzmq asks whether to admit the client, by messages to an
 address inside the process (ZAP, RFC 27). The event loop answers, so no thread is needed. All nodes
-of the run dial with the same key, and guests with one key per kind of guest. libzmq informs a
-refused client and closes its connection.
+of the run dial with the same key, and each kind of guest dials with a key of its own. libzmq
+informs a refused client and closes its connection.
 """
 
 from __future__ import annotations

@@ -384,8 +384,8 @@ async def read_greeting(
     """Send the start of a ZMTP greeting; return the first bytes that the other side sends.
 
     libzmq reports that an attempt failed, but does not report the error. The greeting names the
-    security mechanism of the other side. It must be read before the other side closes the
-    connection.
+    security mechanism of the other side. This side must read the greeting before the other side
+    closes the connection.
 
     Raises:
         TimeoutError: if no connection is made within `within_s` seconds.

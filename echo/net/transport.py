@@ -122,10 +122,9 @@ class TransportOptions:
     heartbeat_s: float = 2.0
     """Seconds between two probes on an idle connection."""
     dead_after_s: float = 10.0
-    """Time without an answer to a probe after which a connection is dead, seconds.
+    """Seconds without an answer to a probe after which a connection counts as dead.
 
-    Must exceed the time that the largest message takes on the slowest link.
-    """
+    Must exceed the time that the largest message takes on the slowest link."""
     connect_timeout_s: float = 10.0
     """Time limit of one attempt to connect, seconds: for TCP and for the handshake separately."""
     min_redial_s: float = 0.1
@@ -202,7 +201,9 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
-        """Start to connect to `address`, and again after every loss; return the id of the peer.
+        """Start to connect to `address`; return the id of the peer.
+
+        After every lost connection, the address is dialled again.
 
         Args:
             address: tcp://host:port#key. Pauses between attempts grow.

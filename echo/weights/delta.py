@@ -297,8 +297,8 @@ def pack_changes(where: Indices, difference: Words) -> list[bytes]:
 
     Args:
         where: indices of the changed words, increasing.
-        difference: new minus old value of each changed word, modulo the size of a word; none is
-            zero.
+        difference: new minus old value of each changed word, modulo the size of a word. No
+            difference is zero.
     """
     gaps = _pack_gaps(where)
     number = zigzag(difference) - 1
@@ -417,7 +417,8 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
     Args:
         base: the same block in the version that the receiver holds; None to code the block alone.
         new: the bytes of the block, of any length.
-        word_bytes: size of the floats in the block, in bytes; 1 for other or unknown contents.
+        word_bytes: size of the floats in the block, in bytes; 1 if the block does not consist of
+            floats, or its contents are unknown.
 
     Raises:
         LocalProtocolError: if the base and the block differ in length.

@@ -32,13 +32,13 @@ has arrived for `patience_s`. `patience_s` is the longest of these times: four r
 chunks at the measured rate, and three times the longest gap between two recent chunks (if many
 children share an uplink, each of them sees such gaps). If there is a spare parent, the node leaves
 its parent at the first silence. Without a spare parent the node repeats its request once, and
-leaves the parent at the second silence. The limits of `patience_s`:
+leaves the parent at the second silence. These rules change or bound `patience_s`:
 
 * At least MIN_PATIENCE_S with a spare parent.
 * At least the configured time without a spare parent. The same limit holds for the first chunk
   after a request, because all children request this chunk at the same time.
-* The configured time while the rate of the link is unknown, doubled for each parent that was left
-  for its silence. Otherwise a slow link would never deliver a chunk.
+* The configured time while the rate of the link is unknown. This time doubles with each parent that
+  the node leaves because of a silence; otherwise a slow link would never deliver a chunk.
 * A parent that itself waits for the item announces when it will send its next Waiting. This Waiting
   may arrive up to PROMISE_GRACE_S later.
 * No limit while a chunk of the link is being written: if the disk is slower than the link, the

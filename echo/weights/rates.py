@@ -29,10 +29,10 @@ from echo.wire.codec import encode
 from echo.wire.messages import Probe, ProbeAck
 
 SAMPLE_S = 0.1
-"""Least busy time of a sample of a rate, seconds."""
+"""Shortest busy time, in seconds, of one sample from which a rate is estimated."""
 
 SAMPLE_CHUNKS = 4
-"""Least number of chunks of a sample: with fewer, rounding dominates the rate."""
+"""Smallest number of chunks of a sample. With fewer chunks rounding would dominate the rate."""
 
 UPLINK_SAMPLE_S = (2.0, 5.0)
 """Least busy time, in seconds, of a sample of an uplink's rate. The first value applies to a sample

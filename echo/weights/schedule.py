@@ -76,7 +76,8 @@ class PublishPace:
     def limit(self, max_staleness: int) -> None:
         """Set another bound on staleness, S; the period becomes at most S + 1.
 
-        An adapted period that a bound has shortened grows again only with the next measurement.
+        If a bound shortens an adapted period, the period grows again only with the next
+        measurement.
         """
         self._max_staleness = max_staleness
         longest = self.period if self._is_auto else self._longest
@@ -162,9 +163,10 @@ def cheapest_paths(
 ) -> dict[PolicyVersion, FetchPath]:
     """Return, for each version that can be reached, the cheapest path to it.
 
-    A path is cheaper if it has fewer bytes, then if it has fewer steps, then if it was offered
-    first. A delta leads to a newer version than its base, so one pass over the deltas, oldest
-    first, finds all paths.
+    Of two paths the one with fewer bytes is cheaper. If both have the same number of bytes, the
+    path with fewer steps is cheaper; if also the steps are equal, the path that was offered first.
+    A delta leads to a newer version than its base, so one pass over the deltas, oldest first, finds
+    all paths.
 
     Args:
         held: versions whose image the node has; the paths to them are empty.

@@ -330,7 +330,7 @@ class Refuse(Message, frozen=True):
     detail: Line
     """Text for the operator: the values that differ, and the remedy."""
     answers: Key = b""
-    """This field and the next two have the same meaning as in Welcome."""
+    """`answers`, `public_key` and `signature` have the same meaning as in Welcome."""
     public_key: Key = b""
     signature: Key = b""
 
@@ -350,8 +350,8 @@ class Finish(Message, frozen=True):
 
     reason: Line
     answers: Key = b""
-    """This field and the next two have the same meaning as in Welcome; they are empty in a sealed
-    message."""
+    """`answers`, `public_key` and `signature` have the same meaning as in Welcome. In a sealed
+    message they are empty."""
     public_key: Key = b""
     signature: Key = b""
 
@@ -400,10 +400,9 @@ class LeaseState(Message, frozen=True, array_like=True, tag=False):
     group_id: GroupId
     attempt: Attempt
     num_tokens: Progress
-    """Number of tokens sampled, plus rewards and tool results received, for the lease; an increase
-    renews the lease. It is 0 before the group has begun, and -1 from the group's end until the
-    learner acknowledges it.
-    """
+    """Progress of the lease: the number of tokens sampled, rewards received and tool results
+    received. An increase renews the lease. The number is 0 before the group has begun, and -1 from
+    the group's end until the learner acknowledges the group."""
     is_waiting: bool = False
     """Whether the group waits to begin or to continue. If it waits, the lease is renewed by the
     progress of the worker's running groups."""
@@ -449,8 +448,8 @@ class NodeStats(Message, frozen=True, tag=False):
     """Number of groups that a worker's memory holds at the same time, whatever its settings are; 0
     if unknown."""
     groups: Counts = msgspec.field(default_factory=dict)
-    """Number of a worker's groups by what they do: sampling, rewards, weights (waiting for a newer
-    version), queued or delivered."""
+    """State of a group -> number of the worker's groups in this state. The states are sampling,
+    rewards, weights (waiting for a newer version), queued and delivered."""
     engine: Word = ""
     """Kind and data type of a worker's engine; results of workers with equal engines can be
     compared."""

@@ -14,9 +14,9 @@ Welcome is the learner's. If a relay replaces either key, the node detects it. T
 the key pairs, both nonces and the Hello's hash determine the keys of this **channel**. (On links
 without CURVE there is no fingerprint, and the node accepts the first learner that answers.)
 
-The learner can verify less: only that a message comes from the node that sent the Hello. Any node
-of the run may send a Hello, so a relay may send a Hello in the name of an absent node. But a relay
-cannot send messages in a channel that another node has begun.
+The learner can verify less than the node. It can verify only that a message comes from the node
+that sent the Hello. Any node of the run may send a Hello, so a relay may send a Hello in the name
+of an absent node. But a relay cannot send messages in a channel that another node has begun.
 
 **Seal.** (channel, number, code). `channel` is eight bytes that name the channel. `number` counts
 the messages of one direction. `code` is BLAKE3, keyed with the direction's key, over number,

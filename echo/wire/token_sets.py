@@ -15,9 +15,9 @@ dense, so most differences take one or two bytes.
 A rollout has two blocks: `support`, without log-probabilities, and `likely`, with
 log-probabilities. A block is empty if the rollout has no such sets. A group is one message, so the
 largest supports are left out if the blocks would not fit into it. The blocks of all rollouts of a
-group (codec.py, and leases/partials.py for partial rollouts) stand behind the other arrays of the
-group. The group's header has a pair of lengths for each rollout, and no pair at all if no rollout
-has sets.
+group (codec.py, and leases/partials.py for partial rollouts) follow the other arrays of the group.
+The group's header has a pair of lengths for each rollout, and no pair at all if no rollout has
+sets.
 """
 
 from __future__ import annotations

@@ -224,9 +224,9 @@ class _Grower:
         """Attach every node and return the tree.
 
         Nodes that may serve children are attached first, and then the leaves. Nodes of the
-        learner's region come before all others; otherwise this region would need a link from
-        outside. Next are the nodes of the regions that can serve the most children in other
-        regions.
+        learner's region come first, because otherwise a link would have to lead back into this
+        region. Then the other regions follow in order of the number of children that they can serve
+        in further regions, the largest number first.
         """
         places, groups = self._places, self._groups
         surplus = tuple(self._surplus)
