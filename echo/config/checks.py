@@ -153,8 +153,8 @@ def _check_dual_clip(config: Config) -> Iterator[Problem]:
 def _check_centering(config: Config) -> Iterator[Problem]:
     """Refuse score centering with truncated sampling.
 
-    The learner's log-probabilities of the likely ids are over the whole vocabulary, and the
-    sampler's would be over the part of the vocabulary that truncation leaves.
+    Centering compares log-probabilities of the likely ids. The learner's are computed over the
+    whole vocabulary, but the sampler's would be computed over the part that truncation leaves.
     """
     if not likely_ids_of(config):
         return

@@ -213,9 +213,10 @@ def rented_nodes(
 ) -> dict[str, int]:
     """Return the number of rented nodes of each offer.
 
-    The number is the one in [sim], otherwise the one in the plan; if neither has a number, all
-    nodes on offer are rented. A number above the number on offer is ignored, because a list of that
-    length may exceed the memory; `scenario_rules` reports such a number.
+    A number in [sim] comes first, then the number in the plan. An offer without such a number gets
+    no nodes if there is a plan, and all nodes on offer if there is no plan. A number above the
+    number on offer is ignored, because a list of that length may exceed the memory;
+    `scenario_rules` reports such a number.
     """
     counts = dict(offered)
     if plan is not None:

@@ -138,7 +138,7 @@ def _read_override(kind: type[FleetFile], text: str, source: str, below: Setting
 
 
 def _find_row(table: str, name: str, settings: Settings) -> tuple[list[str], str]:
-    """Return the numbers of the rows with this name, and an error text for none or several."""
+    """Return the numbers of the rows with this name, and an error text for other than one row."""
     calls = [
         (path[1], str(setting.value))
         for path, setting in settings.items()
@@ -221,7 +221,7 @@ def _locate(
 ) -> tuple[KeyPath, Leaf | None]:
     """Return the path and the key of the place that a pydantic error names.
 
-    The end of such a place, which may name the member of a union, is cut off.
+    Such a place may end in the name of a union's member. This end is cut off.
     """
     path = (*row, *map(str, place))
     while SCHEMAS[kind].find(path) is None and len(path) > len(row):
@@ -321,7 +321,7 @@ def _request(file: FleetFile) -> FleetRequest:
 
 
 def _catalogues(file: FleetFile) -> tuple[dict[str, Gpu], dict[str, ModelShape]]:
-    """Return the GPUs and the models by name: those of the catalogue and those of the file."""
+    """Return the GPUs and the models that the catalogue and the file define, by name."""
     gpus, models = dict(GPUS), dict(MODELS)
     for row in file.gpus:
         gpus[row.name] = Gpu(

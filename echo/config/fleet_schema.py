@@ -287,7 +287,7 @@ class ScenarioFile(FleetFile):
 
 AnyFile = TypeVar("AnyFile", bound=FleetFile)
 ROW = "*"
-"""Placeholder in the path of a list's key, in place of the number of a row."""
+"""Stands for the number of a row in the path of a key, if the table is a list of rows."""
 
 
 @cache

@@ -47,9 +47,9 @@ Settings = Mapping[KeyPath, Setting]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error in the settings: the value at the first of `paths` is reported.
+    """One error in the settings. Its message shows the value at the first of `paths`.
 
-    The other paths are those of the values that contribute to the error.
+    The values at the other paths contribute to the error.
     """
 
     paths: tuple[KeyPath, ...]
@@ -57,8 +57,8 @@ class Problem:
     setting: Setting | None = None
     """The refused value; None if the value is among the accepted settings."""
     is_idle: bool = False
-    """Whether the only problem is that the value at the first path has no effect together with the
-    values at the other paths. A resumed run replaces a saved value of this kind by its default.
+    """Whether the value at the first path merely has no effect, because of the values at the other
+    paths. A resumed run replaces a saved value without effect by its default.
     """
 
 
@@ -71,7 +71,7 @@ class Schema:
     override_form: str
     """The text on how to write an override."""
     sections: Callable[[], Collection[str]]
-    """Returns the names of the tables that set nothing when they are empty."""
+    """Returns the names of the sections. An empty section in a file sets nothing."""
     find: Callable[[KeyPath], Leaf | None]
     """Returns the key at a path, or the table of the user's own keys that contains the path."""
     describe_unknown: Callable[[KeyPath], str]
@@ -318,7 +318,10 @@ def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: s
 
 
 def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
-    """Return an empty setting for a missing key, with the source of other keys in its table."""
+    """Return a setting without a value for a missing key, with a source to name in the message.
+
+    The source is that of the nearest key that the user has set; `file_name` if no key is near.
+    """
     for depth in range(len(path), 0, -1):
         for other, setting in settings.items():
             if other[:depth] == path[:depth] and not setting.is_default:

@@ -209,7 +209,7 @@ def _check(
 ) -> tuple[dict[KeyPath, Setting], Config, list[Problem]]:
     """Return all settings, a valid configuration, and the problems of the user's settings.
 
-    Values with problems have their defaults in the configuration.
+    In the configuration each value that has a problem is replaced by its default.
     """
     kinds, problems = _choose_kinds(user)
     known = leaves(kinds)
@@ -269,7 +269,7 @@ def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[P
 
 
 def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict[KeyPath, Setting]:
-    """Return the settings without the saved defaults of a kind that is no longer chosen."""
+    """Return `user` without the defaults that were saved for kinds that are no longer chosen."""
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
     known, profile = leaves(before), _profile_of(saved)
@@ -285,7 +285,7 @@ def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict
 
 
 def _leaf_at(path: KeyPath, known: Mapping[KeyPath, Leaf]) -> Leaf | None:
-    """Return the key at `path`, or the key of the user's own table that contains `path`."""
+    """Return the key at `path`; for a path within a table of the user's keys, the table's key."""
     leaf = known.get(path)
     table = known.get(path[:2])
     return leaf or (table if table is not None and table.is_table else None)
@@ -353,7 +353,7 @@ def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[Key
 
 
 def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config, list[Problem]]:
-    """Return a configuration with defaults in place of invalid values, and their problems."""
+    """Return the problems of invalid values, and a configuration with defaults in their place."""
     try:
         return Config.model_validate(nest(settings)), []
     except ValidationError as error:
@@ -429,7 +429,10 @@ def dry_run_text(
     notices: Iterable[str] = (),
     preview: Iterable[str] = (),
 ) -> str:
-    """Return the text of a dry run: whether the node would start, memory, data, all settings."""
+    """Return the text of a dry run: whether the node would start, and with what settings.
+
+    The text also has the memory budget, the notices and the preview of the data.
+    """
     head = "would start" if would_start else "would not start, see the end"
     lines = [f"{head}: {_describe_start(config, role)}"]
     if budget is not None:
@@ -563,7 +566,7 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
 
 
 def keep_choices(saved: Config, config: Config) -> Config:
-    """Return `config`, with the dtype that the run's first start chose in place of "auto"."""
+    """Return `config`; if its dtype is "auto", it gets the dtype that the first start chose."""
     if config.learner.dtype != "auto":
         return config
     learner = config.learner.model_copy(update={"dtype": saved.learner.dtype})
@@ -583,12 +586,12 @@ def _at(table: Any, path: Sequence[str]) -> Any:
 
 
 _TEMPLATE = "model.chat_template"
-"""The only key for which workers are sent the text of a file; for all other keys the value is sent.
-"""
+"""The only key for which the learner sends workers the text of a file, and not the key's value."""
 NO_TEMPLATE = "none"
-"""Value of the key in place of a file's path: the tokenizer's own template is not used."""
+"""Value of `model.chat_template` that is no path: no template is used, not even the tokenizer's."""
 _AGENTS = "agent.listen"
-"""The learner decides whether workers serve agents; a worker may set its own address for them."""
+"""The key with the address for agents. Workers have one only if the learner has set this key. A
+worker may then set an address of its own."""
 
 
 def inherited_settings(config: Config) -> dict[str, Any]:
@@ -641,10 +644,10 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def has_own_model(config: Config) -> bool:
-    """Return whether model.name names the model of this worker, not only the learner's.
+    """Return whether the worker has to take its model from model.name, and not from the learner.
 
-    One file serves all machines, so the name in a file is meant for the learner, unless it is a
-    directory that exists here, too. A name given by --set, even a hub id, is meant for this worker.
+    All machines share one file, so a name in the file is meant for the learner only, unless it is
+    a directory on this machine. A name given by --set, even a hub id, is meant for this worker.
     """
     name = config.model.name
     return name is not None and (

@@ -5,12 +5,13 @@ torch, cannot import them, so the keys are repeated here; a test compares names 
 
 Truncated sampling. With top-p, top-k or min-p a worker computes log-probabilities in the truncated
 and renormalised distribution. A rollout carries the ids that each token was drawn from, and the
-learner computes in the same distribution. A set can be too large to send (core/token_sets.py); its
-token is then scored in the whole distribution. So even on-policy the token's ratio of learner to
-sampler is Z, the probability that truncation has kept. With top-p, Z is between top_p and 1; with
-top-k and min-p, Z is any value up to 1. If the range of ratios of a loss begins above Z, the loss
-learns nothing from rollouts with a negative advantage, or leaves all rollouts out. So such a loss
-gets no group with such a token. `least_ratios` returns where the ranges begin.
+learner computes in the same distribution. If the set of these ids is too large to send
+(core/token_sets.py), the learner scores the token in the whole distribution. The ratio of learner
+to sampler of this token is then Z even on-policy, where Z is the probability that truncation has
+kept. With top-p, Z is between top_p and 1; with top-k and min-p, Z is any value up to 1. Suppose a
+loss has a range of ratios that begins above Z. Then it learns nothing from rollouts with a negative
+advantage, or leaves all rollouts out. Such a loss therefore gets no group with a token whose set is
+missing. `least_ratios` returns where the range of a loss begins.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ DualClip = Annotated[
     Field(description="Bound on the ratio where the advantage is negative; false is off."),
 ]
 RATIO_UNDER_TOP_K = 0.9
-"""If top-k or min-p is set, a loss gets tokens without their sets only if its range includes this
-ratio. The probability that top-k and min-p remove has no bound, so this value is a judgement:
-ranges of .2, as in PPO, are used with top-k; ranges of some percent clip every token.
+"""The ratio that stands for Z (see the module) if top-k or min-p is set. A loss gets tokens whose
+set is missing only if its range includes this ratio. Z has no lower bound with top-k and min-p, so
+the value is a judgement. It admits the ranges of .2 of PPO, which are used with top-k, and excludes
+ranges of some percent, which would clip every token.
 """
 
 Aggregation = Annotated[

@@ -1,8 +1,8 @@
 """Names of settings in other trainers, with the names that Echo has for them.
 
-If a file has an unknown key that is a setting of another trainer, the error names Echo's key. The
-same table is in docs/coming-from-other-frameworks.md, which `python docs/reference_pages.py names`
-prints.
+If a file has an unknown key that is a setting of another trainer, the error names Echo's key.
+docs/coming-from-other-frameworks.md has the same table. The command
+`python docs/reference_pages.py names` prints this table.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ OTHER_NAMES: tuple[tuple[str, str, str, str, str], ...] = (
     ("report_to", "trainer.logger", "wandb", "use_wandb", "`metrics.sinks`"),
     ("", "project_name", "wandb.project", "wandb_project", "`metrics.project`"),
 )
-"""One row per setting: the names of each of FRAMEWORKS, with notes in parentheses, then ours in
-Markdown."""
+"""One row per setting: its names in each of FRAMEWORKS, with notes in parentheses, and then Echo's
+name in Markdown."""
 
 ELSEWHERE: dict[str, str] = {
     "max_new_tokens": "did you mean sampling.max_completion_tokens?",
@@ -210,7 +210,7 @@ ELSEWHERE: dict[str, str] = {
     "lam": "Echo has no critic: advantages are relative to the group",
     "critic": "Echo has no critic: advantages are relative to the group",
 }
-"""Answers for names without a row: of other programs, or without a counterpart."""
+"""Hints for names that have no row: names from other programs, and settings that Echo lacks."""
 
 
 def our_name(path: Sequence[str]) -> str | None:

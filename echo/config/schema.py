@@ -428,7 +428,7 @@ ENGINES: Mapping[str, type[EngineSection]] = {
     "transformers": TransformersSection,
     "vllm": VllmSection,
 }
-"""By kind; the first is the default."""
+"""The section class of each kind of engine; the first kind is the default."""
 
 
 class AgentSection(Section):
@@ -654,7 +654,7 @@ class Config(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingSection:
-        """How held-out answers are sampled: as in training, but for what `eval` sets."""
+        """How held-out answers are sampled: as in training, unless `eval` sets other values."""
         own = {
             name: value
             for name in ("temperature", "top_p", "max_completion_tokens")
@@ -676,7 +676,7 @@ class Config(Section):
 
     @property
     def max_chain_tokens(self) -> int:
-        """Most completion tokens of a rollout's chain: of an answer, or of a whole conversation."""
+        """Largest number of completion tokens in a chain: in an answer, or in a conversation."""
         longest = self.sampling.max_completion_tokens
         if self.agent.listen is None:
             return longest
@@ -686,7 +686,8 @@ class Config(Section):
     def trims_stale(self) -> bool:
         """Whether a group with stale tokens stays, with these tokens masked.
 
-        If False, such a group is discarded: on policy, or with rollout.stale_tokens = "drop".
+        If this is False, such a group is discarded. It is False on policy, and with
+        rollout.stale_tokens = "drop".
         """
         return self.sync.max_staleness > 0 and self.rollout.stale_tokens != "drop"
 

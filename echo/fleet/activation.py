@@ -38,7 +38,7 @@ MAX_ASSESSED = 400
 """Largest number of sets that a search assesses; each takes 1.5 ms for ten workers, 4 ms for 100.
 """
 HARDLY_SLOWER = 1.01
-"""Largest ratio of the step time of a cheaper set to the shortest step time."""
+"""A cheaper set is preferred if its steps are at most this many times as long as the shortest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -465,7 +465,7 @@ class ReviewAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The inputs of a review at one instant, which another thread can solve."""
+    """The inputs of a review at one instant; `solve` can run in another thread."""
 
     workers: tuple[Offer, ...]
     job: Job
@@ -518,7 +518,7 @@ class Question:
         )
 
     def _trials(self, roll: Roll) -> frozenset[str]:
-        """Return the untried workers that the budget can pay for, adding the cheapest first."""
+        """Return the untried workers that the budget can pay for; cheap workers are taken first."""
         trials: frozenset[str] = frozenset()
         for worker in sorted(self.workers, key=lambda worker: (worker.price_per_h, worker.name)):
             if worker.name in self.untried:

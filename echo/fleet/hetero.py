@@ -28,8 +28,8 @@ shards all of them."""
 ACTIVATION_SHARE = 0.3
 """Share of a GPU's memory that is kept for activations, which are recomputed layer by layer."""
 _PASSES_PER_MICRO_BATCH = 3
-"""How often the bytes of all weights pass over the links: gathered forward, gathered backward,
-gradients reduced."""
+"""How many times a micro-batch sends the bytes of all weights over the links: the weights once in
+the forward pass and once in the backward pass, and then the gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +74,9 @@ def train_step_s(cluster: Cluster, job: SiteJob, name: str, num_gpus: int) -> fl
     FSDP2 gathers the next layer while it computes the present layer, so a step takes as long as
     traffic or computation, whichever is longer.
 
-    Example: 8 GPUs of 10^14 operations per second at 40 %, a step of 3.2 * 10^15 operations: 10 s,
-    if the computation of a micro-batch of 16 384 tokens takes longer than sending the weights over
-    the links.
+    Example: each of 8 GPUs reaches 40 % of 10^14 operations per second, so a step of 3.2 * 10^15
+    operations takes 10 s. This holds if sending the weights over the links takes less time than
+    computing a micro-batch of 16 384 tokens.
     """
     gpu, model = cluster.gpus[name], job.model
     state_bytes = model.num_params * STATE_BYTES_PER_PARAM / num_gpus

@@ -13,9 +13,9 @@ is the number of rollouts per step, S the staleness bound, kappa the publish per
 by step: batch k is generated after batch k - 1, begins once a version w with S + w + 1 > k is
 installed, and is trained after step k - 1. So the prediction is also valid for a fleet that breaks
 the provisioning rule, and shows how long its learner waits. A batch is complete when the fleet has
-made its rollouts, but not before its first group is done. If groups differ in length, some workers
-still make the last groups of a batch while the others begin the next batch or wait for it. That
-delays a batch by half of a group's time at most.
+made all of its rollouts; this takes at least the time of one group. If groups differ in length,
+some workers still make the last groups of a batch while the others begin the next batch or wait for
+it. That delays a batch by half of a group's time at most.
 
 Staleness is predicted for grants just in time (leases/grants/just_in_time.py): each batch begins at
 the latest instant that delays no step of this prediction. If the learner waits for more than
@@ -46,13 +46,13 @@ MAX_STALENESS = 64
 OPEN_SHARE = 0.02
 """No group is held back if the learner has waited for more than this share of its time."""
 MAX_LOSS = 0.45
-"""Groups that are made ahead are to bridge the loss of the fastest worker, but of no more than this
-share of the fleet's speed. So a fleet with twice the speed that the learner needs always holds
-groups back.
+"""Groups are held back only if the fleet would be fast enough without its fastest worker. At most
+this share of the fleet's speed counts as that worker's. So a fleet with twice the speed that the
+learner needs can always hold groups back.
 """
 SLACK = 1
-"""Held groups must be fresher than the bound by this number of versions; otherwise a late group
-would be stale.
+"""Groups are held back only if they stay at least this many versions below the staleness bound.
+Otherwise a late group would be stale.
 """
 _CHANGE = 0.9
 """Factor by which a resource is improved to find out whether it limits the run."""
@@ -78,7 +78,7 @@ class Prediction:
     staleness: Mapping[int, float]
     """Share of the trained tokens by staleness; empty if nothing is trained."""
     wasted_share: float
-    """Share of the generated rollouts that no step trains on, apart from groups without a signal.
+    """Share of the generated rollouts that no step trains on; groups without a signal do not count.
     """
 
     @property
@@ -294,7 +294,7 @@ class _Pipeline:
         return [*spans, (at, at + work_s)]
 
     def staleness(self, *, is_just_in_time: bool) -> dict[int, float]:
-        """Return, for each staleness, the seconds in which batches are generated with it.
+        """Return staleness -> seconds in which batches of this staleness are generated.
 
         A batch has the staleness of the version that is installed while it is generated. If
         `is_just_in_time`, each batch begins at the latest instant that delays no step.

@@ -205,7 +205,7 @@ def pareto_front(fleet: RentedFleet, job: Job) -> tuple[Forecast, ...]:
     """Return the forecasts of the cheapest fleets for several step times, fastest first.
 
     For each factor f of PARETO_SLOWDOWNS, the fleet is the cheapest that sustains steps of f *
-    T_train. A fleet is left out if another costs no more and its learner waits no longer.
+    T_train. A fleet is left out if another fleet costs no more and lets the learner wait no longer.
     """
     found: dict[tuple[int, ...], Forecast] = {}
     for slowdown in PARETO_SLOWDOWNS:
@@ -250,8 +250,8 @@ class Remedy:
 
     text: str
     factor: float
-    """The ratio of the new to the old value, or its inverse, at least 1; a smaller factor is a
-    smaller change."""
+    """The size of the change: new value / old value, or old / new if that is larger. So the factor
+    is at least 1."""
     selection: Selection
 
 

@@ -1,9 +1,8 @@
 """Files that start the workers of a plan where machines are rented.
 
-One file for each offer starts all machines of that offer, so the files differ from each other in
-the offer and from a start by hand in where `ECHO_JOIN` is put. Each file says in its first lines
-how it is started. Names of workers end in the number of the machine; `NAME` stands for such a name
-in the settings.
+Each offer has one file, which starts all machines of the offer. Only the place where `ECHO_JOIN` is
+set differs from a start by hand. The first lines of each file say how to use the file. The name of
+a worker ends in the number of its machine; `NAME` stands for this name in the settings.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ IMAGE = "registry.example.com/echo-worker:latest"
 """The container image of a worker, which configs/Containerfile builds; users give their own."""
 JOIN = "the line in runs/NAME/keys/join where the learner runs"
 DRAIN_S = 90
-"""Seconds between the request to stop and the kill: a worker delivers what it has finished."""
+"""Seconds from the request to stop to the kill, in which a worker delivers finished groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

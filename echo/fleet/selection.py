@@ -29,7 +29,7 @@ MAX_NODES = 1000
 differ reach the limit, after 2 s.
 """
 MAX_ROUNDS = 60
-"""Largest number of rounds: each solves the programme and adds a tangent; a handful is usual."""
+"""Largest number of rounds. A round solves the programme and adds a tangent; few are usual."""
 
 
 class SearchLimitError(EchoError):
@@ -181,7 +181,7 @@ class _Programme:
         return counts, 0.0 if result.status == _OPTIMAL else float(result.mip_gap)
 
     def add_tangent(self, *, rate: float, broadcast_s: float) -> None:
-        """Add the tangent of the job's rate constraint, which is convex, at these two values."""
+        """Add the tangent of the job's convex rate constraint at this rate and broadcast time."""
         job, batch = self.job, self.job.rollouts_per_step
         row = self._row()
         row[: self.num_offers] = self.rates

@@ -28,7 +28,7 @@ CHECKPOINTING: Mapping[bool | str, str] = {
     True: " and gradient checkpointing",
     "offload": " and gradient checkpointing with offloaded inputs",
 }
-"""Values of learner.gradient_checkpointing, the fastest first, with their words in messages."""
+"""Values of learner.gradient_checkpointing, from fast to slow, and how messages describe them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,8 @@ class Budget:
     """The budget as one line of text."""
     items: tuple[Item, ...]
     needed_bytes: int
-    """Bytes needed in the memory that is too small; if none is, bytes needed in the model's memory.
-    """
+    """Bytes needed in the memory that is too small. If no memory is too small, the bytes needed in
+    the model's memory."""
     max_concurrent_rollouts: int | None = None
     """Number of rollouts that fit into a worker's memory; None for other roles."""
     gradient_checkpointing: bool | str = False
@@ -72,8 +72,8 @@ class Budget:
     has_versions_on_gpu: bool = False
     """Whether a learner keeps the last version on its GPU, because the GPU has enough memory."""
     evaluation_bytes: int = 0
-    """Bytes for concurrent rollouts of held-out prompts in a learner of a single process: half of
-    the memory that is otherwise free, and at least the bytes of one rollout.
+    """Bytes that a learner of a single process may use for concurrent rollouts of held-out prompts.
+    This is half of the memory that is otherwise free, but at least the bytes of one rollout.
     """
     remedies: tuple[Saving, ...] = ()
     """Settings that each save memory, the mildest first; empty if everything fits or no setting
@@ -89,7 +89,7 @@ def memory_budget(
     prompt_tokens: int = ASSUMED_PROMPT_TOKENS,
     num_ranks: int = 1,
 ) -> Budget:
-    """Return the memory that `role` needs on `machine`, with settings that help if it is too much.
+    """Return the memory that `role` needs; if `machine` has less, also settings that help.
 
     With several ranks the budget is that of each rank, and `machine` is the share of one rank.
     """
@@ -168,7 +168,7 @@ def _recompute_above(footprint: Footprint, own: _Memory) -> int:
 
     Args:
         footprint: the footprint of a learner with gradient checkpointing.
-        own: the model's memory, with the items of this learner.
+        own: the memory in which the model is, with all items that the learner has there.
     """
     limit = own.needed_bytes + max(0, -own.missing_bytes) // 2
     plain = footprint.changed({"learner.gradient_checkpointing": False})
@@ -233,7 +233,7 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
 def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, Any]]:
     """Return settings, as pairs of key and value, that may save memory, the mildest first.
 
-    Settings that leave the run's results and speed as they are come first.
+    The first settings change neither the results nor the speed of the run.
     """
     tokens = footprint.micro_batch_tokens
     while tokens // 2 >= footprint.rollout_tokens:
@@ -332,8 +332,8 @@ class _Memory:
 def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
     """Return the memory that decides whether all items fit.
 
-    This is the model's memory, unless the model is on a GPU and main memory is too small. Main
-    memory holds versions of the weights, which no setting makes smaller.
+    If the model is on a GPU and main memory is too small, this is main memory. It holds versions of
+    the weights, which no setting makes smaller. Otherwise it is the model's memory.
     """
     own, *others = _memories(items, machine)
     return next((memory for memory in others if memory.missing_bytes > 0), own)

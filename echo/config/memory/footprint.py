@@ -18,8 +18,8 @@ which loads torch, too.
 """
 
 MOMENT_BYTES: Mapping[str, float] = {"float32": 8, "8bit": 2 * (1 + 4 / 64), "offloaded": 8}
-"""Bytes per trained parameter of AdamW's two moments, by optimizer.state: 8 bits each, with a scale
-for every 64 of them."""
+"""Bytes per trained parameter for AdamW's two moments, by optimizer.state. With "8bit" a moment has
+8 bits, and every 64 moments share a scale of 4 bytes."""
 
 
 PROCESS_BYTES: Mapping[Role, int] = {
@@ -100,13 +100,13 @@ class Footprint:
         Masters and gradients are float32. A model that computes in bfloat16 also has the rounded
         weights; its untrained weights (the base of an adapter, a reference) exist in bfloat16 only.
         For the attribution of a mismatch the learner scores with a float32 model. Ranks shard all
-        of these models in float32, and round a layer to bfloat16 when they gather it. Held-out
-        prompts are sampled with a separate model if a version's image cannot serve as one
-        (runtime/learner/setup.py); ranks keep it in the host's memory. The keys and values of one
-        rollout are budgeted; more rollouts run if memory is left. A GPU with enough memory keeps
-        the last version and compares the next one with it during a step (engine/weights.py). Before
-        a step of several updates weights and moments are copied to the host, so that a step that
-        fails changes nothing.
+        of these models in float32, and round a layer to bfloat16 when they gather it. If the stored
+        version cannot serve as the model that samples held-out prompts (runtime/learner/setup.py),
+        a separate model samples them, which ranks keep in the host's memory. The keys and values of
+        one rollout are budgeted; more rollouts run if memory is left. A GPU with enough memory
+        keeps the last version and compares the next one with it during a step (engine/weights.py).
+        Before a step of several updates weights and moments are copied to the host, so that a step
+        that fails changes nothing.
         """
         beside = self._sizes_beside_model()
         versions = self._versions(KEEP_VERSIONS + 1)  # one more is being made
@@ -179,7 +179,7 @@ class Footprint:
     def _sizes_beside_model(self) -> dict[str, int]:
         """Return the bytes that a learner needs in the host's memory, by name.
 
-        All ranks are on one machine.
+        All ranks are assumed to be on one machine.
         """
         moments, master_bytes = self._moment_bytes, 4 * self._step.num_trained
         has_undo = self.config.batch.minibatches_per_step > 1
@@ -235,7 +235,8 @@ class Footprint:
     def _encoded_bytes(self) -> int:
         """Bytes of the deltas that a node keeps for nodes that join late.
 
-        After some tens of versions they are as large as a whole version.
+        After some tens of versions these deltas together are as large as a whole version. So the
+        bytes of a whole version are counted.
         """
         return 0 if self.config.network.codec == "full" else self._bytes_per_version
 
@@ -250,8 +251,8 @@ class Footprint:
     def _checkpoint_bytes(self, weights: int, moments: int) -> int:
         """Bytes of a checkpoint that are in the host's memory while it is written.
 
-        A single process copies the weights from its GPU for the first file, and then the moments.
-        Ranks copy both, and need the same memory again to gather them.
+        A single process copies the weights from its GPU and writes them, and then the moments.
+        Ranks copy weights and moments at once, and need as much memory again to gather them.
         """
         if not self.has_gpu:
             return 0
@@ -272,9 +273,9 @@ class Footprint:
     def evaluated_rollout_bytes(self) -> int:
         """Bytes that one rollout of a held-out prompt takes in a learner of one process.
 
-        These are the keys and values, which exist twice for one layer while they grow by a token.
-        The result is 0 without evaluations, and for several ranks, which use the host's free
-        memory.
+        These are the bytes for keys and values, and for drawing a token. While the keys and values
+        of a layer grow by a token, they exist twice, so one more layer is counted. The result is 0
+        without evaluations. It is also 0 for several ranks, which use the host's free memory.
         """
         facts = self.facts
         if not (self._step.is_alone and self.config.eval.interval_steps):

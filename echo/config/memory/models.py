@@ -1,6 +1,6 @@
 """Dimensions of a model, read from its directory.
 
-Nothing here imports torch: other processes have to free GPU memory.
+Nothing here imports torch. A caller that needs the GPU's free memory has to measure it elsewhere.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PACKED: Mapping[str, bool] = {
     "mixtral": False, "deepseek_v3": True, "glm4_moe": True, "qwen2_5_vl": False, "qwen3_vl": True,
     "mistral3": False, "smolvlm": False,
 }  # fmt: skip
-"""Families whose rollouts may share a row and a prompt (docs/models.md), by model_type; the value
-is whether they normalise the queries and keys of each head. For other families both are unknown, so
-the larger need is counted.
+"""Families of models, by model_type, whose rollouts may share a row and a prompt (docs/models.md).
+The value is whether the family normalises the queries and keys of each head. For any other family
+both properties are unknown, so the larger need of memory is counted.
 """
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})

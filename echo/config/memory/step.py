@@ -24,10 +24,10 @@ VOCAB_CHUNK = 8192
 MIN_SAVED = 0.2
 """Rollouts share a prompt if this saves at least this share of their tokens (algo/batching.py)."""
 SIZES_PER_OCTAVE = 16
-"""Row sizes between a number of tokens and its double; as in algo/row_sizes.py."""
+"""Number of row sizes between a number of tokens and its double; as in algo/row_sizes.py."""
 NUM_ROW_SIZES = 16
-"""About the number of sizes that the rows of a run come in on a CPU. Rows of few rollouts of very
-unequal lengths come in more.
+"""Approximate number of different row sizes in a run on a CPU. A run has more sizes if its rows
+hold few rollouts of very unequal lengths.
 """
 FREED_BYTES = 64 << 20
 """Bytes that a process on a CPU has freed and not yet returned: a quarter of GROWN_BYTES in
@@ -66,7 +66,7 @@ class _Pass:
     """The sizes of the largest micro-batch, which determine the memory of a step."""
 
     num_tokens: int
-    """Tokens that go through the model: at least one rollout, at most a whole step."""
+    """Tokens that go through the model: at least those of a rollout, at most those of a step."""
     num_keys: int
     """Keys that the tokens attend to; the keys of a shared prompt count once per completion."""
     num_scored: int
@@ -158,10 +158,10 @@ class StepFootprint:
         """Yield, for several moments of a step, the bytes needed besides the model, by name.
 
         One of these moments needs the most memory. During a micro-batch after the first, all
-        gradients exist. During the first micro-batch, no gradients exist at the start, and all
-        except the first layer's exist when the backward pass reaches that layer. The head's
-        gradient exists when the backward pass of the last layer begins. The gradient of a tied head
-        is kept in the type of the products until the embedding's exists; then both are added to the
+        gradients exist. The first micro-batch starts without gradients. When its backward pass
+        reaches the last layer, the head's gradient exists; when it reaches the first layer, all
+        gradients except those of the first layer exist. The gradient of a tied head is kept in the
+        type of the products until the gradient of the embedding exists; then both are added to the
         float32 gradient. On a CPU the process keeps freed activations until it grows again, and
         reuses their memory for the first gradients of layers.
         """
@@ -229,8 +229,8 @@ class StepFootprint:
     def _activation_bytes(self) -> int:
         """Return the bytes of the tensors that one micro-batch keeps for its backward pass.
 
-        With checkpointing these are the inputs of the layers; if the inputs are offloaded, only
-        those of one layer and of the next.
+        With checkpointing these are the inputs of the layers. If the inputs are offloaded, only the
+        inputs of two successive layers are in this memory.
         """
         if self.offloads_inputs:
             return min(2, self.facts.num_layers) * self.input_bytes // self.facts.num_layers
@@ -285,8 +285,8 @@ class StepFootprint:
     def code_bytes(self) -> int:
         """Bytes that a CPU caches for bfloat16 products.
 
-        For each of the sizes that rows come in, the cache has a copy of a layer's weights, and of
-        the head's columns that are there at a time.
+        For each size of a row the cache has a copy of a layer's weights, and a copy of those
+        columns of the head that are used at once.
         """
         if not self._keeps_freed or self.compute_bytes != 2 or not self.is_alone:
             return 0
@@ -297,9 +297,9 @@ class StepFootprint:
     def _working_bytes_of_a_rank(self) -> int:
         """Return the bytes that a rank needs only for a moment, at the moment that needs most.
 
-        The candidates are a layer that is computed again, with its gradients; the head; and the
-        gathered gradients of embedding and head, which belong to no layer. When the latter are
-        gathered, activations are freed already and no layer is gathered.
+        Three moments are compared. In the first a layer is computed again, and its gradients exist.
+        In the second the head is computed. In the third the gradients of embedding and head are
+        gathered; then the activations are freed already, and no layer is gathered.
         """
         facts, width = self.facts, self.compute_bytes
         # Under an adapter neither of them has a gradient.
@@ -315,10 +315,11 @@ class StepFootprint:
     def _head_bytes(self) -> tuple[int, int]:
         """Return the bytes that the log-probabilities need in the forward and in the backward pass.
 
-        kernels/torch_kernels.py needs logits and in the forward their exponentials, in the backward
-        of bfloat16 two copies of 16 bits; states and their gradient in float32; a chunk of the head
-        in float32, or of its gradient. On a GPU in bfloat16, kernels/triton_kernels.py needs the
-        same number of bytes in both passes.
+        In both passes kernels/torch_kernels.py holds the logits and the states. The forward pass
+        also holds the exponentials of the logits, and in bfloat16 a float32 chunk of the head. The
+        backward pass also holds the float32 gradient of the states, a float32 chunk of the head or
+        of its gradient, and in bfloat16 two 16-bit copies of the logits. On a GPU in bfloat16,
+        kernels/triton_kernels.py needs the same number of bytes in both passes.
         """
         facts, rows = self.facts, self.largest.num_scored
         chunk, hidden = min(VOCAB_CHUNK, facts.vocab_size), facts.hidden_size
