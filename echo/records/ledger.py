@@ -69,8 +69,8 @@ GROUP_FILE_BYTES = 64 << 20
 """Size, in bytes, at which the next group file begins; small, so that files can be deleted early.
 """
 KEPT_BYTES = 256 << 20
-"""Largest total size of the group files that are kept though no resume needs them, for people who
-want to read rollouts."""
+"""Largest total size of the retired group files that are kept. No resume needs these files, but
+people may want to read their rollouts."""
 BUSY_S = 30.0
 """Seconds to wait for a lock of SQLite; readers hold such a lock for milliseconds."""
 LOG_RECORDS = 2000
@@ -125,7 +125,7 @@ class Accepted(Record, tag="accepted"):
     worker: str
     versions: tuple[PolicyVersion, ...]
     version_tokens: tuple[int, ...]
-    """Number of trainable tokens that each of `versions` had sampled, at acceptance."""
+    """The number of trainable tokens of each of `versions` when the group was accepted."""
     tokens: int
     """Number of completion tokens, masked ones included."""
     rewards: tuple[float, ...]

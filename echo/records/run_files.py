@@ -3,8 +3,8 @@
 If a crash has cut off the last line of metrics.jsonl, that line is left out. Any other damage is an
 error that names the line. Rows of steps that a resume has abandoned are left out, too.
 
-A worker's rate is its completion tokens divided by the time in which it held at least one group,
-from grant to acceptance. Time without a lease does not lower the rate.
+A worker's rate is its completion tokens divided by the time in which it held at least one group. A
+worker holds a group from the grant to the acceptance. Time without a lease does not lower the rate.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def read_status(run_dir: Path) -> RunStatus:
     """Return the status that a run's learner has written last.
 
     Raises:
-        DataError: if there is none, or it is of another release.
+        DataError: if the run has no status, or if another release wrote the status.
         StorageError: if the file cannot be read.
     """
     path = run_dir / STATUS

@@ -168,7 +168,8 @@ def _report(future: Future[None]) -> None:
 
 
 MAX_SPARES = 2
-"""Most dropped images kept for reuse: one may still be sent while the other is filled again."""
+"""Largest number of dropped images that are kept for reuse: one image may still be sent while the
+other is filled again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,7 @@ def map_memory(num_bytes: int) -> Pages:
 def advise_huge_pages(mapping: mmap.mmap) -> None:
     """Ask the kernel for pages of 2 MiB, which cause 1/512 of the page faults.
 
-    The kernel may refuse, which is ignored.
+    If the kernel refuses, nothing else changes.
     """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)

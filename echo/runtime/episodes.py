@@ -65,7 +65,7 @@ from echo.tasks.tokenization import UNUSABLE, TextCodec
 from echo.wire.messages import BAD_LOGPROBS, Lease
 
 MAX_THREADS = 64
-"""Most threads that wait for replies; the host decides how many replies run concurrently."""
+"""Largest number of threads that wait for replies; the host limits how many replies run at once."""
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Difference between the seeds of consecutive turns in an episode."""

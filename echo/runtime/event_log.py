@@ -43,7 +43,7 @@ MAX_CHARACTERS = 200
 """Largest number of logged characters of a text. If a text is longer, its length is logged too."""
 
 MAX_DEPTH = 16
-"""Most levels of a nested value that are logged; messages of nodes have no more levels."""
+"""Largest number of logged levels of a nested value; messages of nodes have no more levels."""
 
 
 class EventLog:

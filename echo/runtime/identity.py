@@ -62,8 +62,8 @@ def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
 def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
     """Return the learner's signing key in a run directory; create one if there is none.
 
-    The join string contains the fingerprint of this key, and may be written before the run has an
-    id.
+    The run need not have an id yet, because the join string, which contains the fingerprint of this
+    key, may be written earlier.
 
     Raises:
         StorageError: if the file cannot be read or written.

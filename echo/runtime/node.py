@@ -71,7 +71,7 @@ from echo.wire.codec import Frame, describe, is_public
 from echo.wire.seals import SealKeys
 
 REPEAT_S = 60.0
-"""Least seconds between two log lines on the same topic."""
+"""Smallest time between two log lines on the same topic, seconds."""
 
 INTERRUPTED = "interrupted"
 """The reason for the end of a node that its operator has stopped."""
@@ -84,7 +84,7 @@ checked.
 LEAST_WAIT_S = 0.001
 """Shortest delay of a timer, seconds."""
 MAX_WORKERS = 8
-"""Most threads that decode deltas and write chunks; each handles some GB of weights per second."""
+"""Largest number of threads that decode deltas and write chunks; each handles some GB/s."""
 LINGER_S = 2.0
 """Seconds for sending the last messages of a node after its work has ended."""
 
@@ -354,7 +354,10 @@ class Node:
     # --- acting ----------------------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Carry out actions in order, then set the timer, once after a burst of messages."""
+        """Carry out actions in order, then set the timer.
+
+        During a burst of messages the timer is set only once, after the last message.
+        """
         for action in actions:
             if self.event_log is not None:
                 self.event_log.write("returned", action, now=self.now)
@@ -533,7 +536,7 @@ class DialingNode(Node):
 _log = logging.getLogger(__name__)
 
 MAX_ASSET_BYTES = MAX_PAYLOAD_BYTES
-"""Most bytes of a file that a worker may inherit; the largest tokenizers have some 35 MB."""
+"""Largest size of a file that a worker may inherit; the largest tokenizers have some 35 MB."""
 MAX_STRANGERS = 4096
 """Largest number of connections that have not sent a message yet. If a quarter of the limit of open
 files is lower, that number applies.
@@ -543,9 +546,9 @@ FIRST_WINDOW_CHUNKS = 4
 that requests and chunks overlap.
 """
 MAX_FIRST_WINDOW_BYTES = 2 << 20
-"""Most bytes that a child requests ahead until the rate of its link is measured. All of them may
-wait in the queue of a slow uplink, for four seconds at 4 Mbit/s. The broadcasts in bench/results
-were measured with this bound.
+"""Largest number of bytes that a child requests ahead until the rate of its link is measured. All
+these bytes may wait in the queue of a slow uplink, for four seconds at 4 Mbit/s. The broadcasts in
+bench/results were measured with this bound.
 """
 MAX_IMAGE_SHARE = 0.9
 """Largest share of a node's memory that a version of the weights may take."""
@@ -631,8 +634,8 @@ def node_name(role: str, given: str | None) -> str:
 def advertised(listen: str | None, advertise: str | None) -> str | None:
     """Return the address at which other nodes can dial this node; None if there is none.
 
-    Other nodes cannot dial a wildcard address, so a node that listens on one needs `advertise`. The
-    server key in `listen`, the transport's address, is added to the result.
+    Other nodes cannot dial a wildcard address, so a node that listens on a wildcard address needs
+    `advertise`. `listen` is the transport's address; its server key is added to the result.
     """
     if listen is not None and advertise is not None:
         key = parse_key(listen)

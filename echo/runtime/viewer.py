@@ -92,7 +92,7 @@ class ViewerLink:
         return "; ".join(dict.fromkeys(failed.reason for failed in self._failures.values()))
 
     def send(self, message: Message) -> None:
-        """Send a message to the learner; without a link it is lost."""
+        """Send a message to the learner; without a link the message is lost."""
         if self._peer is not None:
             self.transport.send(self._peer, encode(message, source="viewer"))
 
@@ -148,7 +148,7 @@ def ask_status(target: Target) -> RunStatus:
 
 
 def send_command(target: Target, act: Act, subject: str = "", value: str = "") -> Outcome:
-    """Have an operation carried out, and return what has become of it.
+    """Ask the learner to carry out an operation, and return the outcome of the operation.
 
     Raises:
         TransportError, RefusedError, DataError: for the same reasons as `ask_status`.

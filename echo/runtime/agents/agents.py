@@ -151,7 +151,7 @@ class Agents:
         self._has_news.set()
 
     def _demand(self) -> None:
-        """Report to the role the number of leases that the waiting agents need."""
+        """Tell the role how many leases the waiting agents need."""
         missing = max(0, self._num_waiting - self._episodes.num_free)
         held = len(self._episodes.leases) + len(self.role.outbox)
         wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
@@ -263,7 +263,7 @@ class Agents:
         prompt: Prompt,
         options: CallOptions,
     ) -> Turn:
-        """Sample the answer to a call, record it in the call's session, and return it.
+        """Sample the answer to a call, record the answer in the call's session, and return it.
 
         Args:
             session_id: None for a call that is not trained on.
@@ -376,9 +376,9 @@ class Agents:
 
 
 def _num_hidden(answer: str, completion: Completion, sampling: Sampling) -> int:
-    """Return the length of the end of an answer, from the stop string that ended the answer on.
+    """Return how many characters at the end of an answer belong to its stop string or follow it.
 
-    The length is 0 if no stop string ended the answer.
+    The number is 0 if no stop string ended the answer.
     """
     if sampling.stop is None or completion.finish_reason != "stop":
         return 0

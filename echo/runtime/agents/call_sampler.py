@@ -23,7 +23,7 @@ from echo.engine.engine import (
 from echo.runtime.threads import Threads
 
 MAX_CALLS = 64
-"""Largest number of threads, each of which waits for one call of a continuous engine."""
+"""Largest number of threads for calls of a continuous engine; each thread waits for one call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,7 +33,7 @@ class Dialogue:
 
         Raises:
             DataError: if there is no chat template, if the template does not support tools, or if
-                it fails.
+                the template fails.
         """
         if tools and "tools" not in str(self._tokenizer.chat_template):
             raise DataError(
@@ -43,7 +43,7 @@ class Dialogue:
         return self._codec.render(messages, tools)
 
     def other_arguments(self, arguments: Mapping[str, Any]) -> str:
-        """Return the name of a template argument that differs from the run's; "" if none does."""
+        """Return the name of an argument whose value in the run's settings differs; "" if none."""
         own = self._codec.chat_template_kwargs
         return next((name for name, value in arguments.items() if own.get(name) != value), "")
 

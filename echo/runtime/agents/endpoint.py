@@ -297,7 +297,7 @@ TOKEN_VARIABLE = "ECHO_AGENT_TOKEN"
 
 
 async def serve(agents: Agents, *, log: logging.Logger) -> None:
-    """Serve agents until cancelled; log the address, and write it and the token to a file.
+    """Serve agents until cancelled; log the address, and write address and token to a file.
 
     Raises:
         TransportError: if the address cannot be bound.

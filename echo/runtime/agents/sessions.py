@@ -1,9 +1,9 @@
 """Sessions of outside agents, and the groups of rollouts made of their calls.
 
 A lease with group size G becomes G episodes. An agent that asks for an episode gets a session,
-which records the tokens of each call. At the reward, all calls of the session become one rollout,
-whose tokens form a tree of chains (turns.py): the sampled tokens are trained on, the others are
-masked.
+which records the tokens of each call. When the session gets its reward, all its calls become one
+rollout. The tokens of the rollout form a tree of chains (turns.py): the sampled tokens are trained
+on, the others are masked.
 
 The first contexts of a group's sessions may differ (names, times, tools). Their common beginning
 becomes the group's prompt. The rest of each context is masked in its rollout.
@@ -190,7 +190,7 @@ class Episodes:
         return [entry.outcomes[member] for member in range(self._group_size)]
 
     def abandon(self, session: Session) -> bool:
-        """End a session and free its episode for another attempt; return whether it was freed.
+        """End a session and free its episode for another attempt; return whether that was done.
 
         After MAX_EPISODE_ATTEMPTS attempts the whole lease is given up instead.
         """

@@ -226,7 +226,7 @@ class _Trial:
 
 
 async def try_link(transport: Transport, address: str, *, fingerprint: bytes | None) -> LinkReport:
-    """Try to reach the learner over one address. Each step of the trial takes at most STEP_S.
+    """Try to reach the learner over one address. The trial waits at most STEP_S for each answer.
 
     Args:
         transport: a started transport that has the run's keys.

@@ -84,7 +84,7 @@ class Reporter:
         stalls: Stalls,
         log: logging.Logger,
     ) -> None:
-        """Report the state of a learner, which consists of the given parts, to `follower`.
+        """Report the state of a learner, given by its parts, to `follower`.
 
         `price_per_h` is the price of the learner's machine, $ per hour; `time_of_day` returns Unix
         seconds.

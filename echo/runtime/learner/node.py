@@ -124,7 +124,7 @@ class OpenedRun:
     trainer: AnyTrainer
     attribution: Attribution | None
     publisher: Publisher
-    """Makes versions of the weights; its coder codes them."""
+    """Makes versions of the weights, and has the coder that codes the versions."""
     buffer: StalenessBuffer
     role: Learner
     rewards: LearnerRewards | None
@@ -204,7 +204,7 @@ class LearnerNode(Node):
         return self.now
 
     def _wire_groups(self, run: OpenedRun) -> None:
-        """Make the parts that handle delivered groups until they form a full batch."""
+        """Make the parts that handle groups, from their delivery until the batch is full."""
         sections, transport = self._sections, self.transport
         address = advertised(transport.listen_address, sections.learner.advertise)
         self._waiting = BatchWait(
@@ -324,7 +324,7 @@ class LearnerNode(Node):
         )  # fmt: skip
 
     def release(self) -> None:
-        """End the coder's threads and release the ledger, which is still open after an error."""
+        """End the coder's threads, and release the ledger if an error has left it open."""
         self._coder.close()
         self.ledger.release()
 

@@ -32,9 +32,9 @@ from echo.weights.schedule import PublishPace
 from echo.wire.messages import LEARNER_ID
 
 IDLE_WINDOW_S = 60.0
-"""Least seconds over which the display averages the share of time that the learner waits."""
+"""The display averages the learner's share of waiting time over at least this many seconds."""
 IDLE_WINDOW_STEPS = 10
-"""Least number of steps over which the display averages the share of time spent waiting."""
+"""The display averages the learner's share of waiting time over at least this many steps."""
 MAX_HISTORY = 10_000
 """Largest number of points of a curve that are kept for the display."""
 
@@ -297,7 +297,7 @@ class Progress:
             self._staleness_tokens[lag] = self._staleness_tokens.get(lag, 0) + num_tokens
 
     def published(self, seconds: float) -> None:
-        """Add the seconds for which making a version kept the learner from training."""
+        """Add the seconds in which the learner could not train because it made a version."""
         self._published_s += seconds
 
     def evaluated(
@@ -430,7 +430,7 @@ class Progress:
 
     @property
     def zero_signal_text(self) -> str:
-        """The numbers of the groups since the last useful one, by reason, as text."""
+        """Text with the number of groups for each reason, since the last useful group."""
         return ", ".join(f"{n} {reason}" for reason, n in self._zero_signal_reasons.most_common())
 
     @property
@@ -549,7 +549,7 @@ class Progress:
 
 
 MAX_WORKERS_SHOWN = 64
-"""Most workers in a row of the metrics: the workers with the largest mismatch."""
+"""Largest number of workers in a row of metrics; those with the largest mismatch are shown."""
 
 
 @dataclass(frozen=True, slots=True)

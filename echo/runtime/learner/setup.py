@@ -297,7 +297,7 @@ def build_trainer(
     budget: Budget | None = None,
     prompt_tokens: int = 0,
 ) -> AnyTrainer:
-    """Return the trainer of all weights or of an adapter, with the state of the starting point.
+    """Build the trainer, of all weights or of an adapter, in the state of the starting point.
 
     Args:
         config: the run's configuration.
@@ -358,8 +358,8 @@ def make_trainer(
 ) -> Trainer:
     """Return this process's trainer, with the state of `checkpoint` if it is not None.
 
-    Other arguments are as for `build_trainer`. With several processes only the first has read the
-    data, so the others get their `prompt_tokens` from it.
+    Other arguments are as for `build_trainer`. With several processes, only the first process has
+    read the data, so the others get `prompt_tokens` from the first.
 
     Raises:
         ConfigError: if the processes of the learner were started with different settings.
@@ -502,7 +502,7 @@ def budget_here(
 
     `prompt_tokens` is the length of the longest prompt; 0 if not known. A single process computes
     the budget before it builds anything. With several processes, the first process has already
-    built its evaluation, so the budget reserves no memory for it.
+    built its evaluation, so the budget reserves no memory for the evaluation.
     """
     if rank_group is not None:
         off = config.eval.model_copy(update={"interval_steps": 0})

@@ -114,8 +114,8 @@ class WorkerParts:
     groups_per_batch: int
     """Number of groups that the engine samples at the same time."""
     num_fit: int = 0
-    """Number of groups that memory would hold at the same time, whatever the settings are; 0 if
-    unknown."""
+    """Number of groups that memory would hold at the same time if no setting limited the number; 0
+    if unknown."""
     note: str = ""
     """Notice about the engine for the user; "" if there is none."""
     rules: PartialRules
@@ -130,7 +130,7 @@ class WorkerParts:
     engine_name: str = ""
     """Kind and data type of the engine, to compare workers by."""
     read_local_image: Callable[[], tuple[bytearray, bytes] | None]
-    """Returns the worker's own model as a version's image, and the image's hash, or None; slow."""
+    """Function, slow: returns the image of the worker's own model and the image's hash, or None."""
 
     @property
     def facts(self) -> EngineFacts:

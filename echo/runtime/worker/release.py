@@ -1,10 +1,10 @@
 """Release of a rented worker machine: when it happens, and the command that is run.
 
-A worker on standby still costs money. So with `worker.release_after_s` a worker leaves by itself
-after this time on standby or without the learner (`roles/worker/departure.py`). It then takes no
-more leases, delivers its results, and runs the user's command that gives the machine back. Its
-Goodbye reports whether the command has succeeded: only then the learner stops counting the cost of
-the machine.
+A worker on standby still costs money. So a worker leaves by itself if it is on standby or without
+the learner for `worker.release_after_s` seconds (`roles/worker/departure.py`). The worker then
+takes no more leases, delivers its results, and runs the user's command that gives the machine back.
+Its Goodbye reports whether the command has succeeded. If the command has failed, the learner
+continues to count the cost of the machine.
 
 The command also runs when the learner reports the end of the run. It does not run after Ctrl-C or
 an error, because the operator may want to look at the machine.

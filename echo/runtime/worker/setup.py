@@ -80,7 +80,8 @@ def make_worker_task(config: Config) -> WorkerTask:
 
 
 DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
-"""Most rollouts sampled at the same time, even if memory holds more: further ones add little speed.
+"""Largest number of rollouts that are sampled at the same time, even if memory would hold more:
+more rollouts would hardly increase the speed.
 """
 
 

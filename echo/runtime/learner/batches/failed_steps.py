@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MAX_FAILED_STEPS = 5
-"""Failed steps in a row after which the run ends with the cause."""
+"""Number of failed steps in a row after which the run ends with the cause of the failure."""
 
 
 class FailedSteps:

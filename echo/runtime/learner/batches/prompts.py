@@ -43,7 +43,8 @@ from echo.tasks.tokenization import UNUSABLE, TextCodec, unmarked
 from echo.wire.messages import Lease
 
 MIN_KEPT = 4096
-"""Least number of prompts kept in memory, so that results are checked without making prompts again.
+"""Smallest number of prompts that are kept in memory. A kept prompt need not be made again to check
+the group's result.
 """
 NUM_AHEAD = 64
 """Number of prompts made ahead of the last requested prompt."""
@@ -421,7 +422,7 @@ class PromptsAhead:
         return made.example
 
     async def make(self, pool: Pool) -> bool:
-        """Wait until a prompt is to be made, make it, and return whether the role waits for it."""
+        """Wait until a prompt is to be made, make it; return whether the role waited for it."""
         while not self._wanted and self._next >= self._end:
             self._has_work.clear()
             await self._has_work.wait()
@@ -458,7 +459,7 @@ def note_origin(
     code: str,
     log: logging.Logger,
 ) -> None:
-    """Write the origin of a run's prompts and rewards to a file; log what has changed in it.
+    """Write the origin of a run's prompts and rewards to a file, and log what has changed.
 
     Args:
         run_dir: directory of the run, which gets the file.

@@ -39,9 +39,9 @@ from echo.runtime.learner.batches.groups import DeliveredGroups
 from echo.runtime.learner.report import Progress
 
 LOOK_S = 0.5
-"""Least seconds between two observations while the learner's activity stays the same."""
+"""Smallest time between two observations while the learner's activity stays the same, seconds."""
 LOOK_S_PER_NODE = 1e-3
-"""Least seconds between two observations, per node of the fleet; used if LOOK_S is shorter."""
+"""In a large fleet, this time multiplied by the number of nodes is used if it exceeds LOOK_S."""
 MIN_WAIT_S = 10.0
 """Seconds; a wait that is shorter than this never counts as longer than usual."""
 START_S = 60.0
@@ -59,7 +59,7 @@ NUM_STEPS = 8
 NUM_USUAL = 20
 """Number of most recent steps that determine the usual wait and the usual step."""
 LOG_S = 60.0
-"""Least seconds between two logged explanations."""
+"""Smallest time between two logged explanations, seconds."""
 
 Activities = defaultdict[str, float]
 """The learner's activity -> seconds."""
@@ -194,7 +194,7 @@ class Stalls:
         return f"{missing}; {self.current.remedy}; {nodes}"
 
     def stepped(self, now: float) -> Fields:
-        """Explain the step that has just been made; return its fields of the row of metrics."""
+        """Explain the step that was just made; return the fields for the step's row of metrics."""
         self._count(now)
         self._num_steps += 1
         tally, activities = self._tally, self._activities

@@ -46,7 +46,8 @@ has at least this number of steps.
 MAX_STEPS = 8
 """Number of last steps over which times are averaged."""
 MIN_DWELL_S = 120.0
-"""Least seconds between two questions: several times what a worker needs to fetch the weights."""
+"""Smallest number of seconds between two questions: several times as long as a worker needs to
+fetch the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +156,7 @@ class Activation:
         return median(times.step_s - times.waited_s for times in self.steps)
 
     def idle_share(self, waiting_s: float = 0.0) -> float:
-        """Return the share of time that the learner waited since the active workers changed.
+        """Return the share of the learner's time spent waiting since the active workers changed.
 
         `waiting_s` is the length of the present wait, seconds.
 
@@ -228,10 +229,10 @@ class Activation:
     def _rates(self, members: Collection[Member]) -> dict[str, float]:
         """Return worker name -> tokens per second; empty if no worker has a measured rate.
 
-        While a worker without enough reports is still untried, its rate is the mean of the measured
-        rates. Later its rate is taken from its few reports. If it sent no report, its rate is the
-        lower of that mean and the rate at which it would have sampled MIN_REPORTS groups in its
-        loaded time.
+        A worker with too few reports has no measured rate. While such a worker is untried, its rate
+        is the mean of the measured rates. Later, its rate is estimated from its few reports. If it
+        sent no report, its rate is the lower of two: that mean, and the rate at which it would have
+        sampled MIN_REPORTS groups in its loaded time.
         """
         times = self.measured.workers
         found = {m.node_id: times[m.node_id].throughput.tokens_per_s for m in members}

@@ -33,7 +33,8 @@ from echo.wire.codec import BYTES_PER_TOKEN
 METER_S = 1.0
 """Seconds between two updates of the costs; each update may ask which workers are needed."""
 POLLS_PER_S = 10_000
-"""Most workers measured per second; in a larger fleet each worker is measured less often."""
+"""Largest number of measurements of workers per second. In a larger fleet, each worker is measured
+less often."""
 
 
 class CostControl:
@@ -114,9 +115,9 @@ class CostControl:
         return self.activation.measure(self._role, now=now)
 
     def review(self, *, now: float) -> Question | None:
-        """Update the costs once in METER_S; return the question to be answered in a thread, if due.
+        """Update the costs if METER_S has passed; return a question if one is due, otherwise None.
 
-        The question is which workers shall be active; None if it is not due.
+        The question is which workers shall be active. It must be answered in a thread.
         """
         if now < self._metered_at + METER_S:
             return None
@@ -169,7 +170,7 @@ class CostControl:
         self._budget_per_run = budget_per_run
 
     def describe_spent(self, step: int) -> str:
-        """Return a log line: the run ends at `step` as its budget is spent, and how to continue."""
+        """Return a log line on why the run ends at `step`, a spent budget, and how to continue."""
         return (
             f"${self._meter.total:.2f} are spent of activation.budget_per_run = "
             f"${self._budget_per_run:.2f}: the run ends at step {step}; go on with --resume --set "

@@ -37,8 +37,8 @@ class MeasuredWorker:
     """Seconds, each weighted by the share of the worker's places for groups that were occupied."""
     installed: PolicyVersion | None = None
     free_at: float = 0.0
-    """Time at which the worker installed its last version, or joined or became active after that:
-    it can fetch the next version from then on.
+    """Time from which the worker could fetch the next version: the latest of the times at which it
+    joined, became active, and installed its last version.
     """
     took_s: float | None = None
     """Seconds to install the last version, from its publication or from `free_at` if that is later.
@@ -49,8 +49,8 @@ class MeasuredWorker:
     measured.
     """
     alone_s: float = 0.0
-    """Forecast of the seconds to install if only this worker were active, made when it was last
-    active.
+    """Seconds that this worker would need to install a version if no other worker were active.
+    The forecast was made when the worker was last active.
     """
 
 

@@ -41,8 +41,8 @@ class _Machine:
     gone_at: float | None = None
     """Loop's time at which the machine's node left or fell silent; None while it is a member."""
     traffic_bytes: float | None = 0.0
-    """Traffic that this incarnation of the node reported; None before its first report to a resumed
-    learner.
+    """Traffic that this incarnation of the node has reported. In a resumed learner it is None until
+    the first report.
     """
 
 
@@ -117,7 +117,7 @@ class CostMeter:
         self._drop_gone(roster, now)
 
     def take_by_node(self) -> dict[str, float]:
-        """Return node -> $ for its machine and traffic since the last call, without free nodes."""
+        """Return node -> $ for machine and traffic since the last call; leave out free nodes."""
         costs, self._by_node = self._by_node, defaultdict(float)
         return {node: cost for node, cost in costs.items() if cost}
 

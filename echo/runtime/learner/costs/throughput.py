@@ -46,7 +46,7 @@ class Throughput:
         self._num_reports = 0
 
     def update(self, *, load: float, tokens_sampled: int | None, now: float) -> None:
-        """Update the estimate from the load (0..1) since the last call, and the token counter."""
+        """Update the estimate from the token counter and the load (0..1) since the last call."""
         if tokens_sampled is None or self._counter is None:
             self._counter, self._at = tokens_sampled, now
             return

@@ -337,8 +337,8 @@ def find_checkpoint(directory: Path, which: str) -> tuple[Path, CheckpointInfo] 
 
     Args:
         directory: the directory of a run's checkpoints.
-        which: its step, as digits; "best"; or "" for the newest, which is None if there are no
-            checkpoints yet.
+        which: the step of the checkpoint, as digits; "best"; or "" for the newest checkpoint. If
+            there are no checkpoints yet, "" gives None.
 
     Raises:
         DataError: if there is no such checkpoint.

@@ -613,7 +613,7 @@ class PublishedVersions:
             progress: counts the time that publishing takes.
             trainer_pool: the trainer's thread.
             report: passes an event to the role, and carries out the actions that the role returns.
-            wake: called when a version is coded and sealed, as the next one may be due.
+            wake: called when a version is coded and sealed, because the next version may be due.
             clock: returns the loop's time, seconds.
         """
         self.newest: Publication | None = None
