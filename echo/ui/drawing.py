@@ -50,7 +50,8 @@ class Marks:
 def clean(text: str) -> str:
     """Return text on one line, with a space in place of every unprintable character.
 
-    Names and notices come from remote nodes: their escape sequences must not reach the terminal.
+    Names and notices come from remote nodes, and may contain escape sequences. These must not reach
+    the terminal.
     """
     return "".join(char if char.isprintable() else " " for char in text)
 
@@ -150,7 +151,10 @@ def line_chart(
 
 
 def _place(value: float, bounds: tuple[float, float]) -> float:
-    """Return a value's position between two bounds: 0 at the first, 1 at the second, clipped."""
+    """Return a value's position between two bounds, from 0 at the first to 1 at the second.
+
+    Positions outside the bounds are clipped.
+    """
     low, high = bounds
     return min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 0.0
 
@@ -160,8 +164,8 @@ def _resample(
 ) -> list[float | None]:
     """Return one value for each column, computed from the points between `left` and `right`.
 
-    The value is the mean of the column's points, or is interpolated between columns that have
-    points. It is None before the first point and after the last point.
+    If the column has points, the value is their mean; otherwise it is interpolated from the nearest
+    columns that have points. It is None before the first point and after the last point.
     """
     xs = np.array([x for x, _ in points], dtype=np.float64)
     ys = np.array([y for _, y in points], dtype=np.float64)

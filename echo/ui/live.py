@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 _STEP_LINE_S = 5.0
-"""Least seconds between two lines on steps."""
+"""Smallest number of seconds between two lines on steps."""
 HOUR_S = 3600.0
 _MAX_NOTICES_PER_UPDATE = 5
 _WAIT_GROWTH = 2
@@ -43,7 +43,7 @@ _MAX_WAIT_INTERVAL_S = 300.0
 
 
 class PlainLog:
-    """Writes lines on notices, steps and waiting to a console."""
+    """Writes log lines to a console: about notices, about steps, and about waits of the learner."""
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
         """Start with nothing written to `console`; `now` returns the time in seconds."""
@@ -63,14 +63,17 @@ class PlainLog:
         self._write(self.lines_for(snapshot))
 
     def finish(self, snapshot: RunStatus) -> None:
-        """Write lines on what is new in the last snapshot, always with its last step."""
+        """Write lines on what is new in the last snapshot.
+
+        The last step gets a line, however recent the line before.
+        """
         lines = self.lines_for(snapshot)
         if self._is_news(snapshot):
             lines.append(self._step_line(snapshot))
         self._write(lines)
 
     def lines_for(self, snapshot: RunStatus) -> list[str]:
-        """Return the lines to write now: new notices, then a line on a step or on waiting."""
+        """Return the lines to write now: new notices, then lines on an hour, a step or a wait."""
         now = self._now()
         stamp = f"[{clock(snapshot.elapsed_s)}]"
         lines = [f"{stamp} {line}" for line in self._new_notices(snapshot.notices)]
@@ -172,7 +175,7 @@ class PlainLog:
 
 
 def describe_progress(before: RunStatus, after: RunStatus) -> str:
-    """Return a line on what the time between two statuses of a run has cost and brought."""
+    """Return a line that sums up the time between two statuses: steps, tokens, rewards and cost."""
     num_steps = after.step - before.step
     num_tokens = sum(after.staleness_tokens.values()) - sum(before.staleness_tokens.values())
     parts = [f"{num_steps} steps", f"{short_count(num_tokens)} tokens trained"]
@@ -193,7 +196,7 @@ def describe_progress(before: RunStatus, after: RunStatus) -> str:
 
 
 REDRAW_S = 0.25
-"""Least seconds between two drawings of the screen."""
+"""Smallest number of seconds between two drawings of the screen."""
 _CLOSE_TIMEOUT_S = 2.0
 """Largest number of seconds by which a blocked terminal may delay the end of the run."""
 
@@ -206,7 +209,7 @@ rich reports a pipe without a reader as SystemExit.
 
 
 class _Frame:
-    """A snapshot that is laid out at the time of drawing, for the terminal's size at that time."""
+    """A snapshot that is laid out only when it is drawn, for the terminal's size at that time."""
 
     def __init__(self, snapshot: RunStatus) -> None:
         self._snapshot = snapshot
@@ -252,8 +255,8 @@ class _ScreenPainter:
 class LiveView:
     """Shows the newest snapshot on a console, at most once in `REDRAW_S`.
 
-    Use it as a context manager or call `close`. No method raises if the terminal is resized,
-    paused, gone, or of an encoding without block characters.
+    Use it as a context manager or call `close`. No method raises an error if the terminal is
+    resized, paused or gone, or if its encoding lacks block characters.
     """
 
     def __init__(self, console: Console, *, mode: Literal["auto", "on", "off"] = "auto") -> None:

@@ -65,14 +65,14 @@ def save_figure(figure: Figure, out_png: Path) -> Path:
 _REWARD, _SAMPLED, _GREEDY = "#4c72b0", "#2a9d5c", "#b5479b"
 _INK = "#333333"
 _SMOOTHED_STEPS = 5
-"""Number of steps in the running mean of the reward, which has less than half the noise of one
-batch."""
+"""Number of steps in the running mean of the reward. This mean has less than half the noise of a
+single batch."""
 
 
 def learning_curve(run_dir: Path, out_png: Path) -> Path:
     """Plot a run's rewards and staleness to a PNG file, and return the file's path.
 
-    The rewards are the means of each step and of held-out prompts, by step.
+    The plot has two rewards: the mean of each step, and the mean of each held-out evaluation.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -182,8 +182,8 @@ def cost_plot(
 ) -> Path:
     """Plot the cost of fleets against the learner's idle share, and return the file's path.
 
-    The PNG has the Pareto front `front`, by cost per hour and per token, and marks the `chosen`
-    plan.
+    One panel has the cost per hour, the other the cost per token. Both show the Pareto front
+    `front`, and mark the `chosen` plan.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -205,7 +205,7 @@ def cost_plot(
 
 
 def _draw(axes: Axes, fleets: Sequence[Forecast], costs: Sequence[float], label: str) -> None:
-    """Draw one cost of each fleet against the fleet's idle share; the last fleet is the plan."""
+    """Draw the costs of fleets against their idle shares; the last fleet is the chosen plan."""
     from matplotlib.ticker import PercentFormatter
 
     idle = [fleet.prediction.idle_share for fleet in fleets]
@@ -347,7 +347,8 @@ def sweep_plot(
 ) -> Path:
     """Plot the figures of a sweep to a PNG file, and return the file's path.
 
-    There is a panel for each figure, with a point for each value and seed, and the means.
+    Each figure of the sweep has a panel. The panel has a point for each value and seed, and the
+    means over the seeds.
 
     Raises:
         ConfigError: if matplotlib is not installed.

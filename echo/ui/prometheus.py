@@ -1,9 +1,10 @@
 """An endpoint for Prometheus: the newest value of each metric of a run, as gauges.
 
-`reward/mean` becomes `echo_reward_mean`. A metric whose name contains a task or a reason gets it as
-a label, and so does each entry of a table such as `workers/reward`. Every gauge has the label
-`run`. The library serves scrapes in threads of its own, and a row only replaces values in memory,
-so neither the learner nor a scrape waits for the other.
+`reward/mean` becomes `echo_reward_mean`. If the name of a metric contains a task or a reason, this
+part of the name becomes a label. A table such as `workers/reward` becomes one gauge, with a label
+that names the entry. Every gauge has the label `run`. The library serves scrapes in threads of its
+own, and the learner only replaces values in memory. So neither the learner nor a scrape waits for
+the other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LABELS = (
 )  # fmt: skip
 """(pattern of a metric's name, prefix of the gauge's name, name of the label)."""
 PARTS = "reward/parts"
-"""The gauge of `reward/NAME/mean`, which must differ from the gauge of `reward/mean`."""
+"""The gauge of every `reward/NAME/mean`. It has a name of its own, so that it differs from the
+gauge of `reward/mean`."""
 TABLES = (
     ("workers/", "worker"), ("links/", "link"), ("cost/", "node"), ("staleness/", "staleness"),
 )  # fmt: skip
@@ -54,7 +56,7 @@ def gauge_of(metric: str) -> tuple[str, dict[str, str]]:
 
 
 def label_of_table(metric: str) -> str:
-    """Return the name of the label by which the entries of a table differ."""
+    """Return the name of the label that distinguishes the entries of a table."""
     return next((label for start, label in TABLES if metric.startswith(start)), "name")
 
 
@@ -87,7 +89,7 @@ class PrometheusEndpoint:
         self.port: int = self._server.server_port
 
     def write(self, step: int, metrics: Mapping[str, Any], at: float) -> None:
-        """Replace the values of the metrics that a row has."""
+        """Replace the values of the metrics in a row, and keep the values of all other metrics."""
         self._values = {**self._values, **metrics, "step": step, "time": at}
 
     def collect(self) -> Iterator[Any]:

@@ -15,10 +15,11 @@ from echo.core.rollout import PolicyVersion
 from echo.core.units import one_line
 
 VERSION_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
-"""Styles of a completion's parts by version, in turns; a completion of one version has none."""
+"""Styles of a completion's parts; each version gets the next style. If there is only one version,
+no style is used."""
 
 MAX_QUOTED = 40
-"""Number of characters that are quoted of the text that a chain follows."""
+"""Where a chain continues an earlier text, this number of characters of that text are quoted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,8 @@ class Part:
     is_sampled: bool
     """Whether the policy sampled the tokens; others, such as answers of tools, are not trained."""
     follows: str | None = None
-    """The end of the text that the part follows in its chain; None if it follows the part before.
+    """The end of the text that precedes the part in its chain. It is None if that text is the part
+    before.
     """
 
 
@@ -99,7 +101,7 @@ def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
 
 
 def _parts_text(parts: Mapping[str, float]) -> str:
-    """Return the parts of a reward as text, as " = correct 1 + format 0.2"; "" if it has none."""
+    """Return the parts of a reward, such as " = correct 1 + format 0.2"; "" without parts."""
     return " = " + " + ".join(f"{name} {value:g}" for name, value in parts.items()) if parts else ""
 
 
@@ -117,7 +119,7 @@ def _indented(text: str, width: int) -> str:
 
 
 def _versions(parts: Sequence[Part]) -> Iterator[str]:
-    """Yield, for each version that sampled tokens, text with the version and number of tokens."""
+    """Yield a text for each version that sampled tokens: the version and its number of tokens."""
     for version in dict.fromkeys(part.version for part in parts if part.is_sampled):
         number = sum(p.num_tokens for p in parts if p.is_sampled and p.version == version)
         yield f"{version} {number} tokens"

@@ -1,8 +1,8 @@
 """The rows that show a snapshot, and how they are laid out on a screen.
 
-Every function returns rows that rich can draw, of at most the given width. `render_live` decides
-which parts, and how many rows of each, fit into a terminal. Text from other nodes is cleaned before
-it is shown.
+Every function returns rows that rich can draw. No row is wider than the given width. `render_live`
+decides which parts fit into a terminal, and how many rows each part gets. Text from other nodes is
+cleaned before it is shown.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_NOTICES = 6
 
 _LABEL_WIDTH = 9
 _WRAPPER = Console(file=io.StringIO())
-"""A console, which rich needs for wrapping text; nothing is printed on it."""
+"""A console that nothing is printed on. rich needs a console to wrap text."""
 _NO_VERSION = VersionStatus(version="-", done=1.0, num_nodes=0, num_complete=0)
 _ROLE_ORDER = {"learner": 0, "relay": 1, "worker": 2}
 _STATE_STYLES = {"lost": "bold red", "waiting": "yellow", "refused": "bold red"}
@@ -59,7 +59,8 @@ _DISPENSABLE_COLUMNS = (
 _OPTIONAL_COLUMNS = frozenset({"mismatch", "reward", "rtt", "errors", "$/h"})
 """Columns that are left out while no node has a value for them."""
 _MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
-"""Widths to which the cells of these columns are cut while the table is too wide."""
+"""Widths to which the cells of these columns are cut. If the terminal has more space, less is cut.
+"""
 
 
 def header(snapshot: RunStatus, width: int) -> list[RenderableType]:
@@ -228,9 +229,9 @@ def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[Rende
 
 
 def _slowest(link: LinkStatus | None) -> tuple[str, str]:
-    """Return text on the link whose child receives a version last, and on the time left.
+    """Return text on the slowest link of a version, and text on the time left.
 
-    Both are empty if no node fetches the version.
+    Both texts are empty if no node fetches the version.
     """
     if link is None:
         return "", ""
@@ -364,7 +365,7 @@ def idle_shares(snapshot: RunStatus) -> str:
 def _row(*parts: RenderableType) -> Table:
     """Return a row with all parts side by side.
 
-    The row ends its line, which rich's bar does not do by itself.
+    The row ends with a line break. A bar of rich alone would not.
     """
     row = Table.grid()
     for _ in parts:
@@ -510,7 +511,7 @@ def render_live(
     Args:
         snapshot: the status of the run.
         width: number of cells of each row.
-        height: most rows; None for as many as there is content.
+        height: largest number of rows; None for as many as the content has.
         has_chart: whether the curves are shown.
         table: returns the table of nodes for a width and a height; None for `node_table`.
     """
@@ -557,11 +558,11 @@ def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
 def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str, int]:
     """Return how many rows each part of the screen gets.
 
-    First each part in turn gets its least number of rows. Then table, notices and chart in turn get
-    more rows, each up to its most.
+    First each part gets its least number of rows, in the order of `wanted`. Then table, notices and
+    chart get the rows that are left, in this order, each up to its largest number.
 
     Args:
-        wanted: (least, most) number of rows of each part, the most important part first.
+        wanted: (least, largest) number of rows of each part, the most important part first.
         num_rows: number of rows to distribute.
     """
     granted = dict.fromkeys(wanted, 0)
@@ -576,7 +577,7 @@ def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str
 
 
 def _charts(snapshot: RunStatus, width: int, height: int) -> list[RenderableType]:
-    """Return the reward curve, beside it the staleness histogram if the width allows."""
+    """Return the reward curve; if the width allows, the staleness histogram is beside it."""
     if width < _MIN_SIDE_BY_SIDE:
         return [*reward_chart(snapshot, width, height)]
     right_width = min(max(width * 3 // 10, 21), 44)
@@ -590,7 +591,7 @@ def _charts(snapshot: RunStatus, width: int, height: int) -> list[RenderableType
 
 
 def _join(blocks: Iterable[Sequence[RenderableType]], num_gaps: int) -> list[RenderableType]:
-    """Return the rows of all blocks, with a blank row between blocks, at most `num_gaps` times."""
+    """Return the rows of all blocks, with blank rows between the first `num_gaps` + 1 blocks."""
     rows: list[RenderableType] = []
     for block in blocks:
         if block and rows and num_gaps > 0:

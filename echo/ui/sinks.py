@@ -38,7 +38,7 @@ from echo.ui.prometheus import PrometheusEndpoint, prometheus_client
 logger = logging.getLogger(__name__)
 
 Metric = float | Mapping[str, float] | Mapping[str, str]
-"""A number, several numbers by name, such as `staleness/hist`, or texts by name: `explain`."""
+"""A number; or numbers by name, as in `staleness/hist`; or texts by name, as in `explain`."""
 
 
 class _Mirror(Protocol):
@@ -51,10 +51,10 @@ class _Mirror(Protocol):
         """Open the mirror, before the first row."""
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Write one row of metrics, which belongs to this step and this Unix time."""
+        """Write one row of metrics, with its step and Unix time."""
 
     def write_samples(self, step: int, samples: Sequence[TextSample], at: float) -> None:
-        """Write rollouts as text, of this step and Unix time."""
+        """Write rollouts as text, with their step and Unix time."""
 
     def close(self) -> None:
         """Write rows that are buffered, and close the mirror."""
@@ -239,7 +239,7 @@ class MetricsWriter:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Remove the last line of a file if it has no line end: a crash has cut it off."""
+    """Remove the last line of a file if a crash has cut it off, so that it has no line end."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -335,7 +335,7 @@ class _TensorBoard:
 
 
 def _markdown(samples: Sequence[TextSample]) -> str:
-    """Return samples as a table in Markdown, in which their texts are code."""
+    """Return samples as a table in Markdown; texts are formatted as code."""
     lines = [" | ".join(COLUMNS), " | ".join(["---"] * len(COLUMNS))]
     for row in table_of(samples):
         cells = (

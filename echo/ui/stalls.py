@@ -9,13 +9,13 @@ from echo.core.units import format_duration
 from echo.records.run_files import MetricsHistory, MetricsRow
 
 MAX_GAP_STEPS = 5
-"""Most steps without an explanation within a stall."""
+"""Two explanations belong to the same stall only if they are at most this number of steps apart."""
 WAIT = "time/wait/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """A number of steps that one cause explains."""
+    """A period of steps whose waits have the same cause."""
 
     cause: str
     resource: str
@@ -28,7 +28,7 @@ class Stall:
     waited_s: float
     """Seconds for which the learner waited in these steps."""
     is_open: bool
-    """Whether the explanation is that of a wait that had not ended when the row was written."""
+    """Whether the newest explanation is of a wait that had not ended when its row was written."""
 
 
 def stalls_of(history: MetricsHistory) -> list[Stall]:
@@ -62,7 +62,7 @@ def _stall(rows: Sequence[MetricsRow], history: MetricsHistory) -> Stall:
 
 
 def describe_waits(train: Sequence[MetricsRow]) -> str:
-    """Return the shares of the time in which the learner waited and workers had no group.
+    """Return text on two shares of the time: the learner waited, and workers had no group.
 
     The text is empty without optimizer steps.
     """

@@ -33,8 +33,7 @@ from echo.ui.stalls import describe_waits, stalls_of
 
 
 CAUSES = ("staleness", "numerics", "truncation", "tokenisation")
-"""Causes of the mismatch between sampler and learner, in the order in which the summary shows them.
-"""
+"""Causes of the mismatch between sampler and learner, in the order of the summary."""
 
 
 def learning_facts(train: Sequence[MetricsRow], *, num_last: int) -> tuple[tuple[str, str], ...]:
@@ -85,7 +84,7 @@ def _off_policy(last: Sequence[MetricsRow]) -> str:
 
 
 def _mismatch(train: Sequence[MetricsRow]) -> str:
-    """Return text on how much of the mismatch's variance each cause explains.
+    """Return text with the share of the mismatch's variance that each cause explains.
 
     The shares are computed over all measurements of the run.
     """
@@ -158,10 +157,10 @@ def _lengths(train: Sequence[MetricsRow]) -> str:
 
 
 _REWARD_STEPS = 5
-"""Number of steps over which the reward at the start and at the end is averaged, since one batch
-alone is too noisy."""
+"""Number of steps over which the reward at the start, and that at the end, is averaged. A single
+batch is too noisy."""
 MAX_TOO_OLD = 0.01
-"""Share of tokens thrown away for age above which the summary emphasises it."""
+"""If a larger share of the tokens was dropped as too old, the summary highlights the number."""
 _MAX_BINS = 12
 _BARS_WIDTH = 60
 _UNWRAPPED = 10_000
@@ -200,7 +199,7 @@ class RunSummary:
     num_sampled: int
     """Number of tokens that workers have sampled; 0 if it was not counted."""
     num_too_old: int
-    """Number of sampled tokens that were thrown away for age."""
+    """Number of sampled tokens that were dropped because they were too old."""
     broadcast_bytes: float
     """Number of weight bytes that the learner sent."""
     learning: tuple[tuple[str, str], ...]
@@ -227,7 +226,7 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
 
     Args:
         run_dir: directory of the run.
-        commands: command lines that the user may try next; None for three that follow from the
+        commands: command lines that the user may try next; None for three commands that fit the
             configuration.
 
     Raises:
@@ -368,7 +367,7 @@ def _facts(summary: RunSummary) -> Table:
 
 
 def _tokens(summary: RunSummary) -> Text:
-    """Return text on the tokens that were sampled, trained, and thrown away for age."""
+    """Return text on how many tokens were sampled, were trained on, and were dropped as too old."""
     trained = f"{sum(summary.staleness_tokens.values())} trained"
     if not summary.num_sampled:
         return Text(trained)

@@ -36,10 +36,10 @@ SORTS: Mapping[str, Order] = {
     "$/h": lambda node: -(node.price_per_h or 0.0),
     "seen": lambda node: -node.seen_s,
 }
-"""Orders of the table: the largest number first."""
+"""The orders of the table by name. Columns of numbers are sorted with the largest number first."""
 KEYS = "q quit  s S sort  / filter  g graph  p pause  d drain  b standby  + - bound"
 CHART_ROWS = 30
-"""Least rows of a terminal on which the graph is shown from the start."""
+"""The graph is shown from the start if the terminal has at least this number of rows."""
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO[A-Za-z]|.", re.DOTALL)
 _NAMED_KEYS = {
     "\x1b[A": "up", "\x1bOA": "up", "k": "up", "\x1b[B": "down", "\x1bOB": "down", "j": "down",
@@ -51,7 +51,7 @@ PAGE = 10
 
 
 def keys_in(text: str) -> Iterator[str]:
-    """Yield the keys that a terminal has sent as this text, each as the characters sent for it."""
+    """Yield the characters of each key in a text that a terminal has sent."""
     for match in _KEY.finditer(text):
         yield match[0]
 
@@ -67,7 +67,7 @@ class Confirmation:
 
 
 class TopScreen:
-    """What `echo-rl top` shows, and what the pressed keys have chosen."""
+    """The state of the screen: the newest status, and what the pressed keys have chosen."""
 
     def __init__(self, *, by: str) -> None:
         """Start without a status; `by` is the operator's name in operations."""
@@ -88,11 +88,11 @@ class TopScreen:
         self._pending: Confirmation | None = None
 
     def show(self, status: RunStatus, *, may_operate: bool) -> None:
-        """Take the next status."""
+        """Show `status` from now on."""
         self.status, self.may_operate = status, may_operate
 
     def say(self, text: str) -> None:
-        """Take a line on the connection or on an operation; "" removes it."""
+        """Show a line about the connection or about an operation; "" removes the line."""
         self._said = text
 
     # --- keys ------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class TopScreen:
         self._selected = names[at]
 
     def _ask(self, key: str) -> None:
-        """Ask the person to confirm an act, or say why it is not possible."""
+        """Ask the person to confirm the operation of a key, or say why it is not possible."""
         if self.status is None:
             return
         if not self.may_operate:

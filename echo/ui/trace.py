@@ -1,9 +1,9 @@
 """A trace of a run for Perfetto: what every node did when, as Chrome's JSON trace events.
 
 The spans come from the ledger and the metrics, which the learner has written, so all nodes are on
-the learner's clock. A worker's span begins when the learner granted a group and ends when the
-learner accepted it, or ended the lease: what happens within the span, such as rewards, is not
-recorded. Spans of a worker that overlap are in different rows.
+the learner's clock. A worker's span begins when the learner granted a group. It ends when the
+learner accepted the group, or ended the lease. What happened within the span, such as the computing
+of rewards, is not recorded. Spans of a worker that overlap are in different rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from echo.ui.report.run import ReportedRun, explanation_of
 from echo.wire.messages import LEARNER_ID
 
 MAX_EVENTS = 500_000
-"""Most events of a trace; its file then has about 100 MB, which Perfetto still opens."""
+"""Largest number of events in a trace. The file then has about 100 MB, which Perfetto can still
+open."""
 MICROSECONDS = 1e6
 
 Event = dict[str, Any]
@@ -244,7 +245,7 @@ class _Rows:
         self._ends: list[float] = []
 
     def take(self, start: float, end: float) -> int:
-        """Return the number of the first row that is free from `start` on; use it until `end`."""
+        """Find the first row that is free at `start`, use it until `end`, and return its number."""
         for row, free_from in enumerate(self._ends):
             if free_from <= start:
                 self._ends[row] = end

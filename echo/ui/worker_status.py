@@ -14,7 +14,7 @@ from echo.core.metrics import WorkerView
 LOG_S = 60.0
 """Seconds between two lines on the status in the log."""
 RATE_WINDOW_S = 10.0
-"""Least number of seconds over which tokens per second are averaged."""
+"""Smallest number of seconds over which tokens per second are averaged."""
 
 _ERASE = "\r\x1b[K"
 
@@ -30,7 +30,7 @@ class StatusLine(logging.StreamHandler[TextIO]):
         self._status = ""
 
     def show(self, status: str) -> None:
-        """Show this status in place of the present one; an empty status erases the line."""
+        """Show `status` in place of the present status; an empty status erases the line."""
         if not self.is_live:
             return
         self.acquire()

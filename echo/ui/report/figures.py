@@ -31,15 +31,16 @@ WIDTH, HEIGHT = 6.6, 3.1
 """Size of a figure, inches."""
 DPI = 130
 MAX_BARS = 20
-"""Most bars of a figure, the longest."""
+"""Largest number of bars in a figure; only the longest bars are drawn."""
 MAX_STALENESS_SHOWN = 8
-"""Staleness from which on tokens are drawn together."""
+"""Tokens of this staleness or more are drawn as one part."""
 MAX_COLUMNS = 200
-"""Most columns of a figure with a column for each step; of more steps several share a column."""
+"""Largest number of columns in a figure by step. If there are more steps, several steps share a
+column."""
 RESUMED = ":"
-"""Style of the line at which a run was resumed."""
+"""Style of the vertical line that marks a resume of the run."""
 LEGEND_CHARACTERS = 84
-"""Number of characters for which a line of a legend has space."""
+"""Number of characters that fit into a line of a legend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +265,9 @@ def _draw_curve(curve: StepCurve, axes: Axes, runs: Sequence[ReportedRun]) -> bo
 def _lines(
     curve: StepCurve, runs: Sequence[ReportedRun]
 ) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Yield label and points of each line: of each metric of one run, or of each of several runs.
+    """Yield the label and the points of each line.
+
+    A single run has a line for each metric. Of several runs, each has one line.
 
     A line without points is left out.
     """
@@ -368,7 +371,7 @@ def _reward(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 PART = re.compile(r"reward/(.+)/mean")
-"""The name of the metric of a reward's part."""
+"""Matches the name of a metric that holds the mean of one part of the reward."""
 
 
 def _reward_parts(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
@@ -393,7 +396,7 @@ def _reward_parts(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 def _evaluations(axes: Axes, run: ReportedRun, color: str | None, values: list[float]) -> bool:
     """Draw the held-out scores of a run, and add them to `values`.
 
-    A run of a comparison has a `color` for its sampled scores, and no line for greedy ones.
+    In a comparison of runs, `color` is the run's colour, and greedy scores are left out.
     """
     evaluations = run.history.evaluations
     name = held_out(run.history.evals_are_rates)
@@ -413,7 +416,7 @@ def _evaluations(axes: Axes, run: ReportedRun, color: str | None, values: list[f
 
 
 def _staleness(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the shares of the trained tokens by staleness; of several runs the mean staleness."""
+    """Draw the shares of the trained tokens by staleness; for several runs, draw mean staleness."""
     if len(runs) > 1:
         drawn = False
         for color, run in zip(_colors(len(runs)), runs, strict=True):
@@ -471,7 +474,10 @@ def _stack(
     labels: Sequence[str],
     colors: Sequence[str],
 ) -> None:
-    """Draw a stack of bars for each step; of many steps several share a bar, with their mean."""
+    """Draw a stack of bars for each step.
+
+    If there are many steps, several of them share a stack, which shows their means.
+    """
     size = -(-len(steps) // MAX_COLUMNS)
     starts = range(0, len(steps), size)
     places = [sum(steps[at : at + size]) / len(steps[at : at + size]) for at in starts]
@@ -528,20 +534,23 @@ def _timeline(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _wait_span(row: MetricsRow) -> tuple[float, float]:
-    """Return start and length of a step's wait: the learner waits, then it trains."""
+    """Return start and length of a step's wait, which ends when the training of the step begins."""
     waited_s = min(row.get("time/wait_for_batch") or 0.0, row["time/step"])
     return row["time"] - (row.get("time/train") or 0.0) - waited_s, waited_s
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:
-    """Return the name of a unit of time that suits an axis, and its seconds."""
+    """Return a unit of time that suits an axis of this length: its name and its seconds."""
     if seconds < 300:
         return "seconds", 1.0
     return ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)
 
 
 def _step_times(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw what the time of each step went into; the waits by what the groups did, if known."""
+    """Draw how the time of each step was spent.
+
+    Waits are divided by what the groups did meanwhile, if this is known.
+    """
     rows = [row for row in runs[0].history.train if row.get("time/step") is not None]
     if not rows:
         return False
@@ -572,7 +581,7 @@ def _step_times(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _limit_height(axes: Axes, heights: Sequence[float]) -> None:
-    """Cut off the axis above most bars, if few bars would make the others too small to be read."""
+    """End the axis above most bars, if the highest bars would make the others unreadably small."""
     usual, highest = median(heights), max(heights)
     if highest <= 6 * usual:
         axes.set_ylim(0, 1.05 * highest)
@@ -587,7 +596,7 @@ def _limit_height(axes: Axes, heights: Sequence[float]) -> None:
 
 
 def _waiting(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the share of each step that the learner waited, smoothed, a line for each run."""
+    """Draw a line for each run: the share of each step's time in which the learner waited."""
     drawn = False
     for color, run in zip(_colors(len(runs)), runs, strict=True):
         rows = [row for row in run.history.train if row.get("time/step")]
@@ -669,7 +678,7 @@ def _bars(
 ) -> None:
     """Draw a bar for each of the largest values, the largest on top.
 
-    The number of a value is right of its bar, or right of the end in `ends`.
+    Each value is written to the right of its bar, or to the right of its place in `ends`.
     """
     names = sorted(values, key=lambda name: values[name])[-MAX_BARS:]
     places = range(len(names))
@@ -686,7 +695,7 @@ def _bars(
 
 
 def short(name: str) -> str:
-    """Return a name as matplotlib may draw it: short, printable, and no mathematics.
+    """Return a name so that matplotlib draws it as plain text, short and printable.
 
     A label that begins with an underscore would be left out of a legend.
     """

@@ -24,9 +24,9 @@ from echo.ui.rollouts import VERSION_STYLES, ShownRollout
 
 TEMPLATE = Path(__file__).with_name("page.html")
 NUM_LAST = 10
-"""Number of the last steps whose means are key figures."""
+"""Some key figures are means over this number of last steps."""
 MAX_STALLS = 20
-"""Most stalls that the page lists, the newest."""
+"""Largest number of stalls that the page lists; only the newest are listed."""
 NO_VALUE = "-"
 
 
@@ -43,11 +43,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColouredText:
-    """A piece of a completion, of one version."""
+    """A piece of a completion that one version sampled."""
 
     text: str
     style: str
-    """The class of its HTML element."""
+    """The class of the HTML element that shows the piece."""
     about: str
 
 
@@ -70,13 +70,13 @@ class PagePart:
     plots: Sequence[Plot] = ()
     samples: Sequence[RolloutBox] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Long texts by their names, which the reader may unfold."""
+    """Long texts by name. The page shows the name, and the reader may unfold the text."""
     is_open: bool = False
     note: str = ""
 
     @property
     def link(self) -> str:
-        """The name of the part in the page's links."""
+        """The name by which links in the page refer to the part."""
         return "".join(char if char.isalnum() else "-" for char in self.heading.lower())
 
     @property

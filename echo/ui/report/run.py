@@ -45,26 +45,26 @@ from echo.ui.stalls import WAIT, Stall, stalls_of
 from echo.ui.summary import RunSummary, summarise_run
 
 SAMPLE = " sample of step "
-"""What a line of the learner's log has if it is a sample of a rollout."""
+"""A line of the learner's log is a sample of a rollout if it contains this text."""
 WARNING = re.compile(
     r"[0-9:]+ (WARNING|ERROR|CRITICAL) "
     r'|\{"time": "[^"]+", "level": "(warning|error|critical)"'  # ui.log_format = "json"
 )
-"""The beginning of a line of the log with a warning or an error."""
+"""Matches the beginning of a log line that is a warning or an error."""
 MAX_DECISIONS = 100
-"""Most decisions in a report, the newest."""
+"""Largest number of decisions in a report; only the newest are shown."""
 MAX_LONG_WAITS = 10
-"""Most waits in a report, the longest."""
+"""Largest number of waits in a report; only the longest are shown."""
 LONG_WAIT_FACTOR = 2.0
-"""How many times longer than the median of all steps a wait has to be, to be listed."""
+"""A wait is listed only if it is longer than this factor times the median wait of all steps."""
 MIN_WAIT_S = 1.0
-"""A shorter wait is not listed."""
+"""Waits of fewer seconds are not listed."""
 MAX_LOG_LINES = 40
-"""Most lines of the learner's log in a report, the newest."""
+"""Largest number of lines of the learner's log in a report; only the newest are shown."""
 MAX_SAMPLE_LINES = 40
-"""Most samples of rollouts from the learner's log in a report, the newest."""
+"""Largest number of logged samples of rollouts in a report; only the newest are shown."""
 LOG_BYTES = 4 << 20
-"""Bytes at the end of the learner's log that are read for these lines and samples."""
+"""Only this number of bytes at the end of the learner's log is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,8 @@ class LongWait:
     share: float
     """Share of the step's time that was spent waiting."""
     cause: str
-    """The explanation that the run has recorded, or how long it waited for what; may be empty."""
+    """The explanation that the run has recorded; without one, what the learner waited for. It may
+    be empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +139,9 @@ class ReportedRun:
     """Number of refused results, by reason."""
     decisions: Sequence[Decision]
     num_decisions: int
-    """Number of all decisions, those that are left out included."""
+    """Number of all decisions, including decisions that the report leaves out."""
     stalls: Sequence[Stall]
-    """What the run has explained, oldest first."""
+    """The stalls that the run has recorded an explanation for, oldest first."""
     long_waits: Sequence[LongWait]
     """The longest waits, the longest first."""
     nodes: Sequence[ReportedNode]
@@ -333,7 +334,7 @@ def explanation_of(row: MetricsRow) -> str:
 
 
 def _stages(row: MetricsRow) -> str:
-    """Return text on how long the learner waited for what; empty if that is not recorded."""
+    """Return text with the learner's waits, and what each was for; empty if not recorded."""
     stages = {
         name.removeprefix(WAIT): value
         for name, value in row.items()
