@@ -66,8 +66,8 @@ class AcceptedConnections:
         self._max_guest_bytes = MAX_GUEST_BYTES if has_guests else max_message_bytes
         self._strangers: dict[int, None] = {}
         self._whole_bytes: OrderedDict[int, int] = OrderedDict()
-        """Descriptor -> bytes received when a check last found a whole message; the connection to
-        check next is first."""
+        """Descriptor -> bytes that the connection had received when a check last found a whole
+        message. The connection to check next is first."""
         self._has_spoken: set[int] = set()
         """Descriptors over which a whole message has arrived since their last check."""
         self._nodes: set[int] = set()

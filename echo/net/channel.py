@@ -168,7 +168,7 @@ class ZmqOutbox:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes, overhead included, that `send` accepted and the kernel has not got yet."""
+        """Number of accepted bytes, overhead included, that are not yet passed to the kernel."""
         while self._tracked and self._tracked[0][1].done:
             self._unsent_bytes -= self._tracked.popleft()[0]
         return self._unsent_bytes

@@ -117,8 +117,8 @@ def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
     """Raise the limit of open files to `wanted`, if permitted; return the new limit.
 
     If `wanted` is not permitted, the limit is raised as far as permitted. Every link takes
-    descriptors. The usual soft limit of 1024 is meant for programs that use `select`, and Echo does
-    not.
+    descriptors. The usual soft limit of 1024 is meant for programs that use `select`, which Echo
+    does not use.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -124,7 +124,7 @@ class TransportOptions:
     dead_after_s: float = 10.0
     """Seconds without an answer to a probe after which a connection counts as dead.
 
-    Must exceed the time that the largest message takes on the slowest link."""
+    This time must exceed the time that the largest message takes on the slowest link."""
     connect_timeout_s: float = 10.0
     """Time limit of one attempt to connect, seconds: for TCP and for the handshake separately."""
     min_redial_s: float = 0.1

@@ -33,7 +33,7 @@ reading, TCP fills, trackers stay open, and `send` refuses.
 continues: one wake-up per burst, and no future per message. ZeroMQ's descriptor is edge-triggered:
 an edge means "read ZMQ_EVENTS", and any send may consume an edge. So the loop reads ZMQ_EVENTS
 again in the turn after a send, and a socket stays marked until it returns EAGAIN. Monitors are
-drained in their callback, because libzmq's I/O thread waits on a full one.
+drained in their callback, because libzmq's I/O thread waits while a monitor is full.
 
 **Encryption** is CURVE (`curve.py`): a transport with keys encrypts all its links, and a transport
 without keys encrypts none. libzmq closes a connection that does not finish the handshake in time. A

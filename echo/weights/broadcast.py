@@ -116,8 +116,8 @@ class Broadcast:
             window_bytes: number of bytes that this node requests ahead while the rate of the link
                 to its parent is unknown.
             stall_s: seconds for which a parent may be silent while the rate of the link is unknown.
-            keep_versions: number of complete versions to keep, for children and to fall back to; at
-                least 1.
+            keep_versions: number of complete versions to keep; at least 1. Children may fetch them,
+                and this node may fall back to an older one.
             version_store: provides the memory of images; None for memory without a limit.
         """
         if window_bytes < 1 or keep_versions < 1 or stall_s <= 0:
@@ -215,7 +215,7 @@ class Broadcast:
 
     @property
     def patch_mode(self) -> PatchMode:
-        """When a delta is written over the image of its base (`PatchMode`)."""
+        """The mode that decides when a delta is written over the image of its base."""
         return self._store.in_place.mode
 
     @patch_mode.setter
@@ -280,7 +280,7 @@ class Broadcast:
         *,
         now: float,
     ) -> list[Action]:
-        """Add a complete version that this node, the learner, has made, and announce it."""
+        """Add and announce a complete version that the learner, which is this node, has made."""
         if len(image) != manifest.num_bytes:
             raise LocalProtocolError(
                 f"{manifest.version}: image of {len(image)} bytes, unlike its manifest"

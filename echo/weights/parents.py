@@ -68,10 +68,10 @@ class Parents:
         self.retry_s = retry_s
         self.retry_preferred_s = 0.0
         self.learner_address = ""
-        """The learner's address as plans name it; empty if they do not."""
+        """The learner's address in the last plan that names it; empty if no plan has named it."""
         self.control: Connection | None = None
-        """The control connection; if a plan names the node at its other end without an address, its
-        address is used."""
+        """The control connection. If a plan names the node at the other end without an address, the
+        address of this connection is used."""
         self.quarantined: dict[str, float] = {}
         """Node id -> time at which the node's quarantine began."""
         self.current: Connection | None = None

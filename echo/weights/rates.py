@@ -220,7 +220,8 @@ class UplinkProbe:
         self._uplink = uplink
         self._node_id = node_id
         self.num_probes = 0
-        """Measurements begun; each is a probe, and larger ones while they are fast."""
+        """Number of measurements begun. A measurement starts with a small probe, and larger probes
+        follow while acknowledgements come fast."""
         self._awaited: tuple[str, int, float] | None = None
         """(peer that must acknowledge the probe, bytes of the probe, time of sending); None if no
         probe is under way."""

@@ -181,7 +181,7 @@ class Receiver:
         self.item: ItemId | None = None
         self.bytes_received = 0
         self.rate = RateEstimate()
-        """The rate at which this node receives weights, from whichever parent."""
+        """The rate at which this node receives weights, whichever node is its parent."""
         self.num_bad_chunks = 0
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)

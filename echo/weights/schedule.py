@@ -67,8 +67,7 @@ class PublishPace:
         self._published_at: dict[PolicyVersion, float] = {}
         self._num_bytes = 0
         self.broadcast_s: float | None = None
-        """Seconds in which the last version that reached every node did so; None before the first.
-        """
+        """Seconds that the last broadcast to every node took; None before the first."""
         self.num_broadcasts = 0
         """Number of versions that have reached every node; versions that arrived together count
         once."""

@@ -513,7 +513,7 @@ class Sender:
         return actions
 
     def extend(self, item: ItemId, now: float) -> list[Action]:
-        """Send children the table of a new segment, and the chunks of it that this node holds."""
+        """Send children the table of a new segment, and this node's chunks of the segment."""
         encoded = self.store.encoded_versions.get(item)
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):

@@ -120,7 +120,7 @@ class Greeted(Message, frozen=True):
 
 
 class Probe(Message, frozen=True):
-    """Zero bytes whose transfer measures the rate of a link (`weights/rates.py`)."""
+    """Meaningless bytes, whose transfer measures the rate of a link (`weights/rates.py`)."""
 
 
 class ProbeAck(Message, frozen=True):
@@ -215,7 +215,7 @@ class Waiting(Message, frozen=True):
     """The version of the wanted chunk; None if the child waits for any newer version."""
     form: Form = FULL
     again_s: Seconds = 0.0
-    """Seconds within which the parent repeats this message; 0 if it sets no limit."""
+    """Seconds within which the parent repeats this message; 0 if the parent sets no limit."""
 
 
 class Gone(Message, frozen=True):

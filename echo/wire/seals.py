@@ -222,7 +222,7 @@ class Seals:
 
     @property
     def proven(self) -> Channel | None:
-        """The channel in which the learner seals its messages; None before one is agreed on."""
+        """The channel in which the learner seals messages; None before a channel is agreed on."""
         return self.confirmed or self.offered
 
     def open(

@@ -171,7 +171,10 @@ class Transfer(Chunked):
         return not self.later
 
     def seal(self, signed: SignedManifest, manifest: Manifest) -> str:
-        """Add the learner's manifest; return why it does not fit this image, or "" if it fits."""
+        """Add the learner's manifest if it fits the image.
+
+        Return why the manifest does not fit, or "" if it fits.
+        """
         if provisional(manifest, manifest.version) != self.manifest:
             return f"the seal of {manifest.version} describes another image than its deltas"
         self.signed, self.manifest = signed, manifest

@@ -5,9 +5,9 @@ A delta is coded against its base, a version that the receiver holds. A keyframe
 * A **block** is a run of the image, a whole number of image chunks (the last block may be shorter).
   Each block is coded on its own, so blocks are coded and decoded in parallel (`delta.py`).
 * A **segment** is a run of blocks. Its table holds the length of each coded block and the hash of
-  each of its payload chunks. The learner signs each table, so chunks travel while later blocks are
-  still being coded, and a relay verifies and forwards them without the base. Tables arrive in
-  order.
+  each of its payload chunks. The learner signs each table, so the chunks of a segment travel while
+  later blocks are still being coded. A relay can verify and forward these chunks without the base.
+  Tables arrive in order.
 * A **hashed** table has the hashes of the decoded image chunks. The last hashed table of an encoded
   version also has the signed manifest of the image, with the same hashes. The image is decoded into
   new memory. Keyframes are hashed, and so are deltas in which much has changed.

@@ -46,8 +46,8 @@ class ItemStore:
         """Start with no items.
 
         Args:
-            keep_versions: number of complete images to keep, for children and to fall back to; at
-                least 1.
+            keep_versions: number of complete images to keep; at least 1. Children may fetch them,
+                and this node may fall back to an older one.
             version_store: provides the memory of images; None for memory without a limit.
         """
         self.keep_versions = keep_versions

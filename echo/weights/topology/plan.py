@@ -587,8 +587,8 @@ class Planner:
         self.epoch = 0
         self.topology: Topology | None = None
         self.downlink_limits: dict[str, float] = {}
-        """Rates of the downlinks of nodes that are limited by their own downlink, in bytes per
-        second, as last measured."""
+        """Node id -> downlink rate in bytes per second, as last measured. Only nodes that are
+        limited by their own downlink are listed."""
         self._planned_at, self._rested_at, self._num_nodes = 0.0, 0.0, 0
         self.has_news = False
         """Whether an uplink was measured for the first time since the last plan."""

@@ -84,8 +84,8 @@ class Sites:
 
     names: tuple[str, ...]
     addresses: tuple[str, ...]
-    """Address at which each is dialled; empty for a node that cannot be dialled, and for the
-    learner if nodes use the address at which they have reached it."""
+    """Address at which each node is dialled; empty for a node that cannot be dialled. The learner's
+    address is empty if nodes use the address at which they have reached the learner."""
     uplinks: tuple[float, ...]
     """Rate of each uplink, bytes per second; 0 for a node that serves no other node."""
     downlinks: tuple[float, ...]
