@@ -52,8 +52,8 @@ FinishReason = Literal["stop", "length", "abort", "nonfinite"]
 
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature allowed. vLLM would raise a lower temperature to this value, while the learner
-divides its logits by the temperature of the configuration.
+"""Lowest temperature allowed. vLLM would raise a lower temperature to this value, but the learner
+would still divide its logits by the lower one, so their log-probabilities would differ.
 """
 
 
@@ -118,7 +118,7 @@ class Sampling:
         return self.truncates or (not self.greedy and self.min_tokens > 0)
 
     def num_barred(self, num_tokens: int) -> int:
-        """Return how many tokens after the first `num_tokens` cannot be a stop id."""
+        """Return how many of the tokens after the first `num_tokens` cannot be a stop id."""
         return max(0, self.min_tokens - num_tokens) if self.stop_ids else 0
 
     def barred_support(self, num_sampled: int, num_tokens: int) -> TokenSets:
@@ -451,7 +451,7 @@ class Concurrency:
         return number if self.limit is None else min(number, self.limit)
 
     def halve(self, num_rollouts: int, *, why: str, numbers: str) -> None:
-        """Halve the limit, because memory ran out with `num_rollouts` rollouts; log a warning.
+        """Lower the limit to half of `num_rollouts`, because memory ran out; log a warning.
 
         Raises:
             EngineError: if memory ran out with a single rollout.

@@ -21,7 +21,7 @@ DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 def directory_here(model: ModelSection, *files: str) -> Path | None:
     """Return a model's local directory.
 
-    For a model on the hub, return None if the local cache lacks one of its `files`.
+    For a model on the hub, return None if the local cache lacks one of the given `files`.
 
     Raises:
         DataError: if the directory does not exist or holds no model, or the name is no valid hub

@@ -160,7 +160,7 @@ def choose_attention(config: Any, wanted: str) -> str:
 
 
 def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
-    """Return the model of config.json with uninitialised weights, tied as config.json says.
+    """Return the model of config.json with uninitialised weights; config.json decides on tying.
 
     Raises:
         DataError: if config.json is missing, or describes no causal language model.
@@ -372,7 +372,10 @@ def _load_whole(directory: Path) -> Any:
 
 
 def distinct_tensors(model: Any) -> dict[str, Tensor]:
-    """Return a model's parameters and persistent buffers by name, not copied; tied ones once."""
+    """Return a model's parameters and persistent buffers by name, without copying them.
+
+    Of tied tensors, only one is returned.
+    """
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -631,7 +634,7 @@ WINDOW_FIELDS = (
     "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length",
     "max_sequence_length", "seq_length", "seq_len", "max_target_positions",
 )  # fmt: skip
-"""Names of the context window in config.json, by family."""
+"""Names that different families of models give to the context window in config.json."""
 
 
 def context_window(model_dir: Path) -> int:
@@ -744,7 +747,7 @@ def free_gpu_bytes(name: str) -> int | None:
 def pick_dtype(name: str, device: str) -> torch.dtype:
     """Return the dtype to compute in: "auto" is bfloat16 on a GPU and float32 elsewhere.
 
-    For a CPU, `with_cpu_dtype` has already replaced "auto", by bfloat16 if that is faster.
+    For a CPU, `with_cpu_dtype` has already replaced "auto" by the faster dtype.
     """
     if name == "auto":
         name = "bfloat16" if device.startswith("cuda") else "float32"
@@ -761,8 +764,8 @@ for bfloat16 reach a speed-up of 2 to 10.
 """
 TIMED_ROWS = 64
 MAX_TIMED_WIDTH = 2048
-"""Largest width of the matrix that is timed: a larger matrix is cut to this width. The ratio stays
-the same, and a timing takes milliseconds.
+"""Largest width of the matrix that is timed: a larger matrix is cut to this width. The ratio of
+the two times stays the same, and a timing takes only milliseconds.
 """
 NUM_TIMED = 5
 
@@ -861,7 +864,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def shape(head_dim: int) -> dict[str, Any]:
     """Return the dimensions of the tiny model as fields of its configuration.
 
-    The query heads are 64 wide together, whatever `head_dim` is.
+    All query heads together are 64 wide, whatever `head_dim` is.
     """
     return {
         "vocab_size": VOCAB_SIZE,

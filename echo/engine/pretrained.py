@@ -152,7 +152,7 @@ def _download(directory: Path) -> Path:
 
 
 def _cause(stderr: str) -> str:
-    """Return the first line of pip's stderr that reports an error, or else its last line."""
+    """Return the first line of pip's stderr that reports an error; if none does, the last line."""
     lines = [one_line(line.strip()) for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return next(iter([*errors, *reversed(lines)]), "it said nothing")

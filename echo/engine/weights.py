@@ -335,7 +335,7 @@ def save_hf(
 ) -> None:
     """Write a directory that transformers' `from_pretrained` loads.
 
-    The directory appears complete or not at all, and replaces an earlier one of the same name.
+    The directory appears complete or not at all. It replaces an earlier directory of this name.
 
     Args:
         directory: the directory to write.
@@ -548,7 +548,7 @@ class DeviceDelta:
         return sum(self._counts) / num_words if num_words else 0.0
 
     def encode(self, held: memoryview, pool: Executor | None = None) -> Iterator[CodedBlock]:
-        """Yield the coded blocks that lead from the old image to the new one, in order.
+        """Yield the coded blocks that turn the old image into the new image, in order.
 
         Args:
             held: the old image on the host.

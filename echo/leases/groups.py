@@ -70,7 +70,7 @@ class LeaseRecord:
     """Whether the lease has ended, for any reason."""
     running_s: float = 0.0
     """Seconds for which the worker has sampled the group, by its last heartbeat; 0 while the group
-    is queued there."""
+    is queued at the worker."""
     seen_at: float = 0.0
     """Time at which `longest` and `rate` were last estimated (`leases/grants/finish_times.py`)."""
     seen_tokens: int = 0

@@ -140,9 +140,9 @@ class Reconciling:
     def _enter(
         self, worker: LeasedWorker, listed: Mapping[tuple[int, int], LeaseState], now: float
     ) -> list[tuple[int, int]]:
-        """Enter leases that a worker lists and the book lacks, or return them as unwanted.
+        """Enter those leases that a worker lists and the book lacks, unless they are unwanted.
 
-        The result has (group id, attempt) of each unwanted lease.
+        The result is the (group id, attempt) of each unwanted lease.
         """
         unwanted: list[tuple[int, int]] = []
         worker.num_unknown = 0

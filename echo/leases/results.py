@@ -218,7 +218,10 @@ class Results:
         )
 
     def _may_end(self, node_id: str, message: Deliver | Failed) -> bool:
-        """Return whether a worker was granted the attempt, or the group has ended."""
+        """Return whether a worker may end a group, because it was granted the attempt.
+
+        If the group has ended already, any worker may.
+        """
         group = self._groups.leases.group(message.group_id)
         is_theirs = group.was_granted(message.attempt, node_id)
         return is_theirs or not self._groups.is_open(message.group_id)

@@ -531,7 +531,9 @@ def _in_one_piece(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Te
 
 
 def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
-    """Make row i of a cache a copy of its row `rows[i]`; `rows` is [B], and an index may repeat.
+    """Replace row i of a cache by the present row `rows[i]` of the same cache, for each i below B.
+
+    An index may occur several times in `rows`, [B].
 
     Uses the method for beam search: `batch_select_indices` of transformers leaves out the states
     of convolutions and of linear attention.

@@ -153,7 +153,7 @@ def check_installation() -> None:
 
 
 def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) -> None:
-    """Set vLLM's environment variables, import vLLM, and make it record supports of tokens.
+    """Set vLLM's environment variables, import vLLM, and make vLLM record tokens' supports.
 
     A second call does nothing.
 

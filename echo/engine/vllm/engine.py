@@ -235,7 +235,7 @@ class Call:
             self._running.append(_Running(index, request_id, num_blocks, backend, future))
 
     def _announce(self, request_id: str, request: Request) -> None:
-        """Announce a request to vLLM's front end, which will search its tokens for stop strings."""
+        """Have vLLM's front end search the tokens of a request for stop strings."""
         from echo.engine.vllm.stops import StopSearch, announce_search
 
         stop, turn = self._sampling.stop, request.turn_ids
@@ -658,7 +658,10 @@ class VllmEngine(Engine):
         self.max_concurrent_rollouts(len(request.prompt_ids), sampling.max_completion_tokens)
 
     def current(self) -> tuple[Backend, str | None]:
-        """Return the backend, and the cache salt of the weights; None if swaps clear the cache."""
+        """Return the backend and the cache salt of the weights.
+
+        If swaps clear the cache, there is no salt: None.
+        """
         with self._lock:
             return self._backend, None if self._clears_cache else self._tag
 

@@ -1,8 +1,8 @@
 """Places of a checkpoint's elements in a model of vLLM, and the changes that vLLM is handed.
 
 `trace_places` runs the model's own loader once over tensors without memory (meta tensors) and
-records each copy that the loader would make. A tensor that is copied once, whole, into one
-contiguous piece of a parameter can later be changed element by element. Two further checks find
+records each copy that the loader would make. A tensor that is copied once, as a whole, into
+one contiguous piece of a parameter can later be changed element by element. Two further checks find
 changes that the recorded copies do not show: the bits in the model must equal those of the tensor
 that was just loaded, and no layer may keep a second form of its weights. If any check fails
 (packed, quantised or sharded layers, experts), the model takes whole versions only.

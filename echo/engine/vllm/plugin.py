@@ -38,7 +38,10 @@ class _Writer(logging.Handler):
 
 
 def listen() -> None:
-    """Have this process write its crash reason to the file that VARIABLE names; may be repeated."""
+    """Have this process write its crash reason to the file that VARIABLE names.
+
+    A second call does nothing.
+    """
     logger = logging.getLogger(LOGGER)
     if not any(isinstance(handler, _Writer) for handler in logger.handlers):
         logger.addHandler(_Writer())

@@ -100,7 +100,7 @@ def with_remedy(reason: str) -> str:
 def find_missing_compiler() -> str:
     """Return what Triton lacks to compile its C code when vLLM starts; "" if it lacks nothing.
 
-    A cache of Triton may hold the compiled code already, so the start need not fail.
+    The start may succeed nevertheless, because Triton's cache may hold the compiled code already.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"

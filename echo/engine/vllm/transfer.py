@@ -85,7 +85,7 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
         self.model.load_weights(_read(update_info))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
-        """Convert the loaded layers to the kernels' layout, and find the places of tensors."""
+        """Convert the loaded layers to the kernels' layout, and find each tensor's place."""
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_heads(self.model)
         _repack_experts(self.model)

@@ -88,7 +88,7 @@ RECENT_GROUPS = 64
 """Number of newest groups from which the useful share is estimated."""
 
 MAX_BATCHES = 64
-"""Number of future batches that are considered: the longest staleness configured in practice."""
+"""Number of future batches that are considered; in practice no staleness bound is larger."""
 
 MAX_STEPS = 256
 """Number of newest steps whose ends are remembered."""

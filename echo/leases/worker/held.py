@@ -159,7 +159,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Event: the call of the engine that had the group has ended."""
+    """Event: the call of `generate` that sampled the group has ended."""
 
 
 @dataclass(frozen=True, slots=True)
