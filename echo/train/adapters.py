@@ -5,7 +5,7 @@ adapter are set aside. A gradient that has not been applied yet is set aside, to
 another adapter into the model, so no other part of a trainer needs to know that there are several.
 All adapters have one shape, and share the trainer's loss, temperature, advantages and reference.
 
-A trainer that trains all weights has no adapters. Its `progress` is that of all weights.
+A trainer that trains all weights has no adapters, and its `progress` covers all weights.
 """
 
 from __future__ import annotations

@@ -209,8 +209,8 @@ _NAME = re.compile(r"v(\d+)_(\d+)\.safetensors")
 
 
 HEADER_BYTES = 256
-"""Upper bound on the bytes that the header of a file has for each tensor. What else is in the
-header takes at most as many bytes again.
+"""Upper bound on the bytes that each tensor takes in the header of a file. All other entries of the
+header together also take at most this number of bytes.
 """
 
 
@@ -308,8 +308,8 @@ MAX_KEPT_BYTES = 4 << 30
 versions fit into this size.
 """
 NUM_ROLLOUTS = 8
-"""Number of rollouts scored in a measurement. So many rollouts have thousands of tokens, which is
-enough for a variance, and to score them takes a fraction of a step's time.
+"""Number of rollouts scored in a measurement. Together they have thousands of tokens, which is
+enough to compute a variance. Scoring them takes a fraction of a step's time.
 """
 
 

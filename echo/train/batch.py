@@ -66,8 +66,8 @@ class AdvantageSettings:
     1. If the setting is 0, there is no length penalty.
     """
     overlong_filter: bool = False
-    """Whether completions cut off at the limit are not trained; their rewards count in the
-    baseline.
+    """Whether completions that were cut off at the limit are left out of training. Their rewards
+    still count in the baseline.
     """
     value_beta: float | None = None
     """b of the baseline V = b ln mean exp(r / b); None if the baseline is the mean reward."""

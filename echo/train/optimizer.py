@@ -135,12 +135,15 @@ class AdamW:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state by "<parameter>/<part>", not copied; empty before the first step."""
+        """Return the tensors of the state by "<parameter>/<part>", without copying them.
+
+        Before the first step the result is empty.
+        """
         return self._tensors() if self._has_begun else {}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state that `tensors` has returned, of this or another kind of optimizer.
+        """Restore a state that `tensors` of an optimizer, perhaps of another kind, has returned.
 
         An empty mapping restores the state before the first step.
 
@@ -293,7 +296,7 @@ class EightBitAdamW(AdamW):
             update_weights(held[name].detach(), by_name[name], mean, square, updates[step])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state that `tensors` has returned, of this or another kind of optimizer.
+        """Restore a state that `tensors` of an optimizer, perhaps of another kind, has returned.
 
         An empty mapping restores the state before the first step.
 

@@ -27,7 +27,7 @@ class StepError(DataError):
     """The error for a batch that cannot be trained on; the trainer's state is unchanged."""
 
     def __init__(self, text: str, *, reason: str) -> None:
-        """Store the message, and the reason by name for the ledger and the counters."""
+        """Store the message and the name of the reason, which the ledger and the counters get."""
         super().__init__(text)
         self.reason = reason
         """Name of the reason: bad_group, step_error (the computation raised), nonfinite_gradient or

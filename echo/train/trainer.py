@@ -178,8 +178,8 @@ class Trainer:
 
         Args:
             batch: the rows to train on, with the counts that the loss divides by.
-            loss: any loss; the loss gets the inputs that it declares in `needs`, except rollouts
-                that `batch` leaves out.
+            loss: any loss. It gets the inputs that it declares in `needs`, but no rollouts that
+                `batch` has left out.
 
         Returns:
             Sums over the tokens of the pass by metric (train/passes/findings.py), and the loss as
@@ -211,7 +211,8 @@ class Trainer:
         """Clip the accumulated gradient, update the weights by AdamW, and drop the gradient.
 
         Args:
-            settings: settings of this update. The learning rate is that of the present step.
+            settings: settings of this update. The number of the present step decides the learning
+                rate.
 
         Returns:
             The norm of the gradient before it was clipped.

@@ -124,8 +124,8 @@ class LongSegments:
     lengths: tuple[int, ...]
     """Number of tokens of each long segment."""
     others: tuple[Tensor, Tensor, int, int] | None
-    """For the other segments, the arguments `cu_seq_lens_q` to `max_length_k` of
-    `packed_attention`; None if all segments are long.
+    """The arguments `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` of
+    `packed_attention` for the other segments; None if all segments are long.
     """
     keys: Tensor | None
     """[K] int64: places in the row of the keys of the other segments; None if no prompt is shared.
@@ -386,11 +386,11 @@ def attend_varlen(
 def attend_long(
     query: Tensor, key: Tensor, value: Tensor, long: LongSegments, scaling: float | None
 ) -> Tensor:
-    """Return the attention within the segments of a row that begins with long ones, [1, L, H, Dv].
+    """Return the attention within the segments of a row, [1, L, H, Dv].
 
-    Each long segment is computed by dense products, and all other segments together by the varlen
-    operator. This function is not compiled, because each row has other lengths and would need
-    another graph.
+    The row begins with long segments, each of which is computed by dense products. The varlen
+    operator computes all other segments together. This function is not compiled, because each row
+    has other lengths and would need another graph.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     parts = list(_attend_each(query, key, value, long.lengths, scaling))

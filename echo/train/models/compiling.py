@@ -18,9 +18,9 @@ from echo.core.errors import EngineError
 from echo.core.extras import models_directory
 
 RECOMPILE_LIMIT = 64
-"""Largest number of graphs of one layer's code. torch's own limit is 8 and counts the graphs of all
-models in the process; beyond it layers run uncompiled. A run with a reference policy or an adapter
-exceeds torch's limit.
+"""Largest number of graphs of one layer's code. Above the limit, layers run uncompiled. torch's own
+limit is 8 and counts the graphs of all models in the process. A run with a reference policy or an
+adapter exceeds torch's limit.
 """
 MIN_STEPS = 20
 """Smallest number of steps in a run for which compiling saves more time than it costs."""

@@ -1,4 +1,7 @@
-"""FlashAttention 4 with the results that torch expects; some versions return further values."""
+"""FlashAttention 4, limited to the results that torch expects.
+
+Some versions of FlashAttention 4 return further values.
+"""
 
 from typing import Any
 

@@ -7,9 +7,9 @@ For T tokens in segments of s_1, s_2, ... tokens, with S scored tokens:
 N is the number of weights in matrix products that one token uses, without the head's V x h: experts
 that the token does not use are left out. H is the number of heads, and D their width. Each weight
 takes two operations per token forward, two for the gradient of its input, and two for its own
-gradient, unless it is frozen. Only the causal half of the score matrix counts; of a layer with a
-sliding window, only the band within the window. Recomputation, padding and the optimizer do not
-count, so they lower the utilization.
+gradient, unless it is frozen. Only the causal half of the score matrix counts. If a layer has a
+sliding window, only the band within the window counts. Recomputation, padding and the optimizer do
+not count, so they lower the utilization.
 
 The convention of PaLM (arXiv:2204.02311, appendix B), which most published figures use, counts the
 head for every token, and the whole score matrix of a row, also across its segments: (6 N + 6 V h +
@@ -103,7 +103,7 @@ def model_flops(model: Any, head: Tensor) -> ModelFlops:
 
     Args:
         model: the model, with its adapter if it has one.
-        head: its LM head's weight.
+        head: the weight of the model's LM head.
     """
     config = model.config.get_text_config()
     try:

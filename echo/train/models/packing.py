@@ -149,11 +149,11 @@ class SegmentRuns:
     runs: tuple[tuple[int, int, RowRuns], ...]
     """For each run of segments: their number, their length, and the runs of tokens before them."""
     single: Mapping[tuple[int, int], int]
-    """Index in `runs` of each run that is a single segment, for example a shared prompt, by the
-    start and the length of that segment.
+    """The runs that are a single segment, for example a shared prompt. The key is the start and the
+    length of the segment, and the value is the index of the run in `runs`.
     """
     masks: Masks
-    """The masks of the row, which its layers have in common."""
+    """The masks of the row. All layers of the model use the same masks."""
 
     @staticmethod
     def of(spans: Iterable[tuple[int, RowRuns]]) -> SegmentRuns:
@@ -333,7 +333,7 @@ def find_packing_fault(
     Args:
         model: a model of transformers, with the attention "sdpa" or "eager", in evaluation mode.
         own_dtype: the type that the model computes in without autocast.
-        dtype: the type of its products when it is trained.
+        dtype: the type of the model's matrix products in training.
         shapes: gets the shapes of the attention of the model's layers.
     """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())

@@ -124,9 +124,9 @@ class ModelSource:
     model_dir: Path
     """Hugging Face directory; config.json is enough if `tensors` is given."""
     tensors: Mapping[str, Tensor] | None = None
-    """Weights by name that replace the directory's weights; tied tensors are in it once. If `lora`
-    is set, `tensors` has the weights of the adapter. If it is None then, the adapter starts with
-    weights that change nothing.
+    """Weights by name that replace the directory's weights, without copies of tied tensors. If
+    `lora` is set, `tensors` has the weights of the adapter; None then starts with an adapter that
+    changes nothing.
     """
     weights_dir: Path | None = None
     """Directory with the weights to load in place of the weights in `model_dir`."""
@@ -433,7 +433,7 @@ class Policy:
         return {name: tensor for name, tensor in self.tensors().items() if tensor.requires_grad}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite all weights (of the adapter, if there is one) in place.
+        """Overwrite all weights in place; if there is an adapter, overwrite only its weights.
 
         Raises:
             DataError: if a name or a shape differs from the model's; nothing is changed then.
@@ -479,9 +479,9 @@ class Policy:
             entropy: whether entropies are computed, and whether they have a gradient.
 
         Returns:
-            [B, T] log-probabilities, 0 where masked, with gradient; and [N] entropies of the
-            distributions at the N scored tokens, [0] if entropy is "none". Nats. The distribution
-            of a token with a support is over its support.
+            [B, T] log-probabilities in nats with gradient, 0 where masked; and [N] entropies in
+            nats of the distributions at the N scored tokens. If `entropy` is "none", the second
+            tensor is empty. If a token has a support, its distribution is over the support.
         """
         logprobs, entropies = self._compute(self._scores, batch, inv_temperature, entropy)
         logprobs = batch.spread(logprobs)

@@ -40,8 +40,8 @@ class RowPlan:
     bins: list[list[int]]
     """For each of this rank's micro-batches, the indices of its rows."""
     units: Sequence[int]
-    """A number for the unit of each row; neighbours of the same unit in a packed row share their
-    prompt.
+    """For each row, the number of its unit. In a packed row, neighbours of the same unit share
+    their prompt.
     """
     is_packed: bool
     shares_tokens: bool

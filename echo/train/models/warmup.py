@@ -1,12 +1,12 @@
 """Warm-up of the tiny model by supervised training on demonstrations.
 
 The model is trained for a few hundred steps on a task's own demonstrations and then measured on
-held-out prompts. The result depends on the machine's arithmetic, so it is accepted only if its pass
-rate is in the recipe's range; otherwise another attempt has more or fewer steps and the next seed.
-An accepted model is stored under the hash of everything that it was made from.
+held-out prompts. The result depends on the machine's arithmetic, so the model is accepted only if
+its pass rate is in the recipe's range. Otherwise the next attempt makes more or fewer steps, with
+the next seed. An accepted model is stored under the hash of everything that it was made from.
 
-The caller passes the task, since this layer may not import tasks. `Demonstrator` is the part of a
-task that is used; `echo.tasks.task.GeneratedTask` has it.
+The caller passes the task, since this layer may not import tasks. `Demonstrator` has the methods of
+a task that a warm-up calls; `echo.tasks.task.GeneratedTask` implements them.
 """
 
 from __future__ import annotations

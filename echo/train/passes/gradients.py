@@ -90,7 +90,10 @@ class _RankFindings:
     """Whether the loss has raised an error on a micro-batch of this rank."""
 
     def gather(self, group_ids: Sequence[int], ranks: Ranks) -> BatchFindings:
-        """Return the findings of all ranks together; all ranks call this, and each waits once."""
+        """Return the findings of all ranks together.
+
+        All ranks call this method. The host of each rank waits for its device once.
+        """
         sums, table = gather_findings(self.sums, self.by_group, ranks)
         by_group = {
             group_id: Mismatch(*row) for group_id, row in zip(group_ids, table, strict=False)

@@ -373,7 +373,7 @@ class LeadTrainer:
         Args:
             rank_group: the ranks.
             build: makes this rank's trainer.
-            checkpoint: directory of the checkpoint to continue from; None to start at the model.
+            checkpoint: directory of the checkpoint to continue from; None for a new start.
             published_dtype: type that published weights are rounded to.
 
         Raises:
@@ -411,7 +411,7 @@ class LeadTrainer:
         return self._trainer.refusal(group)
 
     def describe_rows(self) -> str:
-        """Return a sentence that says how rollouts go through the model, on how many processes."""
+        """Return a sentence on how rollouts go through the model, and on how many processes."""
         return f"{self._trainer.describe_rows()}, by {self._rank_group.ranks.size} processes"
 
     def step(self, groups: Sequence[Group]) -> StepResult:

@@ -346,7 +346,7 @@ def accept(ranks: Ranks) -> Rendezvous:
 def reach(ranks: Ranks) -> Rendezvous:
     """Connect to rank 0, which calls `accept`, and return the connection.
 
-    There is none if rank 0 is on another machine.
+    There is no connection if rank 0 is on another machine.
     """
     address = ranks.gather(b"")[0].decode()
     links = {}

@@ -150,7 +150,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 class ShardedModel(nn.Module):
-    """The root of a sharded model; within its forward, embedding and head are whole tensors."""
+    """The root of a sharded model. In its `forward`, embedding and head are whole tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         """Store a model that is not sharded yet; `shard` divides it."""
