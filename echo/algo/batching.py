@@ -143,8 +143,8 @@ class Segments:
     ends: Tensor
     """[n + 1] int32: the place in the row where each of the n segments starts, then L."""
     position_ids: Tensor
-    """[1, L] int64: position of each token in its chain; counts from the number of tokens before
-    its segment.
+    """[1, L] int64: position of each token in its chain. The first position in a segment is the
+    number of tokens before the segment.
     """
     keys: Tensor | None
     """[K] int64: the places in the row that each segment attends to, one segment after another. A
@@ -248,8 +248,8 @@ class MicroBatch:
     """The tensors of some rollouts that go through the model together."""
 
     input_ids: Tensor
-    """[B, L] int64, padded on the right; a filled micro-batch has further rows of padding. [1, L]
-    if packed.
+    """[B, L] int64, padded on the right, or [1, L] if packed. Padded rows may be followed by
+    further rows of padding only.
     """
     token_ids: Tensor
     """[B, T] int64: ids of the completion tokens."""

@@ -1,4 +1,4 @@
-"""Importance weights, rollout masks and the adaptive staleness bound.
+"""Importance weights and rollout masks.
 
 Weights multiply a token's loss by a bounded ratio of a proximal policy to the sampler. They belong
 to losses whose own ratio is taken against that proximal policy. A ratio against the sampler already
@@ -97,8 +97,8 @@ class RolloutMasks:
     veto: float | None = None
     """Smallest ratio that a token of a kept rollout may have, 0..1; usually 1e-4."""
     opsm: float | None = None
-    """Largest mean of log(sampler / learner) of a kept rollout if its advantage is below 0; nats,
-    >= 0.
+    """A rollout with an advantage below 0 is kept if its mean of log(sampler / learner) is at most
+    this bound; nats, >= 0.
     """
 
     @property

@@ -59,8 +59,8 @@ class LossNeeds:
     kept in memory.
     """
     likely_ids: int = 0
-    """How many of the sampler's most likely ids of each token the loss needs in
-    `LossInputs.likely`; 0 for none. Workers then send these ids with their log-probabilities.
+    """The number of likely ids per token that the loss needs in `LossInputs.likely`; 0 for none.
+    Workers then send that many of the sampler's most likely ids, with their log-probabilities.
     """
 
 

@@ -154,7 +154,7 @@ class ClippedTokenLoss:
     clip_low: float | None = 0.2
     """Width of the range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
     clip_high: float | None = 0.28
-    """Width of the range above 1, >= 0; None for no bound."""
+    """Width of the range above 1 in which a ratio still has a gradient, >= 0; None for no bound."""
     dual_clip: float | None = None
     """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
 
@@ -268,7 +268,7 @@ class DrGrpoLoss(ClippedTokenLoss):
     """L_max, the bound on completion tokens; >= 1."""
 
     def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
-        """Return the sum of token losses, divided by the most tokens the batch could have."""
+        """Return the sum of the token losses, divided by the largest possible number of tokens."""
         divisor = inputs.num_rollouts * self.max_completion_tokens
         return torch.where(inputs.completion_mask, token_losses, 0.0).sum() / divisor
 
@@ -322,7 +322,9 @@ class DecoupledPpoLoss:
     bound.
     """
     clip_high: float | None = 0.28
-    """Width of the range of u above 1, >= 0; None for no bound."""
+    """Width of the range of u above 1 in which a token still has a gradient, >= 0; None for no
+    bound.
+    """
     dual_clip: float | None = None
     """Bound on u where the advantage is negative, > 1 + clip_high; None for no bound."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
@@ -330,11 +332,13 @@ class DecoupledPpoLoss:
     importance_weight: ImportanceWeight = "token_tis"
     """How the weight prox / mu is bounded."""
     importance_cap: float = 2.0
-    """Largest value of a truncating weight, and ratio above which a masking weight is 0; >= 1."""
+    """The cap of the ratio prox / mu, >= 1. Above the cap, a truncating weight is the cap, and a
+    masking weight is 0.
+    """
 
     @property
     def needs(self) -> LossNeeds:
-        """The inputs that the loss needs: proximal log-probabilities, if not interpolated."""
+        """The inputs that the loss needs: proximal log-probabilities, if they are recomputed."""
         return LossNeeds(proximal_logprobs=self.proximal == "recompute")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -483,8 +487,8 @@ class CispoLoss:
     clip_high: float | None = 4.0
     """The weight is at most 1 + clip_high, >= 0; None for no bound."""
     score_centering: int = 0
-    """Number of likely ids at each token by which scores are centered (comment "score centering");
-    0 to center no score.
+    """Number of likely ids at each token that score centering uses; 0 for no score centering. The
+    comment "score centering" above has the equations.
     """
 
     @property
@@ -692,10 +696,10 @@ class GspoLoss:
     clip_low: float | None = 0.02
     """Width of the range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
     clip_high: float | None = 0.03
-    """Width of the range above 1, >= 0; None for no bound."""
+    """Width of the range above 1 in which a ratio still has a gradient, >= 0; None for no bound."""
     score_centering: int = 0
-    """Number of likely ids at each token by which scores are centered (comment "score centering");
-    0 to center no score.
+    """Number of likely ids at each token that score centering uses; 0 for no score centering. The
+    comment "score centering" above has the equations.
     """
 
     @property
@@ -834,7 +838,7 @@ class GepoLoss:
     clip_low: float | None = 0.2
     """Width of the range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
     clip_high: float | None = 0.2
-    """Width of the range above 1, >= 0; None for no bound."""
+    """Width of the range above 1 in which a ratio still has a gradient, >= 0; None for no bound."""
     gate_kl: float | None = None
     """The gate, nats per token. If the KL of a rollout is below the gate, its ratio is p_i / q_i.
     GEPO+ has .002; None for no gate.
@@ -850,7 +854,7 @@ class GepoLoss:
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, and token counts of clipped and gated rollouts."""
+        """Return the loss of one micro-batch, and the tokens in clipped and in gated rollouts."""
         mask = inputs.completion_mask
         has_tokens = mask.any(1)
         learner = torch.where(mask, inputs.learner_logprobs, 0.0)
@@ -910,8 +914,8 @@ class ReferenceKlLoss:
     """
 
     loss: Loss
-    """The loss that the penalty is added to, with its masks; rollouts that the masks drop still
-    have the KL term.
+    """The loss that the penalty is added to, including its masks. A rollout that a mask drops still
+    has the KL term.
     """
     coef: float
     """c, the weight of the penalty, > 0."""
@@ -933,7 +937,7 @@ class ReferenceKlLoss:
         )
 
     def _penalties(self, inputs: LossInputs, reference: Tensor) -> Tensor:
-        """Return the [B, T] penalties w_t k_t of the tokens, before c; 0 outside the mask."""
+        """Return the penalties w_t k_t without the factor c, [B, T]; 0 outside the mask."""
         mask = inputs.completion_mask
         learner = torch.where(mask, inputs.learner_logprobs, 0.0)
         values = KL_ESTIMATORS[self.estimator](learner, torch.where(mask, reference, 0.0))
@@ -956,8 +960,8 @@ class EntropyBonusLoss:
     """
 
     loss: Loss
-    """The loss that the bonus is subtracted from, with its masks; rollouts that the masks drop
-    still have the bonus.
+    """The loss that the bonus is subtracted from, including its masks. A rollout that a mask drops
+    still has the bonus.
     """
     coef: float
     """c, the weight of the entropy, > 0."""

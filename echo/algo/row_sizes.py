@@ -42,7 +42,7 @@ PLAN_TOKENS = 512
 
 SHORT_PLAN_TOKENS = 128
 """On a GPU, shorter padded rows are lengthened to a multiple of this number, if that adds less than
-MAX_LENGTHENED.
+MAX_LENGTHENED of their length.
 """
 
 MAX_LENGTHENED = 0.1
