@@ -178,8 +178,8 @@ def linear_further_logprobs(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the results of `linear_logprob`, and the log-probabilities of further ids of rows.
 
-    All are computed by one forward pass over the LM head, and one backward pass. Memory grows by
-    [M] numbers.
+    One forward pass over the LM head computes all of them, and one backward pass their gradients.
+    Memory grows by [M] numbers.
 
     Args:
         hidden: as for `linear_logprob`.
@@ -291,7 +291,7 @@ def linear_pair_logits(
     """Return the [M] logits, divided by temperature, of M pairs of row and id, with gradient.
 
     If `linear_logprob` returns l for an id a of a row, the log-probability of another id j of that
-    row is l + logit(j) - logit(a). It is that of the softmax over the whole vocabulary.
+    row is l + logit(j) - logit(a). Both log-probabilities are over the whole vocabulary.
 
     Args:
         hidden: as for `linear_logprob`.

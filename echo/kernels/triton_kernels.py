@@ -139,7 +139,10 @@ _MASKED = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _grouped_tile(program, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
-    """Return (row tile, column tile) of a program, so that GROUP row tiles share their columns."""
+    """Return (row tile, column tile) of a program.
+
+    Consecutive programs have GROUP row tiles on the same columns, so that these stay in the cache.
+    """
     group_size = GROUP * num_column_tiles
     first = (program // group_size) * GROUP
     num_rows = tl.minimum(num_row_tiles - first, GROUP)
