@@ -214,7 +214,7 @@ def _figures_table(plan: Provisioning) -> Table:
 
 
 def selection_text(gap: float) -> str:
-    """Return text that says whether the plan is proven to be the cheapest.
+    """Return text on whether the plan is proven to be the cheapest.
 
     If it is not proven, the text says by what share another fleet may be cheaper.
     """

@@ -144,7 +144,7 @@ class WarmupBar:
     """The progress bar that is shown while the small model is warmed up."""
 
     def __init__(self, bar: Progress) -> None:
-        """Add a task to this progress bar; its number of steps is unknown until `show`."""
+        """Add a task to this progress bar; the task's number of steps is unknown until `show`."""
         self._bar = bar
         self._job = bar.add_task("starting", total=None)
 
@@ -219,13 +219,14 @@ def thread_settings(num_cores: int, num_workers: int) -> list[str]:
 
 
 SHARED_OUT = 0.6
-"""Part of a GPU's memory that the workers' vLLM take together; the learner has the rest."""
+"""Part of a GPU's memory that all workers' vLLM engines take together; the learner has the rest."""
 
 
 def share_settings(config: Config, num_workers: int) -> list[str]:
-    """Return the override that divides a GPU among the workers' vLLM; no override on a CPU.
+    """Return the override that divides a GPU among the workers' vLLM engines; none on a CPU.
 
-    By default one vLLM takes most of a GPU, so the vLLM of a second worker would not start.
+    By default one vLLM engine takes most of a GPU, so the engine of a second worker would not
+    start.
     """
     if not isinstance(config.engine, VllmSection):
         return []
@@ -478,7 +479,11 @@ def start_node(
     environment: Mapping[str, str] | None = None,
     output: Path | None = None,
 ) -> NodeProcess:
-    """Start the process of one node; if `output` is given, in a process session of its own."""
+    """Start the process of one node.
+
+    If `output` is given, the process has its own session, so Ctrl-C in the terminal does not reach
+    it.
+    """
     command = [sys.executable, "-m", "echo.cli.main", "node", "--role", role]
     command += ["--config", str(config_path)]
     command += [part for item in overrides for part in ("--set", item)]

@@ -88,7 +88,7 @@ def _check_sync(config: Config) -> Iterator[Problem]:
 
 
 def _check_exact_version(config: Config) -> Iterator[Problem]:
-    """Report settings that contradict `exact_version` (one version samples a whole group)."""
+    """Report settings that contradict `exact_version`, with which one version samples a group."""
     rollout, key = config.rollout, "rollout.exact_version"
     if not rollout.exact_version:
         return

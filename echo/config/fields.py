@@ -29,8 +29,8 @@ from echo.core.units import JOIN_SECRET, parse_duration, parse_size
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 MAX_NAME_LENGTH = 64
-"""Largest number of characters in the name of a node, a run or a region; a message holds words of
-up to 128."""
+"""Largest number of characters in the name of a node, a run or a region. A word in a message may
+have up to 128 characters."""
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{22}")
 _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
@@ -211,7 +211,7 @@ OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_false_is_none)]
 """A duration that `false` switches off."""
 
 Off = Annotated[Literal[False], BeforeValidator(_check_off)]
-"""The value `false`, for keys where an omitted key has another meaning."""
+"""The value `false`, for keys whose default is something other than "off"."""
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 """A size: a whole number of bytes or text such as "8GiB"."""
@@ -225,7 +225,7 @@ AdvertisedAddress = Annotated[str, AfterValidator(_check_advertise)]
 DialAddress = Annotated[
     str, AfterValidator(_check_connect), PlainSerializer(_strip_secret, return_type=str)
 ]
-"""tcp://host:port, with #KEY or #KEY.SECRET behind it; dumps of the model leave the secret out."""
+"""tcp://host:port with #KEY or #KEY.SECRET at the end; pydantic's dumps leave the secret out."""
 
 DialAddresses = Annotated[tuple[DialAddress, ...], BeforeValidator(_one_is_a_list)]
 """Addresses to try in order; a single address needs no brackets."""
@@ -249,22 +249,22 @@ StopTexts = Annotated[
     Field(max_length=16),
     BeforeValidator(_one_is_a_list),
 ]
-"""A list of texts that end an answer; a single one needs no brackets."""
+"""A list of texts that end an answer; a single text needs no brackets."""
 
 JoinString = Annotated[
     str,
     AfterValidator(_check_join),
     PlainSerializer(lambda text: None if has_secret(text) else text, return_type=str | None),
 ]
-"""tcp://host:port#KEY.SECRET.FINGERPRINT, or a file that holds it; left out of dumps of the model.
-"""
+"""tcp://host:port#KEY.SECRET.FINGERPRINT, or a file that holds this text. pydantic's dumps leave
+the text out, because it contains the secret."""
 
 WebAddress = Annotated[
     str,
     AfterValidator(_check_web_address),
     PlainSerializer(lambda _: None, return_type=str | None),
 ]
-"""A URL of http or https; left out of dumps of the model, because it may contain a token."""
+"""A URL of http or https. pydantic's dumps leave the URL out, because it may contain a token."""
 
 Device = Annotated[str, AfterValidator(_check_device)]
 """The device on which torch computes: auto, cpu, cuda or cuda:N."""

@@ -125,7 +125,7 @@ def read_file(path: Path) -> str:
 
 
 def read_layer(schema: Schema, table: Mapping[str, Any], source: str) -> Layer:
-    """Return a layer with the settings of one source; unknown keys become its problems."""
+    """Return a layer with the settings of one source; unknown keys become problems of the layer."""
     layer = Layer()
     for path, value in flatten(table):
         setting = Setting(value, source)

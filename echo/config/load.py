@@ -626,8 +626,8 @@ def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
 def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
     """Return the worker's configuration with the values that the learner has sent.
 
-    The key of the chat template keeps its value: the value is a path, and `settings` has the
-    template's text.
+    Only `model.chat_template` keeps its value. This value is a path, but `settings` has the text of
+    the template.
 
     Raises:
         ConfigError: if a setting does not fit this version's schema.

@@ -30,7 +30,7 @@ REPEAT_S = 600.0
 NUM_REWARDS = 10
 """Number of steps whose mean reward is compared with the best mean before."""
 NUM_VALUES = 5
-"""Number of steps in the median of entropy and effective sample size."""
+"""Entropy and effective sample size are compared as medians over this number of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Alert:
     is_cleared: bool = False
     """Whether the episode has ended."""
     good_step: int | None = None
-    """Of a divergence that begins: the last step before the trouble; otherwise None."""
+    """If a divergence begins, the last step before the trouble; otherwise None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,7 @@ class AlertRules:
         )
 
     def failed(self, step: int, text: str, *, now: float) -> list[Alert]:
-        """Return the alert on NaN or infinity in gradients or weights, found after `step` steps."""
+        """Return the alert on NaN or infinity found in gradients or weights after step `step`."""
         return list(self._found("nonfinite", is_bad=True, step=step, text=text, now=now))
 
     def check(self, facts: RunFacts, *, now: float) -> list[Alert]:

@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 8 << 20
 MAX_LEASE_BYTES = 7 << 20
 """Size of one lease, with prompt and example, in a header."""
 MAX_PAYLOAD_BYTES = 64 << 20
-"""Size of the payload frames together: an inherited file, a group, a manifest, chunks."""
+"""Size of all payload frames together: of an inherited file, a group, a manifest or chunks."""
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 """Size of all frames together, and therefore of a single frame."""
 
@@ -62,7 +62,7 @@ Key: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 
 GroupId: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 48)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 10)]
-"""Index of a lease among the leases of its group; after some twenty the group is given up."""
+"""Index of a lease among the leases of its group; a group is given up after some twenty leases."""
 Seed: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
 Step: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -73,7 +73,7 @@ Progress: TypeAlias = Annotated[int, Meta(ge=-1, le=1 << 48)]
 Size: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
 """Size in bytes."""
 Place: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
-"""Index or number of chunks or segments."""
+"""Index of a chunk or segment, or a number of chunks or segments."""
 Capacity: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LEASES)]
 """Number of groups that a worker can hold, or number of groups that it samples concurrently."""
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]

@@ -33,7 +33,7 @@ class StalenessBuffer:
 
         Args:
             max_staleness: the bound S, inclusive.
-            lineages: the learner's lineages; a new lineage begins with a new buffer.
+            lineages: the learner's lineages. Each new lineage has a new buffer.
             trims_stale: whether stale tokens of a group are masked, so that the group can stay in
                 the buffer.
         """

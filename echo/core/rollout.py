@@ -88,7 +88,7 @@ class Tokens:
     )
     """[T, 2] (lineage, step) of the weights that sampled each token."""
     completion_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
-    """[T] True if the policy sampled the token and it may be trained on."""
+    """[T] True if the policy sampled the token and training may use the token."""
     support: TokenSets | None = None
     """The ids that each token was drawn from; None if all could have been drawn."""
     likely: TokenSets | None = None

@@ -36,7 +36,7 @@ class NodeStatus:
     state: str
     """A word or short phrase: "training", "generating", "fetching v17 63%", "waiting", "lost"."""
     hold: str = ""
-    """What the operator has chosen for the node: "standby" or "drain"; empty for nothing."""
+    """What the operator has asked of the node: "standby", "drain", or "" for neither."""
     version: str = "-"
     """Installed policy version, as text."""
     staleness: int | None = None
@@ -65,7 +65,7 @@ class NodeStatus:
     parent: str = "-"
     """The node from which this node gets weights."""
     price_per_h: float | None = None
-    """$ per hour of the node's machine; None if it has stated no price."""
+    """$ per hour of the node's machine; None if the node has stated no price."""
     seen_s: float = 0.0
     """Seconds since the learner received the node's last message."""
     mismatch_kl: float | None = None

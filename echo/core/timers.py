@@ -74,7 +74,7 @@ Key = TypeVar("Key")
 
 
 def earliest(*instants: float | None) -> float | None:
-    """Return the earliest of some instants, where None means never; None if all are None."""
+    """Return the earliest instant that is not None; None if all instants are None."""
     first = None
     for at in instants:
         if at is not None and (first is None or at < first):

@@ -321,7 +321,7 @@ class Explanation:
     setting: str
     """The key of the configuration to change; empty if only another machine helps."""
     chain: str
-    """What is waited for, from the missing groups to the resource."""
+    """Text that leads from the missing groups, cause by cause, to the resource."""
     remedy: str
 
     def __str__(self) -> str:

@@ -42,7 +42,7 @@ counted."""
 _LARGEST_TAIL = 0.5
 """Largest delay of a batch because its last groups end late, as a share of a group's time."""
 MAX_STALENESS = 64
-"""Largest S that is proposed as a remedy: published systems train stably up to this staleness."""
+"""Largest S that is proposed as a remedy. Published systems train stably up to this staleness."""
 OPEN_SHARE = 0.02
 """No group is held back if the learner has waited for more than this share of its time."""
 MAX_LOSS = 0.45
@@ -269,7 +269,7 @@ class _Pipeline:
             self.installed.append((at, version))
 
     def _gate(self, step: int) -> float:
-        """Return when the first version that may generate the batch of this step is installed."""
+        """Return the time from which a version is installed that may generate this step's batch."""
         if not self.is_paced:
             return 0.0
         oldest = step - self.job.max_staleness
@@ -352,7 +352,7 @@ def _with_spread(job: Job, batch_s: float) -> float:
 
 
 def binding_resource(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> Resource:
-    """Return the resource that limits the speed: improving it by a tenth shortens steps most.
+    """Return the resource that limits the speed: a tenth more of this resource helps most.
 
     The learner's training time is one of the resources.
     """

@@ -61,7 +61,7 @@ def _words(machines: Machines, config: str, name: str) -> list[str]:
 
 
 def _line(words: Sequence[str], variable: str) -> str:
-    """Return a command line for a shell, one `--set` on each line; `variable` is expanded."""
+    """Return a shell's command line with one `--set` per line; the shell expands `variable`."""
 
     def quoted(word: str) -> str:
         if variable not in word:
@@ -256,4 +256,4 @@ _WRITERS: dict[str, tuple[str, Callable[[Machines, str, str, str], str]]] = {
     "runpod": ("worker-{}.runpod.sh", _runpod),
 }
 KINDS = tuple(_WRITERS)
-"""Where workers can be started."""
+"""The kinds of places where workers can be started."""

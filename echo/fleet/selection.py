@@ -212,7 +212,7 @@ class _Programme:
     def _costs(self) -> _Row:
         """Return the $ per hour of one unit of each variable.
 
-        With the values of all variables the sum is RentedFleet.cost_per_h.
+        If each is multiplied by the value of its variable, the sum is RentedFleet.cost_per_h.
         """
         fleet, job, row = self.fleet, self.job, self._row()
         publications_per_h = 3600 / (job.publish_period * job.train_s)
@@ -250,7 +250,7 @@ class _Programme:
                 self.constraints.add(relay, 0)
 
     def _bound_broadcast(self) -> None:
-        """Require that the broadcast's time is at least the time of each link to a used offer."""
+        """Require that a broadcast takes at least as long as each link to a used offer takes."""
         job, fleet = self.job, self.fleet
         for index, offer in enumerate(fleet.offers):
             link = fleet.link_bytes_per_s(offer)

@@ -13,9 +13,8 @@ from echo.core.rollout import KEEP_VERSIONS, MAX_UNACKED_GROUPS
 
 _BYTES_PER_SAMPLED_TOKEN = 17  # a rollout's id (4), log-prob (4), version (8) and mask (1)
 DRAWING_BYTES = 32
-"""Bytes per entry of the vocabulary while a rollout's token is drawn; as in engine/hf/engine.py,
-which loads torch, too.
-"""
+"""Bytes per entry of the vocabulary while a rollout's token is drawn. engine/hf/engine.py has the
+same value, but importing that module would load torch."""
 
 MOMENT_BYTES: Mapping[str, float] = {"float32": 8, "8bit": 2 * (1 + 4 / 64), "offloaded": 8}
 """Bytes per trained parameter for AdamW's two moments, by optimizer.state. With "8bit" a moment has
@@ -54,7 +53,7 @@ class Footprint:
     has_gpu: bool = False
     """Whether the model is on a GPU."""
     num_ranks: int = 1
-    """Number of processes over which the learner is sharded; the sizes are those of the first
+    """Number of processes over which the learner is sharded. All sizes are those of the first
     process."""
     has_versions_on_gpu: bool = True
     """Whether a learner keeps versions on its GPU, if `may_keep_versions`."""
@@ -196,9 +195,9 @@ class Footprint:
 
     @property
     def may_keep_versions(self) -> bool:
-        """Whether a learner can keep versions on its GPU and encode the next one from them.
+        """Whether a learner can keep versions on its GPU and encode the next version from them.
 
-        Only a learner of a single process can, and only if it publishes deltas.
+        Only a learner of a single process that publishes deltas can do this.
         """
         return self.has_gpu and self._step.is_alone and self.config.network.codec != "full"
 

@@ -20,7 +20,7 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per number, by type."""
 
 VOCAB_CHUNK = 8192
-"""Columns of logits that exist at once; as in kernels/logprob.py, which loads torch."""
+"""Columns of logits that exist at once; the value of kernels/logprob.py, which imports torch."""
 MIN_SAVED = 0.2
 """Rollouts share a prompt if this saves at least this share of their tokens (algo/batching.py)."""
 SIZES_PER_OCTAVE = 16
@@ -88,7 +88,7 @@ class StepFootprint:
     has_gpu: bool
     """Whether the model is on a GPU."""
     num_ranks: int
-    """Number of processes over which the learner is sharded; the sizes are those of the first
+    """Number of processes over which the learner is sharded. All sizes are those of the first
     process."""
     has_tensors_alone: bool
     """Whether to count only the tensors of a process on a CPU, without its other memory."""
@@ -370,8 +370,8 @@ def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) 
     """Return the number of rollouts that share their prompt in one row.
 
     These rollouts fill at most half of a micro-batch. The number is 1 if rollouts do not share
-    prompts, or if sharing saves too little. The number is computed for completions of full length:
-    shorter completions save more, so they share their prompts whenever these do.
+    prompts, or if sharing saves too little. The number is computed for completions of full length.
+    Sharing saves more with shorter completions, so they then share their prompts, too.
     """
     completion = config.max_chain_tokens
     num_fitting = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion
