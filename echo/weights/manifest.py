@@ -119,7 +119,7 @@ class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def root(self) -> bytes:
-        """The hash of the signed bytes: for a manifest the version's root hash."""
+        """The hash of the signed bytes; if they are a manifest, it is the root of the version."""
         return blake3(self.body).digest()
 
 
@@ -354,8 +354,8 @@ class SegmentTable(msgspec.Struct, frozen=True):
     result_hashes: bytes = b""
     """The BLAKE3-256 hash of each decoded image chunk; empty if the table has `old_hashes`."""
     manifest: bytes | None = None
-    """In the last segment the signed manifest of the image, encoded; None if the manifest is sent
-    later."""
+    """The signed and encoded manifest of the image, which only the table of a last segment has. It
+    is None if the manifest is sent later."""
     old_hashes: bytes = b""
     """The BLAKE3-256 hash of those bytes of the base that each block replaces (`delta.py`)."""
     key_hash: bytes = b""

@@ -208,8 +208,7 @@ PAYLOAD_SHARE = 1 / 8
 """Largest size of a probe, as a share of the version that is sent next."""
 MAX_PROBES = 3
 UNANSWERED_S = 3.0
-"""Seconds after which an answer to a probe is not awaited further, and another peer may be probed.
-"""
+"""If a probe gets no answer within this many seconds, another peer may be probed."""
 
 
 class UplinkProbe:

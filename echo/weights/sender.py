@@ -215,7 +215,7 @@ class Child:
         return bool(self.wanted) and self.credit_bytes > 0 and bool(item.has_chunk[self.wanted[0]])
 
     def take_next(self, num_bytes: int) -> None:
-        """Note that the next chunk that the child wants, of `num_bytes`, is being sent."""
+        """Note that the child is being sent its next wanted chunk, which has `num_bytes` bytes."""
         self.wanted.popleft()
         self.credit_bytes -= num_bytes
         self.lead += 1

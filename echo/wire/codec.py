@@ -161,7 +161,7 @@ def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
 
 
 def other_protocol(envelope: Envelope) -> str | None:
-    """Return a text for the operator if the sender has another protocol version, or None."""
+    """Return a text for the operator if the sender has another protocol version, else None."""
     if envelope.protocol == PROTOCOL_VERSION:
         return None
     return (

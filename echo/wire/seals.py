@@ -228,7 +228,7 @@ class Seals:
     def open(
         self, seal: Seal | None, source: str, target: str, body: _Bytes, payload: Sequence[_Bytes]
     ) -> bool:
-        """Verify the seal of a message; return whether it belongs to a current channel.
+        """Verify a message's seal; return whether the message belongs to a current channel.
 
         A message of an earlier channel must be ignored: it may be an honest message that is late.
 

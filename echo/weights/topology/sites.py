@@ -48,8 +48,8 @@ class Site:
     """Rate of the node's uplink to all children together, bytes per second; None before a transfer
     has measured it."""
     downlink_bytes_per_s: float | None = None
-    """Rate of the node's downlink, bytes per second; None unless the node took less than its parent
-    could send (`weights/rates.py`)."""
+    """Rate of the node's downlink, bytes per second. If the node receives as fast as its parent can
+    send, the rate is unknown, and the value is None (`weights/rates.py`)."""
     region: str = ""
     """Name of the node's region; empty if it is unknown, so that no link of the node counts as a
     link between regions."""
