@@ -481,8 +481,7 @@ def start_node(
 ) -> NodeProcess:
     """Start the process of one node.
 
-    If `output` is given, the process has its own session, so Ctrl-C in the terminal does not reach
-    it.
+    If `output` is given, Ctrl-C in the terminal does not reach the process.
     """
     command = [sys.executable, "-m", "echo.cli.main", "node", "--role", role]
     command += ["--config", str(config_path)]
