@@ -10,10 +10,11 @@ Files in the directory (network.store_dir) that this module creates:
 
 Faults and their effects:
 * **Killed in mid-write** (kill -9, out of memory): the kernel keeps the written pages. The next
-  process finds version store and manifest, and `verify_held` finds the chunks. Files are not synced
-  to the disk, on purpose: after a power failure a lost or torn page fails its hash and is fetched
-  again, and a torn manifest fails its signature. A version store gets its name after its whole file
-  is allocated. A file without a name, and a version store without a manifest, are removed.
+  process finds the version store and its manifest, and `verify_held` tells which chunks are whole.
+  Files are not synced to the disk, on purpose: after a power failure a lost or torn page fails its
+  hash and is fetched again, and a torn manifest fails its signature. A version store gets its name
+  after its whole file is allocated. A file without a name, and a version store without a manifest,
+  are removed.
 * **Killed while a version is written in place**: the image gets the name of the new version before
   the first word changes, and that version has no manifest until its seal arrives. So an image
   without a manifest was being written: the next process drops this image and fetches a whole one.
@@ -21,9 +22,9 @@ Faults and their effects:
   files.
 * **Disk full**: a file is preallocated before it is mapped, because a write to a mapped file on a
   full disk kills the process (SIGBUS). If the disk has too little space, spares are removed first.
-  Then the version is kept in memory if memory has space, with one warning: the node works as
-  without network.store_dir, and only its restart costs a transfer. If memory has no space either,
-  `create` raises StorageError.
+  If that does not suffice but memory has space, the version is kept in memory and one warning is
+  logged. The node then works as if network.store_dir were not set, and a restart of the node costs
+  a transfer. If memory has no space either, `create` raises StorageError.
 * **Limit** (network.store_bytes): counts every version that was not dropped, on disk or in memory.
 * **Slow disk**: a write into the mapping is a write into the page cache, which the kernel writes
   back in the background. When more than vm.dirty_ratio (20 % of memory) is dirty, the kernel makes
@@ -221,7 +222,7 @@ def map_memory(num_bytes: int) -> Pages:
 def advise_huge_pages(mapping: mmap.mmap) -> None:
     """Ask the kernel for pages of 2 MiB, which cause 1/512 of the page faults.
 
-    If the kernel refuses, nothing else changes.
+    If the kernel refuses, the mapping keeps its usual pages.
     """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -247,7 +247,7 @@ class Node:
             await self.transport.close()
 
     def interrupt(self) -> None:
-        """Stop at the operator's request: the first call starts `drain`, later ones do nothing."""
+        """Stop at the operator's request: the first call starts `drain`, later calls do nothing."""
         self._num_interrupts += 1
         if self._num_interrupts == 1:
             self.log.warning("stopping once unfinished work is safe (again to stop at once)")

@@ -52,7 +52,7 @@ def operator_name() -> str:
 
 
 class ViewerLink:
-    """A viewer's transport: the addresses that it dials, and the one that has answered."""
+    """A viewer's transport: the addresses that it dials, and the address that has answered."""
 
     def __init__(self, accesses: Sequence[Access]) -> None:
         """Prepare to dial one learner by any of `accesses`, which all have the same keys.

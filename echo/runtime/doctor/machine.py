@@ -73,7 +73,7 @@ def installed_versions() -> dict[str, str]:
 def check_packages(
     installed: Mapping[str, str], locked: Mapping[str, Iterable[str]]
 ) -> Iterator[Finding]:
-    """Compare the installed packages with the locked ones, with which Echo was tested."""
+    """Compare the installed packages with the locked versions; Echo was tested with the latter."""
     # A local label such as +cpu names a build of the same version.
     others = {
         name: version
@@ -262,7 +262,7 @@ def check_disk(
 
 
 def check_ledger(directory: Path) -> Iterator[Finding]:
-    """Check that the volume can hold a ledger, by making one in a temporary directory."""
+    """Check that the volume can hold a ledger, by making a ledger in a temporary directory."""
     try:
         with tempfile.TemporaryDirectory(dir=directory) as place:
             Ledger(Path(place), spool_bytes=1 << 20).close()

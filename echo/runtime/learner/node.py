@@ -349,10 +349,7 @@ class LearnerNode(Node):
         self.perform(self.role.guest_connected(peer, user, now=self.now))
 
     def on_action(self, action: Action) -> None:
-        """Carry out an action of a learner's role.
-
-        After the end of the run, groups are neither stored nor recorded.
-        """
+        """Carry out an action of the role; after the run's end, neither store nor record groups."""
         match action:
             case StoreGroup() if self._delivered.is_open:
                 self._delivered.accept(action)

@@ -184,7 +184,7 @@ class Progress:
         self._all_waits_s = 0.0
 
     def begin(self, activity: str, *, now: float) -> None:
-        """Record what the learner does from now on; an empty string means waiting for groups."""
+        """Record that the learner begins `activity`; "" means that it begins to wait for groups."""
         self.activity = activity
         self.on_turn(activity, now)
         if not activity:
@@ -309,7 +309,9 @@ class Progress:
         is_rate: bool = True,
         num_errors: int = 0,
     ) -> None:
-        """Add an evaluation to the held-out curves, in place of an earlier one of the same step.
+        """Add an evaluation to the held-out curves.
+
+        The evaluation replaces an earlier evaluation of the same step.
 
         Args:
             step: step of the evaluated version.

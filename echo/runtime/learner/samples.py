@@ -18,7 +18,7 @@ MAX_CHARACTERS = 2000
 beginning and its end are logged."""
 
 NEW_CHAIN = "\n[another chain]\n"
-"""Text before a chain of an agent's rollout that branches off an earlier one."""
+"""Text before a chain of an agent's rollout that branches off an earlier chain."""
 
 Decode = Callable[[list[int]], str]
 """The type of a function that returns the text of token ids."""

@@ -975,7 +975,8 @@ def build_evaluator(
     """Return the evaluator of versions on held-out prompts, or None if evaluation is off.
 
     `budget` bounds the evaluation's memory beside the trainer; if it is None, the evaluation may
-    take half of the free memory. `engine` samples; if it is None, one beside the trainer is made.
+    take half of the free memory. `engine` samples the answers. If it is None, an engine is made
+    beside the trainer.
 
     Raises:
         DataError: if there is no held-out prompt that the model can take.

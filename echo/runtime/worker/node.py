@@ -286,9 +286,9 @@ class WorkerNode(DialingNode):
             transport: the transport with the node's connections.
             build: function (inherited settings, inherited files) -> parts; slow, so called in a
                 thread.
-            on_release: shell command that gives the machine back; None for none.
+            on_release: shell command that gives the machine back; None if there is no command.
             version_store: the store of received versions; see `DialingNode`.
-            threads: the pools of threads; None for real threads.
+            threads: the pools of threads; if None, real threads are used.
             log: the log of this node.
         """
         super().__init__(role, transport, version_store=version_store, threads=threads, log=log)
@@ -328,7 +328,7 @@ class WorkerNode(DialingNode):
     # --- actions ---------------------------------------------------------------------------------
 
     def on_action(self, action: Action) -> None:
-        """Carry out an action of a worker; a slow one runs in a task of its own."""
+        """Carry out an action of a worker; a slow action runs in a task of its own."""
         match action:
             case OfferEpisodes():
                 assert self._agents is not None  # the role offers episodes only to agents

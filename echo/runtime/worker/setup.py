@@ -277,7 +277,7 @@ def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
 
 
 def longest_prompt(engine: Engine, most: int, max_completion_tokens: int) -> int:
-    """Return the longest prompt length, at most `most`, at which one rollout fits into memory."""
+    """Return the largest length of a prompt, up to `most`, at which a rollout fits into memory."""
 
     def is_too_long(num_tokens: int) -> bool:
         try:
@@ -383,8 +383,8 @@ def check_own_model(config: Config, model_dir: Path) -> None:
     weights.
 
     Raises:
-        EchoError: if the worker cannot use the copy; the error is the one that would otherwise be
-            raised after joining.
+        EchoError: if the worker cannot use the copy. Without this check, the same error would be
+            raised only after joining.
     """
     is_vllm = isinstance(config.engine, VllmSection)
     model = build_shapes(model_dir, "auto" if is_vllm else config.model.attn_implementation)

@@ -374,7 +374,7 @@ class PromptSource:
 
 
 class PromptsAhead:
-    """Makes the prompts of a run before they are needed, and gives the role the finished ones."""
+    """Makes the prompts of a run before they are needed, and gives finished prompts to the role."""
 
     def __init__(
         self, source: PromptSource, *, num_out: int, first: int = 0, again: Iterable[int] = ()

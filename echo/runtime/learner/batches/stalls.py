@@ -41,7 +41,7 @@ from echo.runtime.learner.report import Progress
 LOOK_S = 0.5
 """Smallest time between two observations while the learner's activity stays the same, seconds."""
 LOOK_S_PER_NODE = 1e-3
-"""In a large fleet, this time multiplied by the number of nodes is used if it exceeds LOOK_S."""
+"""In a large fleet, two observations are at least this many seconds per node apart."""
 MIN_WAIT_S = 10.0
 """Seconds; a wait that is shorter than this never counts as longer than usual."""
 START_S = 60.0

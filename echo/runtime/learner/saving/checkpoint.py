@@ -107,7 +107,7 @@ class Checkpoints:
         checkpoint is due an interval later.
 
         Raises:
-            StorageError: if the checkpoint could not be written; older ones are untouched.
+            StorageError: if the checkpoint could not be written; older checkpoints are untouched.
             NonfiniteWeightsError: if the trainer's weights hold NaN or infinity; older checkpoints
                 are untouched.
         """
@@ -240,7 +240,9 @@ class Checkpoints:
         return max((each for each in saved if each <= step), default=None if saved else 0)
 
     def go_back(self, step: int) -> None:
-        """Make `latest` name the checkpoint of `step`; later ones stay until the run is resumed.
+        """Make `latest` name the checkpoint of `step`.
+
+        Later checkpoints stay until the run is resumed.
 
         Raises:
             StorageError: if `latest` cannot be written.

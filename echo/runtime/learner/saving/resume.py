@@ -7,8 +7,8 @@ delivered become leases again: a worker that still has such a group claims it wi
 heartbeat. If no worker claims the group, its lease expires and the group is granted again. All
 later checkpoints are deleted, because their steps do not belong to the new lineage.
 
-Damaged files are not used. If a checkpoint is damaged, the one before it is used, and the steps
-between them are made again. A damaged group ends as "lost", and another group is granted.
+Damaged files are not used. If a checkpoint is damaged, the checkpoint before it is used, and the
+steps between the two are made again. A damaged group ends as "lost", and another group is granted.
 """
 
 from __future__ import annotations
