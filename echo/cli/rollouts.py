@@ -36,7 +36,7 @@ CHOICES = ("step", "group", "grep", "best", "worst", "random", "parquet")
 Decode = Callable[[list[int]], str]
 """The type of a function that returns the text of token ids."""
 NUM_NEWEST = 8
-"""Number of rollouts that are shown without options."""
+"""Number of rollouts that are shown if no option selects rollouts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

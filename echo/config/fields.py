@@ -211,7 +211,7 @@ OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_false_is_none)]
 """A duration that `false` switches off."""
 
 Off = Annotated[Literal[False], BeforeValidator(_check_off)]
-"""The value `false`, for keys that are not off when they are omitted."""
+"""The value `false`, which switches a key off; the default of such a key may be another value."""
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 """A size: a whole number of bytes or text such as "8GiB"."""

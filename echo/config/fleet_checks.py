@@ -48,7 +48,8 @@ def fleet_rules(rows: Rows) -> Iterator[Problem]:
 def _names(rows: Rows, table: str) -> list[str]:
     """Return the names of a table's rows, so that references to a row can be checked.
 
-    Names of invalid rows are included: a reference to such a row is not a second problem.
+    Names of invalid rows are included, so that a reference to an invalid row is not reported as a
+    second problem.
     """
     return [row.name for _, row in rows.get(table, ()) if isinstance(row.name, str)]
 

@@ -138,7 +138,10 @@ def _read_override(kind: type[FleetFile], text: str, source: str, below: Setting
 
 
 def _find_row(table: str, name: str, settings: Settings) -> tuple[list[str], str]:
-    """Return the numbers of the rows with this name, and an error text for other than one row."""
+    """Return the numbers of the rows with this name, and an error text.
+
+    The caller uses the error text unless exactly one row has this name.
+    """
     calls = [
         (path[1], str(setting.value))
         for path, setting in settings.items()

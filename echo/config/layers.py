@@ -285,7 +285,7 @@ def describe_expected(leaf: Leaf, value: object) -> str:
 
 
 def unreported(found: Iterable[Problem], problems: Iterable[Problem]) -> list[Problem]:
-    """Return the problems in `found` that concern no path of a problem in `problems`."""
+    """Return the problems in `found` that share no path with any problem in `problems`."""
     reported = {path for problem in problems for path in problem.paths}
     return [problem for problem in found if reported.isdisjoint(problem.paths)]
 

@@ -1,7 +1,7 @@
 """The installed version of Echo, and packages that only some features need.
 
-In a checkout bin/echo-setup installs packages. Elsewhere pip installs them by the requirements in
-Echo's metadata; Echo's own distribution is on no package index, so no command names it.
+In a checkout bin/echo-setup installs packages. Elsewhere pip installs the requirements that Echo's
+metadata lists. The pip command does not name Echo itself, because Echo is on no package index.
 """
 
 from __future__ import annotations

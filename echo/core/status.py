@@ -230,7 +230,7 @@ class RunStatus:
 
     @classmethod
     def from_json(cls, data: bytes, *, source: str) -> RunStatus:
-        """Return the status from JSON that `to_json` has made; an error names the data by `source`.
+        """Return the status from the JSON of `to_json`; error messages call the JSON `source`.
 
         Raises:
             DataError: if the data is no status, or a status of another release.

@@ -55,7 +55,7 @@ class SiteJob:
     max_tokens: float
     """Number of tokens of the longest sequence, prompt included."""
     reward_s: float = 0.0
-    """Seconds for computing rewards that do not overlap with other work."""
+    """Seconds per step in which rewards are computed and nothing else is done."""
 
     @property
     def mean_tokens(self) -> float:

@@ -104,7 +104,7 @@ def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = Non
 
 
 def window_s(job: Job) -> float:
-    """Return the seconds from a publication until its first batch must be complete.
+    """Return the seconds from a publication until the version's first batch must be complete.
 
     The result is (S - kappa + 1) * T_train: a later batch would make the learner wait.
     """
