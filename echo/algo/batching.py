@@ -160,7 +160,8 @@ class Segments:
 
         Args:
             lengths: number of tokens of each segment, > 0.
-            prefixes: for each segment, the runs of tokens before it; None if there are none.
+            prefixes: for each segment, the runs of tokens before it; None if no segment has tokens
+                before it.
         """
         sizes = np.cumsum([0, *lengths])
         if prefixes is None or not any(prefixes):
@@ -723,7 +724,8 @@ def collate(
             sample has.
         score_all: whether `completion_mask` covers every completion token, not only trained tokens.
         is_packed: whether to put all samples into one row.
-        shares_tokens: whether chains share tokens in a packed row; else each chain is alone.
+        shares_tokens: whether chains share tokens in a packed row; if not, each chain is a segment
+            of its own.
         units: unit of each sample in a packed row; neighbours of the same unit share their prompt.
             None if no prompt is shared.
         row_sizes: sizes that rows are filled to; None to fill no row.

@@ -55,7 +55,7 @@ class EvalTarget:
     name: str
     """Name in the output, such as "runs/quickstart, step 40"."""
     config: Config
-    """The settings of the evaluation; `sampling` is how its answers are sampled."""
+    """The settings of the evaluation; their section `sampling` says how answers are sampled."""
     checkpoint: tuple[Path, CheckpointInfo] | None
     """Directory and metadata of the checkpoint; None for the weights of the model itself."""
 

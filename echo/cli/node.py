@@ -767,7 +767,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_dry_run(arguments: argparse.Namespace, config: Config) -> None:
-    """Print what would start, and raise a ConfigError with all problems of a start."""
+    """Print what would start; raise a ConfigError with all problems that prevent a start."""
     resume = _goes_on(arguments, config)
     check = check_start(config, arguments.role, resume=resume, log_events=arguments.log_events)
     print_texts([dry_run(config, arguments.role, num_ranks=_num_ranks(), check=check)])

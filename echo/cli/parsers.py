@@ -30,8 +30,8 @@ EXIT_CODES_HELP = (
 
 
 RECIPES = ("shell", "systemd", "slurm", "kubernetes", "skypilot", "vast", "runpod")
-"""Where `echo-rl plan --for` starts workers; the same as KINDS in echo/fleet/recipes.py, which is
-not imported here."""
+"""The places where `echo-rl plan --for` can start workers. They equal KINDS in
+echo/fleet/recipes.py, which this module does not import."""
 
 
 def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
-"""`echo-rl report RUN`: one HTML file about a run, with figures that are PNG files, too.
+"""`echo-rl report RUN`: writes one HTML file about a run, and each of its figures as a PNG file.
 
-The command reads the run's files alone, so the run may be finished, under way or crashed. The page
+The command reads only the run's files, so the run may be finished, under way or crashed. The page
 loads nothing: it can be copied, sent, and opened without a network.
 """
 

@@ -1,4 +1,4 @@
-"""`echo-rl status`: prints the status of a run, from its learner or as it was saved last."""
+"""`echo-rl status`: prints the status of a run: the learner's answer, or the last saved status."""
 
 from __future__ import annotations
 

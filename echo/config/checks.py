@@ -194,9 +194,10 @@ def _check_group_bytes(config: Config) -> Iterator[Problem]:
 
 
 def max_tree_tokens(config: Config) -> int | None:
-    """Return the most tokens of all chains of an agent's rollout; None if there are no agents.
+    """Return how many tokens all chains of an agent's rollout may have; None without agents.
 
-    A rollout goes through the model in one micro-batch, and travels in one message with its group.
+    The limit exists because a rollout must fit into one micro-batch, and its group into one
+    message.
     """
     if config.agent.listen is None:
         return None

@@ -470,7 +470,8 @@ class CheckpointSection(Section):
     keep_last: int = Field(default=3, ge=1)
     """Checkpoints kept; at least one, or nothing could be resumed."""
     keep_best: bool = True
-    """Keep the checkpoint of the best held-out score, too; each evaluation then makes one."""
+    """Keep the checkpoint with the best held-out score, too; each evaluation then makes a
+    checkpoint."""
 
 
 class EvalSection(Section):
@@ -483,11 +484,11 @@ class EvalSection(Section):
     num_samples: int = Field(default=1, ge=1, le=1024)
     """Answers sampled for each prompt; with several, avg@k and pass@k are measured, too."""
     temperature: float | None = Field(default=None, ge=0.01)
-    """In place of sampling.temperature; unset: that. A greedy score is always added."""
+    """Temperature of evaluations; unset: sampling.temperature. A greedy score is always added."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """In place of sampling.top_p; unset: that."""
+    """top_p of evaluations; unset: sampling.top_p."""
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**24)
-    """In place of sampling.max_completion_tokens; unset: that."""
+    """Most tokens of an evaluation's answer; unset: sampling.max_completion_tokens."""
 
 
 class NetworkSection(Section):
@@ -545,8 +546,8 @@ class MetricsSection(Section):
     project: str = Field(default="echo", min_length=1)
     """Project of wandb and trackio."""
     prometheus: ListenAddress | None = None
-    """Address at which Prometheus reads the newest metrics, such as tcp://127.0.0.1:9464; it asks
-    for no password. Unset: none; needs the extra prometheus."""
+    """Address at which Prometheus reads the newest metrics, such as tcp://127.0.0.1:9464; the
+    endpoint asks for no password. Unset: no endpoint; needs the extra prometheus."""
     samples: int = Field(default=2, ge=0, le=MAX_SAMPLES)
     """Rollouts of every tenth step and of every evaluation, as text in the log and the sinks."""
     attribution_steps: int = Field(default=0, ge=0)
@@ -554,18 +555,19 @@ class MetricsSection(Section):
 
 
 class AlertsSection(Section):
-    """Alerts: the log has each of them; where else they go, and what a divergence does."""
+    """Alerts: where they go besides the log, and what a divergence does."""
 
     command: str | None = Field(default=None, min_length=1)
-    """Shell command for each alert and for its end; it reads ECHO_ALERT_KIND, ECHO_ALERT_TEXT."""
+    """Shell command to run at each alert and at its end; reads ECHO_ALERT_KIND, ECHO_ALERT_TEXT."""
     webhook: WebAddress | None = None
-    """URL to which each alert and its end are posted as JSON; saved nowhere."""
+    """URL to which each alert and its end are posted as JSON; the URL is saved nowhere."""
     reward_drop: float | None = Field(default=None, gt=0)
-    """Fall of the mean reward of 10 steps below the best 10 before: a divergence; unset: off."""
+    """Fall of the 10-step mean reward, from its best value so far, that is a divergence; unset:
+    off."""
     min_entropy: float | None = Field(default=None, ge=0)
     """Nats per token below which the median of 5 steps is a divergence; unset: off."""
     min_ess: float | None = Field(default=None, gt=0, le=1)
-    """Effective sample size, a share, below which the median of 5 steps is one; unset: off."""
+    """Effective sample size, a share, below which its 5-step median is a divergence; unset: off."""
     stall_s: OptionalSeconds = Field(default=1800.0, gt=0)
     """Seconds without an optimizer step; false: off."""
     max_cost_per_h: Dollars | None = None
@@ -576,9 +578,10 @@ class AlertsSection(Section):
     """Bytes free for the run directory; unset: off."""
     on_divergence: Literal["alert", "stop", "rollback"] = "alert"
     """What a divergence does beside the alert: stop saves and ends the run; rollback resumes it
-    from the newest checkpoint before the trouble. NaN in weights ends a run or rolls it back."""
+    from the newest checkpoint before the trouble. After NaN in weights a run always ends or is
+    rolled back."""
     max_rollbacks: int = Field(default=2, ge=1)
-    """Rollbacks in a run; a divergence after them ends it."""
+    """Most rollbacks of a run; the next divergence ends the run."""
 
 
 class UiSection(Section):

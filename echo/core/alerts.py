@@ -5,8 +5,9 @@ begins and clears it when it ends. Two alerts of a condition are at least REPEAT
 that begins earlier raises its alert after that time, if the episode still lasts. So a value that
 moves around its limit raises few alerts. Time is an argument.
 
-Three conditions are divergences: the policy has become worse, or will. Their alerts name the last
-step before the trouble began, so that a run can go back to a checkpoint of that step or before.
+Three conditions are divergences: they show that the policy has become worse or soon will. Their
+alerts name the last step before the trouble began, so that a run can go back to a checkpoint of
+that step or before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ AlertKind = Literal[
 DIVERGENCES: frozenset[AlertKind] = frozenset({"reward", "entropy", "ess"})
 
 REPEAT_S = 600.0
-"""Least seconds between two episodes of a condition that both raise an alert."""
+"""Least seconds from an alert to the next alert of the same condition."""
 NUM_REWARDS = 10
 """Number of steps whose mean reward is compared with the best mean before."""
 NUM_VALUES = 5
@@ -49,13 +50,13 @@ class AlertLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """The begin or the end of an episode of a condition."""
+    """The beginning or the end of an episode of a condition."""
 
     kind: AlertKind
     step: int
     """Number of optimizer steps done at that time."""
     text: str
-    """One line: the value and its limit; at the end of an episode also that it has cleared."""
+    """One line with the value and its limit; at the end of an episode it begins with "cleared"."""
     is_cleared: bool = False
     """Whether the episode has ended."""
     good_step: int | None = None

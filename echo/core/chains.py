@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 Branches: TypeAlias = npt.NDArray[np.int32]
-"""[K, 2] (start, after): the place where a piece starts, and the place of the token it follows; in
-the order of the starts. The first piece starts at 0, follows the prompt, and is not listed."""
+"""[K, 2] (start, after): the place where a piece starts, and the place of the token that the piece
+follows, in the order of the starts. The first piece starts at 0, follows the prompt, and is not
+listed."""
 
 Run = tuple[int, int]
 """Consecutive tokens: the place of the first token, and the place after the last token."""

@@ -43,7 +43,7 @@ def parts_of(reward: float) -> Mapping[str, float]:
 
 
 def find_name_fault(names: Iterable[object]) -> str:
-    """Return what is wrong with the names of a reward's parts; "" if nothing is."""
+    """Return what is wrong with the names of a reward's parts; "" if they are valid."""
     names = list(names)
     if not 0 < len(names) <= MAX_PARTS:
         return f"a reward has 1 to {MAX_PARTS} parts, not {len(names)}"

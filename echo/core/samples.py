@@ -19,7 +19,7 @@ class TextSample:
     reward: float
     """NaN if the reward failed, or if the task had no opinion."""
     source: str
-    """Who sampled the completion: a worker, or the version that was evaluated."""
+    """The worker that sampled the completion, or the version that was evaluated."""
 
 
 MAX_SAMPLES = 16

@@ -83,7 +83,7 @@ class PromptScores:
         return Estimate.of([math.fsum(each) / len(each) for each in self.by_prompt if each])
 
     def pass_at(self, k: int) -> Estimate:
-        """Return pass@k over the prompts with at least k scored answers; rewards are 0 or 1."""
+        """Return pass@k over prompts with at least k scored answers; rewards must be 0 or 1."""
         return Estimate.of(
             [
                 1.0 - math.comb(len(each) - round(sum(each)), k) / math.comb(len(each), k)

@@ -384,7 +384,7 @@ class Engine(abc.ABC):
         """Return how many rollouts of this size fit into memory if no setting limits their number.
 
         Raises:
-            EngineError: as `max_concurrent_rollouts`.
+            EngineError: for the same reason as in `max_concurrent_rollouts`.
         """
         return self.max_concurrent_rollouts(prompt_tokens, completion_tokens)
 

@@ -72,7 +72,7 @@ SERVING_AGENTS = "serving agents"
 
 
 class WaitStage(StrEnum):
-    """What a worker's groups do, or why it has none."""
+    """What a worker's groups do, or why the worker has no groups."""
 
     SAMPLING = "sampling"
     """The engine samples rollouts of the groups."""
@@ -114,7 +114,7 @@ class ObservedNode:
     write_bytes_per_s: float | None = None
     """Rate at which the node verifies, decodes and writes received weights; None if unknown."""
     activity: str = ""
-    """The node's own words on what it does."""
+    """What the node does, as the node reports it."""
     engine: str = ""
     num_leases: int = 0
     num_here: int = 0
@@ -131,7 +131,7 @@ class ObservedNode:
     speed: float | None = None
     """Tokens per second of one rollout in the worker's slowest running group; None if unknown."""
     reward_s: float | None = None
-    """Mean seconds of the calls of the task's code that returned recently; None if none did."""
+    """Mean seconds of recent calls of the task's code; None if no call returned recently."""
 
     @property
     def is_fetching(self) -> bool:
@@ -152,7 +152,8 @@ class ObservedFleet:
     is_closed: bool = False
     """Whether the staleness bound admits no further group, whatever version a worker has."""
     wait_reason: str = ""
-    """Why no group of the next step can be granted, as the scheduler names it; "" if one can."""
+    """The scheduler's reason why no group of the next step can be granted; "" if one can be
+    granted."""
     num_scoring: int = 0
     """Number of groups for which the learner computes rewards."""
     num_storing: int = 0
@@ -223,9 +224,9 @@ class Tally:
     seconds: dict[WaitStage, float] = field(default_factory=dict)
     """Stage -> seconds of all workers, whether the learner waited or worked."""
     places_s: float = 0.0
-    """Seconds of all places of engines while the learner waited."""
+    """Seconds while the learner waited, summed over all places of engines."""
     used_places_s: float = 0.0
-    """The part of `places_s` in which a group was sampled there."""
+    """The part of `places_s` in which the place sampled a group."""
     seen: dict[WaitStage, ObservedFleet] = field(default_factory=dict)
     """Stage -> the last observation during a wait in which a worker was in this stage."""
     slow_hops: dict[str, float] = field(default_factory=dict)
@@ -289,14 +290,17 @@ class Tally:
         return found
 
     def wait_by_stage(self) -> dict[WaitStage, float]:
-        """Return the learner's waiting seconds by stage; they add up to `waited_s`, or to 0."""
+        """Return the seconds that the learner waited, by stage.
+
+        They add up to `waited_s`, or to 0 if no worker was in a stage that counts.
+        """
         by_stage = self.in_waits()
         total = sum(by_stage.values())
         return {s: self.waited_s * each / total for s, each in by_stage.items() if each}
 
     @property
     def idle_share(self) -> float:
-        """Share of the workers' time in which they had no group and could have sampled one."""
+        """Share of the workers' time in which they had no group although they could sample one."""
         total = sum(self.seconds.values())
         idle = (WaitStage.ADMISSION, WaitStage.GRANTING)
         idle_s = sum(self.seconds.get(stage, 0.0) for stage in idle)
@@ -312,7 +316,7 @@ def _add(times: dict[Key, float], key: Key, seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A cause of a wait, the resource that it comes from, and what would help."""
+    """The cause of a wait, the resource that causes it, and what would help."""
 
     cause: str
     """A short name, such as "slow_relay"; docs/troubleshooting.md has one row per cause."""
@@ -358,7 +362,7 @@ def _missing(fleet: ObservedFleet) -> str:
 
 
 def _describe(worker: ObservedNode) -> str:
-    """Return a few words on a worker's leases, its activity, and the version that it fetches."""
+    """Return a few words on a worker's leases and on its activity or the version it fetches."""
     if worker.fetching:
         return f"{worker.name} has {worker.num_leases} and fetches {_fetch(worker)}"
     return f"{worker.name} has {worker.num_leases} ({worker.activity})"

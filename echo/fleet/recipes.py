@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 NAME = "@NAME@"
-"""Stands for a worker's name in its settings."""
+"""Placeholder for a worker's name in the worker's settings."""
 IMAGE = "registry.example.com/echo-worker:latest"
-"""The container image of a worker, which configs/Containerfile builds; users give their own."""
+"""The container image of a worker. configs/Containerfile builds such an image; users name their
+own."""
 JOIN = "the line in runs/NAME/keys/join where the learner runs"
 DRAIN_S = 90
 """Seconds from the request to stop to the kill, in which a worker delivers finished groups."""

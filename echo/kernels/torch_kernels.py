@@ -188,7 +188,7 @@ def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
 def _chunks(
     states: Tensor, weight: Tensor, scale: Tensor, vocab_chunk: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the vocabulary in chunks: first id, weights and logits divided by temperature.
+    """Yield (first id, weights, logits divided by temperature) of each chunk of the vocabulary.
 
     The weights [columns, D] have the dtype of the states, and the logits [N, columns] have the
     dtype of the statistics. All chunks use the same memory for logits, since new memory would cost
@@ -215,7 +215,7 @@ def _chunks(
 
 
 def _spare(scale: Tensor, weight: Tensor, vocab_chunk: int) -> Tensor:
-    """Return memory for the logits of a chunk, without values."""
+    """Return uninitialised memory for the logits of a chunk."""
     return scale.new_empty(len(scale) * min(vocab_chunk, weight.shape[0]))
 
 

@@ -193,8 +193,8 @@ class ZapHandler:
     ) -> None:
         """Start to answer; admit the clients whose public keys are in `users`.
 
-        Make the handler before the listener is bound. `users` has the name of each key, "" for the
-        key of nodes. `warn` is called when a client is refused.
+        Make the handler before the listener is bound. `users` maps each public key to its name; the
+        key of nodes has the name "". `warn` is called when a client is refused.
         """
         self._loop = loop
         self._users = users

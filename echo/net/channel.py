@@ -331,7 +331,8 @@ class ZmqChannel:
     def outbox(self, identity: bytes, *, max_unsent_bytes: int | None = None) -> ZmqOutbox:
         """Return a new outbox for the connection that libzmq names by this identity.
 
-        `max_unsent_bytes` limits the bytes that wait in it; None for the limit of the options.
+        `max_unsent_bytes` limits the bytes that wait in the outbox; None takes the limit of the
+        options.
         """
         most = self._options.max_unsent_bytes if max_unsent_bytes is None else max_unsent_bytes
         return ZmqOutbox(self.socket, identity, most)

@@ -84,7 +84,7 @@ class CurveKeys:
 
     @classmethod
     def of_guest(cls, secret: bytes, server_key: bytes) -> CurveKeys:
-        """Return the keys of a guest, which dials only the learner, whose key is `server_key`."""
+        """Return the keys of a guest, which dials only the learner with the key `server_key`."""
         guest = _derive(secret, "guest")
         return cls(server=guest, client=guest, relay_key=server_key)
 

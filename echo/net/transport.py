@@ -64,8 +64,7 @@ class Connected:
     address: str | None
     """The dialled address; None for an inbound peer."""
     user: str = ""
-    """The name of the guest's key with which an inbound peer was admitted (`curve.py`); "" for a
-    node of the run."""
+    """The name of the key that admitted an inbound guest (`curve.py`); "" for a node of the run."""
 
 
 @dataclass(frozen=True, slots=True)

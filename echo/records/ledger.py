@@ -12,9 +12,10 @@ format 3:
   rows are noticed.
 * `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record has the place of its
   group and the hash of its bytes. A file retires once all its groups have ended and no resume can
-  void their ends. The newest KEPT_BYTES of retired files are kept, for people; older ones are
-  deleted.
-* `ledger.lock`: locked by the learner that writes; it has the learner's process id.
+  void their ends. The newest retired files, up to KEPT_BYTES in all, are kept for people to read;
+  older files are deleted.
+* `ledger.lock`: the learner that writes the ledger locks this file, which has the learner's process
+  id.
 
 Other programs can read the table, or the JSON lines of `echo-rl ledger RUN`.
 
@@ -632,7 +633,7 @@ class Ledger(LedgerQueue):
                     self._retire(path.name)
 
     def _retire(self, name: str) -> None:
-        """Keep a file that no resume needs, and delete the oldest such files beyond KEPT_BYTES."""
+        """Retire a group file; delete the oldest retired files beyond KEPT_BYTES in all."""
         num_bytes = (self._groups_dir / name).stat().st_size
         if name == self._file_name:
             self._leave_file()

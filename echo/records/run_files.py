@@ -123,7 +123,7 @@ def save_status(run_dir: Path, status: RunStatus) -> None:
 
 
 def read_status(run_dir: Path) -> RunStatus:
-    """Return the status that a run's learner has written last.
+    """Return the status that a run's learner wrote last.
 
     Raises:
         DataError: if the run has no status, or if another release wrote the status.

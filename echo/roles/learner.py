@@ -7,7 +7,8 @@ any time.
 No method waits. If something is not possible now, a later heartbeat, result or step makes it
 possible, and then it is done. A message does not grant groups by itself: it marks a round of grants
 as due, and `expire` makes the round. So if the round fails, the message has still been handled in
-full. The role reads the size of `buffer`; its caller puts groups into it and takes them out.
+full. The role reads the size of `buffer`; the caller of the role puts groups into the buffer and
+takes them out.
 
 Its parts:
 

@@ -38,7 +38,7 @@ from echo.wire.codec import (
 from echo.wire.messages import LEARNER_ID, Message, Operation, Outcome, Refuse, Status, Watch
 
 VIEW, OPERATE = "view", "operate"
-"""The names of the two keys; `keys/view` and `keys/operate` in the run's directory hold them."""
+"""The names of the two keys, which are in `keys/view` and `keys/operate` of the run's directory."""
 MAX_VIEWERS = {VIEW: 16, OPERATE: 4}
 """Largest number of connected viewers, by key. Each key has its own limit, so viewers that only
 read never keep an operator out."""
@@ -59,7 +59,7 @@ class MakeStatus(Action):
 
 @dataclass(frozen=True, slots=True)
 class Operate(Action):
-    """Carry out an operation, and report what has become of it as OperationDone."""
+    """Carry out an operation, and report its outcome as OperationDone."""
 
     peer: str
     operation: Operation
@@ -95,7 +95,7 @@ class Viewer:
 
 
 class Viewers:
-    """The connected viewers: who is admitted, who waits for a status, who may operate."""
+    """Admits viewers, sends them statuses, and passes on the operations of operators."""
 
     def __init__(self, counters: Counters, peer_faults: PeerFaults) -> None:
         """Start without viewers; `counters` count refusals, and `peer_faults` reports them."""
@@ -112,7 +112,7 @@ class Viewers:
     # --- connections -----------------------------------------------------------------------------
 
     def connected(self, peer: str, user: str, *, now: float) -> list[Action]:
-        """Admit a guest that has connected with this key, if there is space for it."""
+        """Admit a guest that has connected with the key `user`; refuse it if there are too many."""
         most = MAX_VIEWERS.get(user, 0)
         if sum(viewer.user == user for viewer in self._viewers.values()) < most:
             self._viewers[peer] = Viewer(user, now)
@@ -198,7 +198,7 @@ class Viewers:
 
     @property
     def deadline(self) -> float | None:
-        """Time of the next status or of the next silent viewer; None if there is no viewer."""
+        """Time at which `expire` has a status to make or a silent viewer; None without viewers."""
         viewers = self._viewers.values()
         silent_at = min((each.received_at for each in viewers), default=None)
         made_at = self._made_at + STATUS_S if any(each.is_waiting for each in viewers) else None

@@ -484,7 +484,7 @@ class DiskStore(MemoryStore):
         self._rename(patch.base, patch.base, patch.version)
 
     def cancel_patch(self, patch: Patch) -> None:
-        """Rename the image's file to its base version again, because the patch was taken back."""
+        """Undo `begin_patch`: rename the image's file back to the base version of the patch."""
         try:
             self._rename(patch.base, patch.version, patch.base)
         except OSError as error:

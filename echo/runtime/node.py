@@ -141,7 +141,7 @@ class BusyTime:
         self._num_calls -= 1
 
     def take_ms(self, *, now: float) -> int:
-        """Return the whole milliseconds since the last call of this method."""
+        """Return the busy time since the last call of this method, in whole milliseconds."""
         self._count(now)
         milliseconds = int(1000 * self._seconds)
         self._seconds -= milliseconds / 1000
@@ -485,7 +485,7 @@ class DialingNode(Node):
         self.version_store = version_store
 
     def before_expire(self) -> None:
-        """Count the time in which this node wrote weights, which its heartbeats report."""
+        """Count the time in which this node wrote weights; heartbeats report the count."""
         self.role.counters.add("weights/busy_ms", self._weights_busy.take_ms(now=self.now))
 
     async def work(self) -> None:

@@ -34,7 +34,7 @@ from echo.wire.messages import Act, Message, Operation, Outcome, Refuse, Status,
 ANSWER_S = 10.0
 """Seconds within which a learner must answer a single question."""
 ASK_S = 1.0
-"""Seconds between two statuses of a viewer that goes on watching."""
+"""Seconds between two statuses for a viewer that watches a run."""
 AGAIN_S = 5.0
 """Seconds after which a question without an answer is asked again."""
 OPTIONS = TransportOptions(connect_timeout_s=5.0, max_redial_s=2.0, linger_s=0.5)
@@ -137,7 +137,7 @@ def ask_status(target: Target) -> RunStatus:
     Raises:
         TransportError: if no learner answers.
         RefusedError: if the learner admits no further viewer.
-        DataError: if the answer is of another release.
+        DataError: if the answer cannot be read, because the learner runs another release.
     """
 
     def answer(message: Any, payload: Sequence[Any]) -> RunStatus | None:

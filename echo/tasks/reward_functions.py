@@ -83,8 +83,8 @@ class RewardSum:
             columns: as for `RewardFunction`.
 
         Raises:
-            ConfigError: if `spec` names no function, two of the same name, or one that cannot be
-                called as a reward, or if a weight is no number.
+            ConfigError: if `spec` names no function, if two functions have the same name, if a
+                function cannot be called as a reward, or if a weight is not a number.
         """
         where = f"{OPTION} = {spec!r}"
         weights = dict(spec) if isinstance(spec, Mapping) else {}

@@ -106,7 +106,7 @@ def _parts_text(parts: Mapping[str, float]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return the end of a model's text on one line; "nothing" if there is none."""
+    """Return the end of a model's text on one line; "nothing" if the text is empty."""
     if not text:
         return "nothing"
     line = one_line(text.replace("\n", " "))

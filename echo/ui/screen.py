@@ -513,7 +513,8 @@ def render_live(
         width: number of cells of each row.
         height: largest number of rows; None for as many as the content has.
         has_chart: whether the curves are shown.
-        table: returns the table of nodes for a width and a height; None for `node_table`.
+        table: function that returns the table of nodes for a width and a height; None to use
+            `node_table`.
     """
     width = max(width, 1)
     rows_left = height if height is not None else 2 + _MAX_CHART_ROWS + len(snapshot.nodes) + 20

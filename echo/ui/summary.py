@@ -197,7 +197,7 @@ class RunSummary:
     num_tokens: int
     """Number of completion tokens in accepted groups."""
     num_sampled: int
-    """Number of tokens that workers have sampled; 0 if it was not counted."""
+    """Number of tokens that workers have sampled; 0 if they were not counted."""
     num_too_old: int
     """Number of sampled tokens that were dropped because they were too old."""
     broadcast_bytes: float
@@ -424,7 +424,7 @@ def _reads_images(model_dir: Path) -> bool:
 
 
 def _waits(history: MetricsHistory) -> list[tuple[str, str]]:
-    """Return (label, text) for what the run waited for, and for its longest stall."""
+    """Return (label, text) pairs on what the run waited for and on its longest stall."""
     waits, stalls = describe_waits(history.train), stalls_of(history)
     facts = [("waits", waits)] if waits else []
     if stalls:

@@ -98,7 +98,7 @@ class TopScreen:
     # --- keys ------------------------------------------------------------------------------------
 
     def press(self, text: str) -> list[Operation]:
-        """Handle pressed keys; return the operations that they have confirmed."""
+        """Handle pressed keys; return the operations that the keys have confirmed."""
         operations = []
         for key in keys_in(text):
             if self._pending is not None:
@@ -213,7 +213,7 @@ class TopScreen:
     # --- drawing ---------------------------------------------------------------------------------
 
     def nodes(self) -> list[NodeStatus]:
-        """Return the nodes that the filter leaves, in the chosen order."""
+        """Return the nodes that match the filter, in the chosen order."""
         nodes = () if self.status is None else self.status.nodes
         wanted = self._filter.lower()
         found = [

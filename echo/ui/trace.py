@@ -151,7 +151,7 @@ def _learner_events(rows: Iterable[MetricsRow], begin: float, end: float) -> Ite
 
 
 class _Leases:
-    """The leases that are held, from the records of the ledger."""
+    """The leases that workers hold, according to the records of the ledger."""
 
     def __init__(self) -> None:
         self._held: dict[int, dict[int, Granted]] = {}

@@ -376,7 +376,7 @@ class Broadcast:
         """Handle the result of work done in a thread; `fault` is empty if the work succeeded.
 
         Raises:
-            LocalProtocolError: if the work is not one of the weights plane.
+            LocalProtocolError: if `work` does not belong to the weights plane.
         """
         match work:
             case WriteChunk():

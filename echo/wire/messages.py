@@ -613,7 +613,7 @@ class Status(Message, frozen=True):
     """Learner to viewer: the status of the run, as JSON in the payload frame."""
 
     may_operate: bool
-    """Whether the viewer's key is an operator's."""
+    """Whether the viewer's key allows operations."""
 
 
 class Operation(Message, frozen=True):
@@ -634,12 +634,12 @@ class Operation(Message, frozen=True):
 
 
 class Outcome(Message, frozen=True):
-    """Learner to operator: what has become of an operation."""
+    """Learner to operator: the outcome of an operation."""
 
     number: Count
     is_done: bool
     text: Line
-    """What was done, or why it was not."""
+    """What was done, or why nothing was done."""
 
 
 LINK_MESSAGES = (

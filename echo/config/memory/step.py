@@ -72,7 +72,8 @@ class _Pass:
     num_scored: int
     """Tokens for which the head computes logits: the completion tokens."""
     mask_bytes: int
-    """Bytes of the attention masks, if rollouts share a prompt on a CPU; layers share them."""
+    """Bytes of the attention masks, if rollouts share a prompt on a CPU; all layers use the same
+    masks."""
     is_only: bool
     """Whether this micro-batch is the whole step, so that no gradients exist before it."""
 

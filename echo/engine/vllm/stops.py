@@ -66,7 +66,10 @@ class StopDetokenizer(IncrementalDetokenizer):
 
 
 def search_stop_strings() -> None:
-    """Make vLLM's front end in this process search announced requests for stop strings."""
+    """Replace a method of vLLM, so that it searches announced requests for stop strings.
+
+    This changes vLLM's front end in the present process.
+    """
     IncrementalDetokenizer.from_new_request = _create  # type: ignore[method-assign]
 
 

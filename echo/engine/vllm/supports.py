@@ -50,7 +50,10 @@ class SupportLogprobs(FlatLogprobs):
 
 
 def collect_supports() -> None:
-    """Make vLLM's front end in this process record supports for requests with `flat_logprobs`."""
+    """Replace a function of vLLM, so that requests with `flat_logprobs` record supports.
+
+    This changes vLLM's front end in the present process.
+    """
     engine_logprobs.create_sample_logprobs = _create  # type: ignore[attr-defined]
 
 

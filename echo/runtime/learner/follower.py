@@ -48,7 +48,7 @@ class Follower(Protocol):
         """Append the row of metrics of `step`."""
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Pass some rollouts of `step`, or of the evaluation of its version, to the trackers."""
+        """Pass to the trackers some rollouts of `step`, or of the evaluation of its version."""
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -134,9 +134,9 @@ class OpenedRun:
     export: Callable[[Path, Publication], None]
     """Writes a version of the weights as a directory for other programs."""
     samples: SampleLog | None = None
-    """Gets rollouts of steps and evaluations as text; None if none is wanted."""
+    """Writes some rollouts of steps and evaluations as text; None if no rollouts are wanted."""
     is_recomputing: bool = False
-    """Whether a setting has the trainer recompute activations although they would fit."""
+    """Whether a setting makes the trainer recompute activations that would fit into memory."""
     prompts: PromptsAhead | None = None
     """Makes the role's prompts ahead; None if the role never waits for a prompt."""
 

@@ -693,7 +693,7 @@ class LinkTraffic:
 
 
 EPISODE_COUNTS = ("env/episodes", "env/turns", "env/tool_calls")
-"""Names of counts over the episodes of environments that have ended."""
+"""Names of counts over the ended episodes of environments."""
 
 COUNTED = ("env/calls", "env/errors", "env/retries")
 

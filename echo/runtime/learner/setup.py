@@ -485,7 +485,7 @@ def with_checkpointing(
 
 
 def is_recomputing(config: Config, data: Data, budget: Budget | None) -> bool:
-    """Return whether the user has the trainer recompute activations that memory would hold."""
+    """Return whether a setting makes the trainer recompute activations that memory would hold."""
     if budget is None or config.learner.gradient_checkpointing not in (True, "offload"):
         return False
     section = config.learner.model_copy(update={"gradient_checkpointing": False})

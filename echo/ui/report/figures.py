@@ -182,7 +182,7 @@ Draw = Callable[["Axes", Sequence[ReportedRun]], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A figure that a function of its own draws."""
+    """A figure that has its own function to draw it."""
 
     name: str
     section: str
@@ -283,7 +283,7 @@ def _points(rows: Sequence[MetricsRow], metric: str) -> list[tuple[float, float]
 
 
 def _line(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
-    """Draw a line; a line of one point has a mark to be seen."""
+    """Draw a line, or a mark if there is only one point."""
     xs, ys = zip(*points, strict=True)
     axes.plot(xs, ys, "o-" if len(points) == 1 else "-", color=color, linewidth=1.6, label=label)
 
@@ -697,7 +697,7 @@ def _bars(
 def short(name: str) -> str:
     """Return a name so that matplotlib draws it as plain text, short and printable.
 
-    A label that begins with an underscore would be left out of a legend.
+    A first underscore is removed, because a legend leaves out labels that begin with one.
     """
     text = clean(name).replace("$", r"\$").removeprefix("_")
     return text if len(text) <= 40 else f"{text[:38]}..."

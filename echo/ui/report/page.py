@@ -190,7 +190,7 @@ def _key_tables(runs: Sequence[ReportedRun]) -> Iterator[Table]:
 
 
 def _key_figures(run: ReportedRun) -> dict[str, str]:
-    """Return label and text of each key figure that the run has."""
+    """Return label -> text of each key figure that the run has."""
     figures: dict[str, str] = {}
     summary, train = run.summary, run.history.train
     if summary is None:

@@ -94,7 +94,7 @@ class LongWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedNode:
-    """What a run's files have about a node; None where they have nothing."""
+    """The facts about a node in a run's files; None for a fact that the files lack."""
 
     node_id: str
     rate: WorkerRate | None
@@ -150,7 +150,7 @@ class ReportedRun:
     log_warnings: Sequence[str]
     """The last warnings, alerts and errors in the learner's log."""
     log_samples: Sequence[str]
-    """The last samples of rollouts in the learner's log, a line each."""
+    """The last samples of rollouts in the learner's log, each as one line."""
 
     @property
     def step(self) -> int:
@@ -254,7 +254,7 @@ class _Facts:
 
 
 def _decision(record: AnyRecord) -> Decision | None:
-    """Return the decision that a record is about; None if it is about none."""
+    """Return the decision that a record describes; None if it describes no decision."""
     match record:
         case Began() if record.lineage > 1:
             what = f"resumed from the checkpoint of step {record.fork_step}"
@@ -328,7 +328,7 @@ def _long_waits(rows: Iterable[MetricsRow]) -> list[LongWait]:
 
 
 def explanation_of(row: MetricsRow) -> str:
-    """Return the explanation of a wait or of idle workers that a row has; empty if it has none."""
+    """Return a row's explanation of a wait or of idle workers; empty if the row has none."""
     found: Any = row.get("explain")
     return str(found.get("text", "")) if isinstance(found, dict) else ""
 
@@ -348,7 +348,7 @@ def _stages(row: MetricsRow) -> str:
 
 
 def _nodes(run_dir: Path, config: MetricsRow, rows: Sequence[MetricsRow]) -> list[ReportedNode]:
-    """Return the nodes of a run: first those without groups, then workers by their tokens."""
+    """Return the nodes of a run: nodes without groups first, then workers, most tokens first."""
     deliveries = deliveries_of(read_records(run_dir))
     group_size = int((config.get("batch") or {}).get("group_size", 1))
     rates = rates_of(deliveries, group_size)
@@ -410,7 +410,7 @@ def _log_lines(run_dir: Path) -> list[str]:
 
 
 def differing_settings(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
-    """Return the settings in which runs differ: the key, and its value in each run as text."""
+    """Return key -> its value in each run, as text, for the settings in which runs differ."""
     flat = [dict(_flat(run.config)) for run in runs]
     keys = sorted({key for settings in flat for key in settings})
     found = {key: [settings.get(key, "-") for settings in flat] for key in keys}

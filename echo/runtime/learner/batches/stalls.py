@@ -86,7 +86,7 @@ class Stalls:
             role: the fleet of this role is observed.
             delivered: the groups that the learner scores and stores.
             progress: counts groups from which nothing could be learned; its activities are timed.
-            is_recomputing: whether a setting has the trainer recompute activations needlessly.
+            is_recomputing: whether a setting makes the trainer recompute activations needlessly.
             write: function (step, fields), which writes an explanation as a row of metrics.
             log: gets the explanations.
             now: the present time, seconds.

@@ -166,7 +166,7 @@ class CostControl:
         return self._budget_per_run is not None and self._meter.total >= self._budget_per_run
 
     def set_budget(self, budget_per_run: float) -> None:
-        """Set another budget of the run, in $."""
+        """Replace the budget of the run, in $."""
         self._budget_per_run = budget_per_run
 
     def describe_spent(self, step: int) -> str:

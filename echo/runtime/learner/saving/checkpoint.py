@@ -3,8 +3,8 @@
     checkpoints/step_000020/   trainer state (echo/train/trainer.py), checkpoint.json,
                                and BLAKE3SUMS, which `b3sum --check` reads, too
     checkpoints/latest         the name of the newest, replaced atomically
-    checkpoints/best           the name and the held-out score of the best, likewise; it is kept
-                               beside the last
+    checkpoints/best           the name and the held-out score of the best, also replaced
+                               atomically; this checkpoint is kept in addition to the last ones
 
 A directory is filled under a temporary name, forced onto the disk, then renamed: a full disk or a
 kill at any moment leaves the older checkpoints whole. A checkpoint is used only if each of its
@@ -316,7 +316,7 @@ def newest_name(directory: Path) -> str:
 
 
 def pointed_name(pointer: Path) -> str:
-    """Return the checkpoint's name in a file `latest` or `best`, the first word in it.
+    """Return the checkpoint's name, the first word of the file `latest` or `best`.
 
     Raises:
         OSError, ValueError: if the file cannot be read.

@@ -370,7 +370,7 @@ class Evaluations:
             schedule: selects the versions to evaluate.
             progress: gets the points of the held-out curves.
             follower: gets a row of metrics for each evaluation.
-            samples: gets some answers of each evaluation; None if none is wanted.
+            samples: gets some answers of each evaluation; None if no answers are wanted.
             task_kind: the value of task.kind; its last part names the metrics.
             pool: the thread of the evaluator.
             spawn: starts a coroutine as a task of the node.
@@ -412,7 +412,7 @@ class Evaluations:
             await self._scored(publication.manifest.version.step, score)
 
     async def _measure(self, publication: Publication) -> float | None:
-        """Evaluate a version and report the result; return its score, None if it has none."""
+        """Evaluate a version and report the result; return the score, or None without a score."""
         version = publication.manifest.version
         began_at = asyncio.get_running_loop().time()
         try:
