@@ -261,7 +261,7 @@ def _tokens_by_version(group: Group) -> tuple[int, ...]:
 
 
 def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[int, int]:
-    """Return how many trained tokens of the groups have each staleness.
+    """Return staleness -> number of the groups' trained tokens that have this staleness.
 
     `consumed_at` is the number of optimizer steps done before the step that trains the groups.
     """
@@ -901,7 +901,7 @@ class LedgerState:
 
 
 def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> LedgerState:
-    """Return the state of a run after a return to the checkpoint of `step` in `lineage`.
+    """Return the state of a run that has gone back to the checkpoint of `step` in `lineage`.
 
     `records` are all records of the run, oldest first. Records of steps that were trained after the
     checkpoint are void.

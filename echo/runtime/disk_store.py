@@ -426,7 +426,7 @@ class DiskStore(MemoryStore):
     """Keeps versions in files that are mapped into memory.
 
     The directory is created if it does not exist, and locked until `close`. All versions together
-    take at most `limit_bytes`; None for DEFAULT_SHARE of the free disk space.
+    take at most `limit_bytes` or, if that is None, DEFAULT_SHARE of the free disk space.
 
     Raises:
         StorageError: if the directory cannot be used, or another process uses it.

@@ -45,8 +45,8 @@ LOOK_S_PER_NODE = 1e-3
 MIN_WAIT_S = 10.0
 """Seconds; a wait that is shorter than this never counts as longer than usual."""
 START_S = 60.0
-"""Seconds; in the first WARM_UP_STEPS steps only a wait of this length is longer than usual,
-because nodes still join and build their engines.
+"""Seconds. In the first WARM_UP_STEPS steps a wait must last at least this long to be longer than
+usual, because nodes still join and build their engines.
 """
 WARM_UP_STEPS = 2
 USUAL_FACTOR = 2.0

@@ -1,7 +1,7 @@
 """The wait for a batch: check again, and end the run after a time limit without workers.
 
-Groups are granted and versions published at events: a heartbeat, a result, a step. If no event
-happens, one check per heartbeat interval handles these cases:
+Normally an event, such as a heartbeat, a result or a step, causes the learner to grant groups and
+to publish versions. If no event happens, one check per heartbeat interval handles these cases:
 
     no version may be sampled for the next step   the learner publishes at once, due or not
     no worker at all                              logged each minute; after a limit the run ends
