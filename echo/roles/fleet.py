@@ -24,7 +24,7 @@ class FleetView:
     """Describes the nodes and their leases, and changes nothing."""
 
     def __init__(self, roster: Roster, scheduler: Scheduler, broadcast: Broadcast) -> None:
-        """Describe the state of these nodes, of their leases and of the broadcast."""
+        """Prepare to describe the nodes in `roster`, their leases and the broadcast."""
         self._roster, self._scheduler, self._broadcast = roster, scheduler, broadcast
         self._leases = scheduler.groups.leases
 
@@ -141,7 +141,7 @@ class FleetView:
 
 
 def held_share(member: Member) -> float:
-    """Return which share of the chunks a node has of the version that it fetches, as 0..1."""
+    """Return the progress of a node's fetch: the share, 0..1, of the chunks that it has."""
     stats = member.stats
     return min(1.0, stats.num_chunks_held / stats.num_chunks) if stats.num_chunks else 0.0
 

@@ -274,7 +274,7 @@ class Assets:
         *,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """Expect these files: name -> (BLAKE3 hash in hex, size in bytes)."""
+        """Expect the files in `expected`: name -> (BLAKE3 hash in hex, size in bytes)."""
         self.expected = expected or {}
         self.settings = settings or {}
         self.files: dict[str, bytes] = {}
@@ -367,7 +367,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class AnswerToAnother:
-    """Event: a Welcome for another Hello, or an Admitted for another process of this name."""
+    """Event: a Welcome answers another Hello, or an Admitted is for another process of the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,7 +497,7 @@ class Joining:
         return self._take(Built(digests), [], now)
 
     def give_up(self, reason: str, error: EchoError, *, now: float) -> list[Action]:
-        """End the node with this reason and error."""
+        """End the node with `reason` and `error`."""
         return self._take(GaveUp(reason, error), [], now)
 
     def _classify(self, message: Message) -> object:
@@ -796,7 +796,7 @@ class RosterFull:
 
 @dataclass(frozen=True, slots=True)
 class HelloRefused:
-    """Event: a Hello that is refused, so that its process ends."""
+    """Event: a Hello is refused, and its process must end."""
 
     reason: str
     detail: str
@@ -805,7 +805,7 @@ class HelloRefused:
 
 @dataclass(frozen=True, slots=True)
 class ReadyRefused:
-    """Event: a Ready with other hashes than the learner's."""
+    """Event: a Ready has other hashes than the learner, and is refused."""
 
     reason: str
     detail: str
@@ -814,7 +814,7 @@ class ReadyRefused:
 
 @dataclass(frozen=True, slots=True)
 class ReadyOfAnother:
-    """Event: a Ready of another process than the one that got the Welcome."""
+    """Event: a Ready came from another process, and not from the process that got the Welcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1089,7 +1089,7 @@ class Admission:
         return self._peer_faults.note(LEARNER_ID, "too_many_nodes", text, now=now)
 
     def finish(self, message: Hello, reason: str) -> list[Action]:
-        """Answer a Hello with a signed Finish, because the run has ended for this reason."""
+        """Answer a Hello with a signed Finish, because the run has ended with `reason`."""
         finish = Finish(
             reason=reason,
             answers=hash_hello(message),

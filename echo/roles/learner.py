@@ -157,7 +157,7 @@ class StandbyChosen:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Event: the operator has paused the run, so that no group is granted, or has resumed it."""
+    """Event: the operator has paused the run or resumed it; a paused run grants no groups."""
 
     is_paused: bool
 
@@ -436,14 +436,14 @@ class Learner(Role):
 
     @property
     def prompt_fault(self) -> DataError | None:
-        """The error that prevents making prompts, so no group is granted; None if there is none."""
+        """The error that keeps the learner from making prompts and granting groups; else None."""
         return self.scheduler.prompt_fault
 
     def validate(self) -> None:
         """Check that nodes, leases and groups agree; for tests.
 
         Raises:
-            AssertionError: if they do not.
+            AssertionError: if they do not agree.
         """
         self.broadcast.validate()
         self.scheduler.groups.validate()
@@ -620,7 +620,7 @@ class Learner(Role):
 
 
 def _note_refusal(member: Member, message: Heartbeat) -> list[Action]:
-    """Return a warning about the version that a worker's engine refuses, once per refusal."""
+    """Return a warning about a version that a worker's engine refuses; each refusal warns once."""
     stats, known = message.stats, member.stats
     version = stats.refused_version
     if version is None or (version, stats.refusal) == (known.refused_version, known.refusal):

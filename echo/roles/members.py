@@ -146,7 +146,7 @@ class Member:
         return self.node.is_standby
 
     def rates(self) -> tuple[float, float, float]:
-        """Return tokens sampled, weight bytes received, and weight bytes sent, each per second.
+        """Return three rates per second: tokens sampled, weight bytes received, weight bytes sent.
 
         The rates are means over the last heartbeats.
         """
@@ -366,7 +366,7 @@ class Roster:
         return "name_taken" if now - first_at > self.dead_after_s else "wait"
 
     def take_silent(self, *, now: float) -> list[Member]:
-        """Return the nodes that have been silent for `dead_after_s`, each once."""
+        """Return the nodes that have been silent for `dead_after_s`; no node is returned twice."""
         return self._deadlines.take_due(now=now)
 
 
@@ -378,7 +378,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """Event: the run has ended, for this reason."""
+    """Event: the run has ended; `reason` says why."""
 
     reason: str
 
@@ -389,7 +389,7 @@ class LastCall:
 
 
 class Shutdown:
-    """Sends Finish, the end of the run, to the nodes in the right order."""
+    """Sends Finish to the nodes at the end of the run, in the right order."""
 
     def __init__(self, roster: Roster, routes: Routes) -> None:
         self.reason: str | None = None
@@ -422,7 +422,7 @@ class Shutdown:
         ]
 
     def may_leave(self, member: Member) -> bool:
-        """Return whether a node may leave; if not, another node's Finish has to pass through it."""
+        """Return whether a node may leave: no Finish for another node passes through this node."""
         return (
             self.is_last_call
             or member.role != "relay"

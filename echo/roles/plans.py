@@ -112,7 +112,7 @@ class Plans:
     # --- what heartbeats and probes show ---------------------------------------------------------
 
     def before_heartbeat(self, member: Member, message: Heartbeat, *, now: float) -> list[Action]:
-        """Record a heartbeat's measurements of links; must be called before `Member.beat`.
+        """Record a heartbeat's measurements of links; the learner calls this before `Member.beat`.
 
         Returns the actions of a probe, if one is begun.
         """

@@ -14,7 +14,7 @@ from echo.wire.actions import Action, Note
 
 @dataclass(frozen=True, slots=True)
 class ReviewDue:
-    """Event: the learner waits for a batch, so check which workers to set aside or admit again."""
+    """Event: the learner waits for a batch; the review sets workers aside or admits them again."""
 
 
 @dataclass(frozen=True, slots=True)

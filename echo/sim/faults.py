@@ -32,7 +32,7 @@ class SimulatedSite:
     """Whether the worker has given the machine back, so that no worker starts here again."""
 
     def give_back(self, now: float) -> None:
-        """Stop paying for the machine from this instant on."""
+        """Stop paying for the machine at the time `now`."""
         if self.rental is not None:
             self.rental.until_s, self.rental = now, None
 

@@ -1,4 +1,4 @@
-"""The learner of a simulation: the real learner without a disk; its trainer only takes time."""
+"""The simulated learner: the real learner without a disk, with a trainer that takes only time."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ class Simulation:
         worker.link.kill(is_silent=is_silent)
 
     def end(self, reason: str) -> None:
-        """End the run with this reason; the reason is empty after the last step."""
+        """End the run; `reason` says why, and is empty after the last step."""
         if not self._ended.done():
             self._ended.set_result(reason)
 

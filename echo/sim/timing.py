@@ -44,8 +44,8 @@ class Running:
     lease: Lease
     length: GroupLength
     least_s: float
-    """Least seconds that the group takes: the time of its longest completion, sampled alone in the
-    engine."""
+    """Smallest number of seconds that the group can take. It is the time of the group's longest
+    completion if sampled alone in the engine."""
     num_tokens: float = 0.0
     """Number of tokens sampled for the group up to now."""
     segments: list[tuple[PolicyVersion, float]] = field(default_factory=list)

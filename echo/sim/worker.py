@@ -106,7 +106,7 @@ class SimWorker(DialingNode):
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
     def _rewards(self, score: Score) -> list[float]:
-        """Return the rewards of a group, which differ only if the group has a signal."""
+        """Return the rewards of a group; they differ only if the group has a signal."""
         is_useful = self._groups.length(score.group.lease.group_id).is_useful
         return [float(is_useful), *[0.0] * (self._facts.group_size - 1)]
 

@@ -8,9 +8,10 @@
         return [float(len(text) == best) for text in completions]
 
 The second form is TRL's: one call gets all answers to a prompt, and every argument is a list with
-one element for each answer. The function gets each of `prompt` or `prompts`, `answer`, `info` and
-the row's columns for which it has a parameter of the same name; a function with a `**` parameter
-gets all of them. In the second form a completion of a chat prompt is a list of one message.
+one element for each answer. The possible arguments are `prompt` or `prompts`, `answer`, `info` and
+the row's columns. The function gets every argument for which it has a parameter of the same name; a
+function with a `**` parameter gets all of them. In the second form a completion of a chat prompt is
+a list of one message.
 
 The function may be any callable with such parameters: a function, an instance with `__call__`, a
 bound method, a `functools.partial`. Both forms may be `async`. Both may return None for an answer
@@ -68,7 +69,7 @@ def _bound_names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 Value = Any
-"""What a function returns for one answer: a number, None, or perhaps an awaitable."""
+"""What a function returns for one answer: a number, None, or an awaitable of one of these."""
 
 
 class RewardSum:
@@ -328,13 +329,13 @@ class RewardFunction:
             check_reference(self._built_in, answer_column, example.answer)
 
     def one(self, example: Example, completion: str) -> Any:
-        """Return what the function returns for one answer: a reward, perhaps as an awaitable."""
+        """Return the function's result for one answer; awaitable if the function is async."""
         return self._call(
             self._arguments(example), {"prompt": example.prompt, "completion": completion}
         )
 
     def all(self, example: Example, completions: Sequence[str]) -> Any:
-        """Return what the function returns for all answers to a prompt, perhaps an awaitable."""
+        """Return the function's result for all answers to a prompt; awaitable if it is async."""
         number = len(completions)
         answers: list[Any] = list(completions)
         if not isinstance(example.prompt, str):

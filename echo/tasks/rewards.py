@@ -129,7 +129,8 @@ class Limits:
 class TaskHost(abc.ABC):
     """Executes the calls of a task's code; any thread may use it.
 
-    Counts the calls, their milliseconds and their faults, under names that begin with `env/`.
+    The host counts the calls, their milliseconds and their faults, under names that begin with
+    `env/`.
     """
 
     def __init__(
@@ -158,8 +159,8 @@ class TaskHost(abc.ABC):
     ) -> Generator[float | None, None, None]:
         """Yield the reward of each answer, in order; None if the task cannot score the answer.
 
-        All answers are rewarded in one call if the task compares them. If the caller stops to
-        iterate early, calls that have not begun are cancelled.
+        All answers are rewarded in one call if the task compares them. If the caller stops before
+        the last reward, calls that have not begun are cancelled.
 
         Raises:
             RewardError: if the call for an answer fails; the calls for later answers are not
@@ -201,8 +202,7 @@ class TaskHost(abc.ABC):
         """Make a call and return its value; after a transient fault make the call again.
 
         Raises:
-            RewardError: if the call fails, and after a transient fault also all repeated calls
-                fail.
+            RewardError: if the call fails; after a transient fault, if the last repetition fails.
         """
         try:
             return self._perform(call)

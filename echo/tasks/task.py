@@ -137,11 +137,11 @@ class Task(abc.ABC):
         """
 
     def compares_answers(self, example: Example) -> bool:
-        """Return whether `rewards` scores all answers to this example in one call."""
+        """Return whether `rewards` scores all answers to an example in one call."""
         return type(self).rewards is not Task.rewards
 
     def rewards(self, example: Example, completions: list[str]) -> Rewards:
-        """Return the reward of each answer of a group, in order, as `reward` would.
+        """Return the rewards of a group's answers, in order, in the form that `reward` uses.
 
         A task overrides this method to compare the answers to a prompt with each other. For a
         single answer `reward` is called. The method may be `async`.

@@ -161,10 +161,10 @@ behind it.
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Iterable[int]) -> int:
-    """Return how many characters of the text that closes a turn belong to its stop token.
+    """Return the number of characters in `closing` up to the end of the first stop token.
 
-    The policy has sampled the stop token, so only the characters after this token must be added.
-    Return 0 if `closing` has no stop token.
+    `closing` is the text that closes a turn. The policy has sampled the stop token, so only the
+    characters after this token must be added. Return 0 if `closing` has no stop token.
     """
     known = [token for token in stop_ids if token >= 0]
     stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in known]
@@ -488,7 +488,7 @@ class TextCodec:
     def shows_tools(
         self, tools: Sequence[Mapping[str, Any]], prompt: str | Sequence[Mapping[str, Any]]
     ) -> bool:
-        """Return whether the rendered prompt depends on these tools."""
+        """Return whether the text of a rendered prompt depends on `tools`."""
         if self.tokenizer.chat_template is None:
             return False
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

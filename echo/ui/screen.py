@@ -38,7 +38,7 @@ _MIN_SIDE_BY_SIDE = 56
 """Least width, in cells, at which a curve and a histogram are shown side by side."""
 _MAX_CHART_ROWS = 14
 _LEAST_BAR = 8
-"""Least width of the bar of a version on its way, if there is text on it."""
+"""Least width of the bar that shows a version on its way, if the bar has text on it."""
 _MAX_NOTICES = 6
 
 _LABEL_WIDTH = 9

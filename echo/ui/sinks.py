@@ -385,7 +385,7 @@ class _Wandb:
         self._run.log({"step": step, "samples": table})
 
     def close(self) -> None:
-        """Finish the wandb run, which uploads the rows not yet uploaded."""
+        """Finish the wandb run; this uploads the rows that were not uploaded yet."""
         self._run.finish()
 
 
@@ -443,5 +443,5 @@ class _Trackio:
 
 
 def _silenced() -> contextlib.redirect_stdout[io.StringIO]:
-    """Return a context that drops what trackio prints, which would break the live view."""
+    """Return a context that drops trackio's prints, because they would break the live view."""
     return contextlib.redirect_stdout(io.StringIO())

@@ -26,7 +26,7 @@ class Stall:
     first_step: int
     last_step: int
     waited_s: float
-    """Seconds for which the learner waited in these steps."""
+    """Seconds for which the learner waited in the steps of the stall."""
     is_open: bool
     """Whether the newest explanation is of a wait that had not ended when its row was written."""
 

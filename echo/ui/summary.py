@@ -128,7 +128,7 @@ def _cost(train: Sequence[MetricsRow]) -> str:
 
 
 def _continued(row: MetricsRow) -> str:
-    """Return text on how often groups were continued, their age and the tokens left out."""
+    """Return text on continued groups: their number, their age, and the tokens left out."""
     resumed = row.get("count/partials/resumed")
     age, wasted = row.get("partials/mean_age"), row.get("partials/wasted_ratio")
     if not resumed or age is None or wasted is None:
@@ -157,14 +157,14 @@ def _lengths(train: Sequence[MetricsRow]) -> str:
 
 
 _REWARD_STEPS = 5
-"""Number of steps over which the reward at the start, and that at the end, is averaged. A single
+"""Number of steps in each of two mean rewards, at the start and at the end of the run. A single
 batch is too noisy."""
 MAX_TOO_OLD = 0.01
 """If a larger share of the tokens was dropped as too old, the summary highlights the number."""
 _MAX_BINS = 12
 _BARS_WIDTH = 60
 _UNWRAPPED = 10_000
-"""Width in characters that exceeds the length of every line."""
+"""A width in characters that no line exceeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

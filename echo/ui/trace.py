@@ -129,7 +129,10 @@ def _mark(name: str, at: float, **facts: Any) -> Event:
 
 
 def _learner_events(rows: Iterable[MetricsRow], begin: float, end: float) -> Iterator[Event]:
-    """Yield what the learner did, from the rows of metrics between two times."""
+    """Yield the events that show what the learner did between two times.
+
+    The events come from the rows of metrics.
+    """
     for row in rows:
         at = row["time"]
         if not begin < at <= end:

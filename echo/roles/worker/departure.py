@@ -121,7 +121,7 @@ class Departure:
         return True
 
     def begin(self, *, now: float) -> None:
-        """Begin to leave: enter the state `stopping`, which waits for the calls of the engine."""
+        """Begin to leave: enter the state `stopping`, to wait for the calls of the engine."""
         self.state, self._until = DepartureState.STOPPING, now + DRAIN_S
 
     def is_stopped(self, *, is_sampling: bool, now: float) -> bool:

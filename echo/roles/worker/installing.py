@@ -34,19 +34,19 @@ Without another attempt a run could stop: if every worker refuses the newest ver
 installed versions are too old to train on, the learner never publishes a newer version.
 """
 MAX_REFUSAL_LENGTH = 500
-"""Most characters of an engine's error that are sent to the learner."""
+"""Largest number of characters of an engine's error that are sent to the learner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Install(Action):
-    """Load this version into the engine."""
+    """Load `version` into the engine."""
 
     version: PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
 class VersionInstalled:
-    """Event: the engine samples from this version from now on."""
+    """Event: from now on the engine samples from `version`."""
 
     version: PolicyVersion
 

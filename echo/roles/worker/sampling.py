@@ -115,7 +115,7 @@ class Recall(Action):
 
 @dataclass(frozen=True, slots=True)
 class OfferEpisodes(Action):
-    """Offer the episodes of these leases to outside agents."""
+    """Offer the episodes of `leases` to outside agents."""
 
     leases: Sequence[Lease]
 
@@ -134,7 +134,7 @@ class Score(Action):
 
 @dataclass(frozen=True, slots=True)
 class MembersGrown:
-    """Event: the engine has sampled more tokens of a group, which now has these members."""
+    """Event: the engine has sampled more tokens of a group, which now has the `members`."""
 
     call: EngineCall
     group: PartialGroup
@@ -151,7 +151,7 @@ class NonfiniteFound:
 
 @dataclass(frozen=True, slots=True)
 class CallReturned:
-    """Event: a call of the engine has ended, after sampling this number of tokens."""
+    """Event: a call of the engine has ended; `num_tokens` were sampled in the call."""
 
     call: EngineCall
     num_tokens: int
@@ -183,7 +183,7 @@ class CallRaised:
 
 @dataclass(frozen=True, slots=True)
 class NoResult:
-    """Event and decision: a leased group ends without a result, for this reason."""
+    """Event and decision: a leased group ends without a result; `reason` says why."""
 
     lease: Lease
     reason: str
@@ -195,7 +195,7 @@ class NoResult:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Decision: hand these groups, which are not in the engine, to other workers."""
+    """Decision: hand `groups` to other workers; none of these groups is in the engine."""
 
     groups: Sequence[PartialGroup]
 
@@ -240,7 +240,7 @@ class EngineCalls:
         """Check that leases and calls agree; for tests.
 
         Raises:
-            AssertionError: if they do not.
+            AssertionError: if leases and calls do not agree.
         """
         in_calls = [group for call in self._calls for group in call.groups]
         assert len(set(in_calls)) == len(in_calls), "two calls of the engine have the same group"

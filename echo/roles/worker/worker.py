@@ -108,9 +108,10 @@ from echo.wire.messages import (
 MAX_VERSION_WAIT_S = 30.0
 """Seconds for which a lease waits for a version that may sample it.
 
-The learner grants by the version that the worker reported last. A restarted worker may hold an
-older version. It receives the newer version soon, or never: its link may be cut off, or its engine
-may refuse the version. So the lease waits, and is then given back for another worker.
+When the learner grants a lease, it relies on the version that the worker reported last. A restarted
+worker may hold an older version. The newer version arrives soon, or never: the worker's link may be
+cut off, or the engine may refuse the version. So the lease waits, and is then given back for
+another worker.
 """
 # --- Events, beside those of the parts ---
 
@@ -125,7 +126,7 @@ class EngineBuilt:
 
 @dataclass(frozen=True, slots=True)
 class LeasesDemanded:
-    """Event: agents need this number of groups, including the groups that they already have."""
+    """Event: agents need `num_groups` groups, including the groups that they already have."""
 
     num_groups: int
 
@@ -189,7 +190,7 @@ class Worker(DialingRole):
         """Check that leases, outbox and calls of the engine agree, too; for tests.
 
         Raises:
-            AssertionError: if they do not.
+            AssertionError: if they do not agree.
         """
         super().validate()
         self.held.validate()
@@ -212,7 +213,7 @@ class Worker(DialingRole):
         return self.installed_version
 
     def capacity(self) -> int:
-        """Return the number of groups that may be held; 0 without weights or with a full outbox."""
+        """Return how many groups this worker may hold; 0 without weights or with a full outbox."""
         is_closed = self.installed_version is None or self.outbox.is_full
         return 0 if is_closed else min(self.max_groups, MAX_LEASES)
 
@@ -544,7 +545,7 @@ class Worker(DialingRole):
         return [*actions, *departure.finish(is_busy=is_busy, now=now)]
 
     def _on_released(self, event: MachineReleased, now: float) -> list[Action]:
-        """Send Goodbye, which tells whether the machine's release is confirmed, and stop."""
+        """Send a Goodbye that tells whether the machine's release is confirmed; then stop."""
         reason = self.departure.reason
         goodbye: list[Action] = []
         if self.is_admitted:

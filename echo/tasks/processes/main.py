@@ -10,8 +10,8 @@
 
 Every call gets a CallAnswer: a value, or a fault. The process imports the task; it does not import
 rewards.py, which starts and kills processes. The two sides exchange msgpack messages over a socket
-pair, each message preceded by its length, one call at a time. Neither side executes what it
-receives.
+pair. The length of each message is sent before the message, and only one call is under way at a
+time. Neither side executes what it receives.
 """
 
 from __future__ import annotations
@@ -136,12 +136,12 @@ class Pipe:
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self, kind: type[Any], *, within_s: float | None = None) -> Any:
-        """Wait for the next message of this kind, and return it.
+        """Wait for the next message, which must be of type `kind`, and return the message.
 
         Raises:
-            TimeoutError: if no message arrives within `within_s`.
-            OSError: if the other side is closed, or sends more than MAX_MESSAGE_BYTES.
-            msgspec.DecodeError: if the bytes are not a message of this kind.
+            TimeoutError: if no message arrives within `within_s`. OSError: if the other side is
+            closed, or sends more than MAX_MESSAGE_BYTES. msgspec.DecodeError: if the bytes are not
+            a message of type `kind`.
         """
         give_up_at = None if within_s is None else time.monotonic() + within_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, give_up_at))

@@ -198,7 +198,7 @@ class RowReader:
 
 
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")
-"""Matches the start of messages that were printed by Python, or that are cut-off JSON."""
+"""Matches the start of a text in which Python printed messages, or of messages as cut-off JSON."""
 
 
 def _parse_json(value: Any, start: str) -> Any:

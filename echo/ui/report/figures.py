@@ -301,7 +301,7 @@ def _set_log(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _by_step(axes: Axes, runs: Sequence[ReportedRun]) -> None:
-    """Label the axis of steps; mark the steps at which a single run was resumed."""
+    """Label the axis of steps. If there is one run, mark the steps at which it was resumed."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("optimizer step")
@@ -581,7 +581,7 @@ def _step_times(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _limit_height(axes: Axes, heights: Sequence[float]) -> None:
-    """End the axis above most bars, if the highest bars would make the others unreadably small."""
+    """Cut the axis off below the tops of a few bars, if these would make the others too small."""
     usual, highest = median(heights), max(heights)
     if highest <= 6 * usual:
         axes.set_ylim(0, 1.05 * highest)

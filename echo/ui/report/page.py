@@ -1,4 +1,6 @@
-"""The page of a report: one HTML file with tables, figures and samples, which loads nothing.
+"""The page of a report: one HTML file with tables, figures and samples.
+
+The page loads nothing from elsewhere.
 
 The template escapes all text, so a model's text, a node's name or a line of a log cannot add
 markup. Unprintable characters, which could reorder the text on the screen, become Python's escapes.
