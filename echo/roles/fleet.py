@@ -1,4 +1,4 @@
-"""The fleet for its operator: the nodes and versions of a status, and one-line descriptions."""
+"""Shows the fleet to its operator: nodes and versions for the status, and one-line descriptions."""
 
 from __future__ import annotations
 

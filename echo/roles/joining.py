@@ -436,8 +436,8 @@ class Joining:
         """Handle a message of the learner in the present state.
 
         Raises:
-            RemoteProtocolError: if a learner sends no message of this kind, or if a file is not the
-                file that was announced.
+            RemoteProtocolError: if the message is of a kind that learners never send, or if a file
+                is not the file that was announced.
         """
         if type(message) not in self.TABLE[self.state]:
             raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
@@ -869,7 +869,7 @@ class Admission:
     def receive(
         self, source: str, message: Message, payload: list[Frame], *, now: float
     ) -> list[Action]:
-        """Handle a routed message of the node `source`, by the presence of this node.
+        """Handle a routed message of the node `source`, as the node's presence requires.
 
         Raises:
             RemoteProtocolError: if the message is of a kind that nodes never send, or is invalid.

@@ -241,9 +241,9 @@ class DialingRole:
             return actions
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Close the link over which a message came, unless the message is for another node.
+        """Close the link over which a message came that has caused an internal error.
 
-        The message has caused an internal error.
+        If the message is for another node, the link stays open.
         """
         self.counters.add("internal_errors")
         _, target, _ = describe(frames)

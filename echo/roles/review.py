@@ -47,7 +47,7 @@ class WorkerReview:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful one that are not counted as zero-signal groups."""
+        """Number of groups since the last useful group that do not count as zero-signal groups."""
         return self._usefulness.num_discounted
 
     def update(self, *, now: float) -> list[Action]:

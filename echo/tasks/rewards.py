@@ -693,7 +693,7 @@ class TaskProcess:
             self._child.wait()
 
     def discard(self) -> None:
-        """Kill the process and close the socket, which no other thread may be using."""
+        """Kill the process and close the socket; no other thread may be using the socket."""
         self.kill()
         self._pipe.close()
 

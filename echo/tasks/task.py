@@ -276,7 +276,7 @@ def load_task(kind: str, options: Mapping[str, Any]) -> Task:
 
 
 def task_digests(task: Task) -> dict[str, str]:
-    """Return hashes of a task's code and data, which nodes compare.
+    """Return hashes of a task's code and data; nodes compare these hashes.
 
     Returns:
         "task_source": the hash of the files that define the task's class and its base classes.
@@ -452,7 +452,7 @@ def _find_modules(value: object) -> Iterator[str]:
 
 
 def _hash_files(files: list[Path]) -> str:
-    """Return one hash of the files that importing a module runs.
+    """Return one hash of the files that run when a module is imported.
 
     Line ends are hashed as on Unix.
     """
@@ -484,7 +484,7 @@ def _neighbours(name: str, path: Path) -> dict[str, Path]:
 
 
 def _place_of(name: str, path: str) -> Path:
-    """Return the path on this worker of a module that is at `path` on the learner's machine."""
+    """Return where this worker has the module that the learner's machine has at `path`."""
     if name.endswith(".py"):
         return local_path(name).absolute()
     last = Path(path).name

@@ -585,7 +585,7 @@ class TextCodec:
         return found
 
     def _mark(self, value: Any) -> Any:
-        """Return a value with a `MARK` in each control token of the texts in it."""
+        """Return `value` with a `MARK` inserted into each control token in its texts."""
         match value:
             case str() if self._control:
                 return self._control.sub(lambda found: found[0][0] + MARK + found[0][1:], value)
@@ -707,7 +707,7 @@ def tokenizer_digests(
     *,
     chat_template: str | None = None,
 ) -> dict[str, str]:
-    """Return hashes of everything that determines tokenization, which nodes compare.
+    """Return hashes of everything that determines tokenization; nodes compare these hashes.
 
     JSON files are hashed by content, not by layout. The chat template that some of them contain is
     left out and hashed separately, together with its arguments.
@@ -758,7 +758,7 @@ _CODE_KEYS = frozenset({"auto_map", "trust_remote_code"})
 
 
 def without_code(name: str, data: bytes) -> bytes:
-    """Return the content of a file from the network without the keys that name code to run.
+    """Return the content of a received file, without the keys that name code to run.
 
     Every model is loaded with `trust_remote_code=False`, so the keys have no effect. They are
     removed nevertheless, so that a later mistake in loading cannot run such code.

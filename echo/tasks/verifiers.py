@@ -84,7 +84,7 @@ class VerifiersTask(Environment):
         return len(self._rows[split])
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the schemas of the row's own tools; if it has none, of the environment's tools."""
+        """Return the schemas of the row's own tools; without these, of the environment's tools."""
         info = example.info["row"].get("info")
         info = json.loads(info) if isinstance(info, str) and info else info
         own = info.get("tool_defs") if isinstance(info, dict) else None

@@ -91,8 +91,7 @@ STORIES: dict[str, tuple[str, ...]] = {
 """The stories by operation; `a` and `b` are the two numbers, in the order of the calculation."""
 
 INSTRUCTION = "Answer in one short sentence."
-"""The last sentence of every prompt, which keeps answers short, so that a CPU generates them fast.
-"""
+"""The last sentence of every prompt. It keeps answers short, so that a CPU generates them fast."""
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
@@ -131,7 +130,10 @@ def draw_problem(rng: random.Random) -> tuple[str, int]:
 
 
 def draw_numbers(operation: str, rng: random.Random) -> tuple[int, int, int]:
-    """Return two random numbers, and the result of the operation, a whole number above 1."""
+    """Return two random numbers and the result of the operation.
+
+    The result is a whole number above 1.
+    """
     if operation == "+":
         a, b = rng.randint(2, 20), rng.randint(2, 20)
         return a, b, a + b

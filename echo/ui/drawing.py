@@ -185,7 +185,7 @@ def _draw_curve(
     x_range: tuple[float, float],
     y_range: tuple[float, float],
 ) -> None:
-    """Draw `curve` into `cells` [rows][columns] of (character, style)."""
+    """Draw `curve` into `cells`, where cells[row][column] is (character, style)."""
     points = [(x, y) for x, y in curve.points if abs(y) < _LARGEST]
     if not points:
         return

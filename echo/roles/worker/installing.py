@@ -53,7 +53,7 @@ class VersionInstalled:
 
 @dataclass(frozen=True, slots=True)
 class InstallFailed:
-    """Event: the engine has refused a version and keeps the version before."""
+    """Event: the engine has refused a version and keeps the earlier version."""
 
     version: PolicyVersion
     error: EngineError

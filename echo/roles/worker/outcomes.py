@@ -115,7 +115,7 @@ def failure_of(event: NoResult) -> Failed:
 
 
 def answer_to(lease: Lease, rollouts: Sequence[Rollout], *, worker_id: str) -> Group:
-    """Return the finished group that answers a lease with these rollouts."""
+    """Return the finished group that answers `lease` with `rollouts`."""
     return Group(
         group_id=lease.group_id,
         attempt=lease.attempt,

@@ -177,7 +177,7 @@ CURVES = (
 
 SECTIONS = (LEARNING, OFF_POLICY, TIME, NETWORK, COST)
 Draw = Callable[["Axes", Sequence[ReportedRun]], bool]
-"""The type of a function that draws runs; it returns whether they had anything to draw."""
+"""The type of a function that draws runs, and returns whether it has drawn anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

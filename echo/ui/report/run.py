@@ -129,7 +129,7 @@ class ReportedRun:
     config: MetricsRow
     history: MetricsHistory
     rows: Sequence[MetricsRow]
-    """All rows of metrics.jsonl, those of abandoned steps included."""
+    """All rows of metrics.jsonl, including the rows of abandoned steps."""
     summary: RunSummary | None
     """The summary of the run; None before its first step."""
     lineages: Sequence[Began]
@@ -165,7 +165,7 @@ class ReportedRun:
 
     @property
     def steps(self) -> list[MetricsRow]:
-        """The rows of all optimizer steps, those of abandoned steps included."""
+        """The rows of all optimizer steps, including abandoned steps."""
         return [row for row in self.rows if "reward/mean" in row]
 
     def section(self, name: str) -> MetricsRow:
@@ -174,7 +174,7 @@ class ReportedRun:
         return section if isinstance(section, dict) else {}
 
     def totals(self, table: str) -> dict[str, float]:
-        """Return the sums of a table of metrics over all rows, by name, largest first."""
+        """Return the sum of each entry of a table of metrics over all rows, largest first."""
         totals: Counter[str] = Counter()
         for row in self.rows:
             totals.update(row.get(table) or {})
