@@ -628,7 +628,7 @@ def _all_ids(sample: TrainingRow) -> npt.NDArray[np.int32]:
 
 
 def _joined(runs: Sequence[tuple[int, int]]) -> RowRuns:
-    """Return the runs, after joining each run with the next if that begins where the run ends."""
+    """Return the runs; if a run begins where the run before ends, both are joined."""
     joined: list[tuple[int, int]] = []
     for start, size in runs:
         if joined and sum(joined[-1]) == start:

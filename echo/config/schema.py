@@ -366,7 +366,7 @@ class WorkerSection(RentedSection):
 
     roles = ("worker",)
     connect: DialAddresses = ()
-    """Addresses of relays or the learner, tried in order; left out, that of the join string."""
+    """Addresses of relays or the learner, tried in order; unset: the address of the join string."""
     listen: ListenAddress | None = None
     """Address on which to serve weights to other workers; left out, it serves none."""
     advertise: AdvertisedAddress | None = None

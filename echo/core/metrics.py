@@ -56,7 +56,7 @@ class LearningCurve:
     rewards: Mapping[int, float]
     """Mean reward by step."""
     evaluations: tuple[tuple[int, float, float], ...]
-    """For each evaluation: its step, the mean reward of sampled answers, and that of greedy
-    answers."""
+    """For each evaluation: its step, the mean reward of sampled answers, and the mean reward of
+    greedy answers."""
     is_rate: bool = True
     """Whether every reward of an evaluation was 0 or 1."""

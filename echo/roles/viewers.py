@@ -188,7 +188,7 @@ class Viewers:
         return actions
 
     def operation_done(self, peer: str, outcome: Outcome) -> list[Action]:
-        """Tell an operator what has become of an operation, if the operator is still connected."""
+        """Send an operator the outcome of an operation, if the operator is still connected."""
         return [self._send(peer, outcome)] if peer in self._viewers else []
 
     def _send(self, peer: str, message: Message, *payload: Frame) -> Action:

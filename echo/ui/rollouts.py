@@ -32,8 +32,8 @@ class Part:
     is_sampled: bool
     """Whether the policy sampled the tokens; others, such as answers of tools, are not trained."""
     follows: str | None = None
-    """The end of the text that precedes the part in its chain. It is None if that text is the part
-    before.
+    """If the part begins a branch, the text that precedes the part in its chain; None if the part
+    follows the part before it.
     """
 
 

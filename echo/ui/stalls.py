@@ -62,7 +62,7 @@ def _stall(rows: Sequence[MetricsRow], history: MetricsHistory) -> Stall:
 
 
 def describe_waits(train: Sequence[MetricsRow]) -> str:
-    """Return text on two shares of the time: the learner waited, and workers had no group.
+    """Return text on how long the learner waited and workers had no group, as shares of time.
 
     The text is empty without optimizer steps.
     """

@@ -217,7 +217,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def die(self, reason: str) -> None:
-        """Declare vLLM dead for this reason: every request fails with EngineDeadError."""
+        """Declare vLLM dead because of `reason`: every request fails with EngineDeadError."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -100,7 +100,7 @@ class TokenTree:
 
     @property
     def num_chains(self) -> int:
-        """Number of chains, that is, of pieces after whose last token no other piece begins."""
+        """Number of chains, which is the number of pieces whose last token no piece follows."""
         followed = {after for _, after in self._branches}
         ends = (start - 1 for start in [*self._starts[1:], self.num_tokens])
         return sum(end not in followed for end in ends)

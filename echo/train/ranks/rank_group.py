@@ -459,7 +459,7 @@ class LeadTrainer:
 
 
 AnyTrainer = Trainer | LeadTrainer
-"""The trainer that a learner uses, of one process or of several."""
+"""The type of a learner's trainer: of a single process, or of several."""
 
 
 def _with_groups(name: str, groups: Sequence[Group], path: str | None = None) -> RankCommand:

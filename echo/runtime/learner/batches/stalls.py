@@ -256,7 +256,7 @@ class Stalls:
 
     @property
     def _has_waited_long(self) -> bool:
-        """Whether the last steps waited so long that fewer than usual suffice to explain waits."""
+        """Whether the last steps waited so long that fewer steps than usual need an explanation."""
         return sum(tally.waited_s for tally, _ in self._last) >= START_S
 
     def _report(self, found: Explanation, text: str, now: float) -> bool:
