@@ -350,7 +350,7 @@ class Roster:
     def claim(self, message: Hello, *, now: float) -> Claim:
         """Return how to treat a Hello, which claims the name of its node.
 
-        A claim to a name that another process holds is recorded.
+        If another process holds the name, the claim is recorded.
         """
         known = self.nodes.get(message.node_id)
         if known is None:

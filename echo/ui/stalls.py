@@ -1,4 +1,4 @@
-"""Stalls of a run, from its metrics: what was waited for, for how long, and what would help."""
+"""Stalls of a run, from its metrics: what the learner waited for, how long, and what would help."""
 
 from __future__ import annotations
 
