@@ -138,7 +138,7 @@ class StalenessBuffer:
         """Undo the last `take` after its step failed.
 
         Args:
-            groups: the groups to put back; groups that must not be trained are left out.
+            groups: the groups to put back; the caller has left out those that must not be trained.
             num_taken: the number of groups that `take` returned.
         """
         self._num_taken -= num_taken

@@ -578,11 +578,12 @@ class VersionSlots:
 
     @contextmanager
     def load(self, version: PolicyVersion) -> Iterator[tuple[VersionSlot, VersionSlot | None]]:
-        """Yield a new slot, for which the `with` block loads `version`, and an old slot or None.
+        """Yield a new slot and an old slot or None; the `with` block loads `version` into the new.
 
-        The block must unload the version of the old slot, which no call uses. The old slot is None
-        if the number of loaded versions is below the limit; otherwise it is the oldest unused slot,
-        but never the newest of all slots. If the block raises, the new slot is discarded.
+        The block must unload the version of the old slot; no call uses that version any more. The
+        old slot is None if the number of loaded versions is below the limit; otherwise it is the
+        oldest unused slot, but never the newest of all slots. If the block raises, the new slot is
+        discarded.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_loading)

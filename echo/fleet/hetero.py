@@ -138,7 +138,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """The copies of the model to run, and how many of a step's rollouts each kind generates."""
+    """The kinds of model copies to run, and how many of a step's rollouts each kind generates."""
 
     replicas: tuple[tuple[Replica, int], ...] = ()
     """(replica, number of copies of this kind)."""

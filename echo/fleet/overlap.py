@@ -294,7 +294,7 @@ class _Pipeline:
         return [*spans, (at, at + work_s)]
 
     def staleness(self, *, is_just_in_time: bool) -> dict[int, float]:
-        """Return staleness -> seconds in which batches of this staleness are generated.
+        """Return, for each staleness, the seconds in which batches of that staleness are generated.
 
         A batch has the staleness of the version that is installed while it is generated. If
         `is_just_in_time`, each batch begins at the latest instant that delays no step.

@@ -167,7 +167,7 @@ class ControlLink:
 
     @property
     def silent_at(self) -> float:
-        """Time from which the learner counts as silent if no message of it arrives until then."""
+        """Time at which the learner counts as silent, unless a message from it arrives earlier."""
         return self.received_at + self.joining.dead_after_s
 
     def deadline(self, *, is_leaving: bool) -> float:

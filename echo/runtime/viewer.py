@@ -249,7 +249,7 @@ class _Viewing:
 
     @contextmanager
     def reading_keys(self) -> Iterator[None]:
-        """Within the block, let the watcher read pressed keys, and send confirmed operations."""
+        """Read pressed keys within the block, and send the operations that they confirm."""
         keyboard = self._watcher.keyboard
         if keyboard is not None:
             self._loop.add_reader(keyboard, self._on_keys)

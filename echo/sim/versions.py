@@ -24,7 +24,7 @@ class Versions:
     """Makes the versions of a simulated run; replaces the learner's publisher."""
 
     def __init__(self, *, identity: Identity, num_chunks: int, version_bytes: float) -> None:
-        """Compute an image's size, and how many true bytes each byte of the image stands for.
+        """Compute an image's size, and how many real bytes each of its bytes stands for.
 
         Args:
             identity: the learner's identity, which signs versions.

@@ -214,7 +214,7 @@ class GeneratedTask(Task):
         """Return the reference answer to a prompt; `reward` gets it as `example.answer`."""
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return example `index` of a split, drawn at random; index and split are the seed."""
+        """Return example `index` of a split, drawn with a random generator seeded by both."""
         # A string seed is hashed with SHA-512: the same on every machine and Python.
         prompt, _ = self._draw_from(random.Random(f"{type(self).__name__}:{split}:{index}"), split)
         return Example(index=index, split=split, prompt=prompt, answer=self.answer(prompt))

@@ -105,7 +105,7 @@ class WordProblemTask(Task):
     is_bounded = True
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return problem `index` of a split, drawn at random; index and split are the seed."""
+        """Return problem `index` of a split, drawn with a random generator seeded by both."""
         rng = random.Random(f"{type(self).__name__}:{split}:{index}")
         while True:
             prompt, answer = draw_problem(rng)

@@ -230,7 +230,7 @@ class Trainer:
         )
 
     def _add_gradient(self, batch: StepBatch, loss: Loss) -> BatchFindings:
-        """Add the gradient of a batch under a loss; return the sums, and the mismatch by group."""
+        """Add the gradient of a loss on a batch; return its sums, and the mismatch of each group."""
 
         def add() -> BatchFindings:
             try:

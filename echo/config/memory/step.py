@@ -133,8 +133,7 @@ class StepFootprint:
     def num_trained(self) -> int:
         """Number of parameters that are trained and published: all, or the adapter's.
 
-        A target module that is not one of the usual seven counts as large as the largest of the
-        seven.
+        A target module outside the usual seven is assumed to be as large as the largest of them.
         """
         facts, lora = self.facts, self.config.lora
         if not lora.rank:

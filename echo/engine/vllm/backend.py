@@ -800,7 +800,7 @@ class ProcessBackend(Backend):
             self._see_through(lambda: self._swap(weights, path, tag, clears_cache))
 
     def find_placement_fault(self) -> str:
-        """Ask vLLM's workers between two steps; return the first reason that a worker gives."""
+        """Return why some worker of vLLM cannot place a patch; "" if all workers can."""
         found: list[str] = self._see_through(
             lambda: self._bounded(self._engine.collective_rpc("find_placement_fault"))
         )

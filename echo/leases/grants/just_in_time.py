@@ -282,7 +282,7 @@ class JustInTime:
 
     @property
     def _useful_share(self) -> float:
-        """Share of recent groups from which something could be learned, above 0."""
+        """Share of recent groups from which something could be learned; never 0."""
         return (sum(self._useful) + 1) / (len(self._useful) + 1)
 
     @property

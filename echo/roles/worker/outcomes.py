@@ -51,7 +51,7 @@ class Outcomes:
     """Turns the outcomes of groups into results, which the worker delivers to the learner."""
 
     def __init__(self, held: HeldLeases, counters: Counters, *, worker_id: str) -> None:
-        """Report the outcomes of the leases in `held` under the worker's id."""
+        """Report, in the name of worker `worker_id`, the outcomes of the leases in `held`."""
         self._held, self._counters, self._worker_id = held, counters, worker_id
 
     def scored(self, event: GroupScored, *, stale_tokens: StaleTokens, now: float) -> list[Action]:

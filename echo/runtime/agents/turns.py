@@ -53,7 +53,7 @@ class Turn:
 
     @property
     def chain(self) -> list[Turn]:
-        """The calls of this call's chain, oldest first, up to this call."""
+        """The calls that led to this call, oldest first, and this call as the last."""
         turns, turn = [self], self.parent
         while turn is not None:
             turns.append(turn)

@@ -500,9 +500,10 @@ def budget_here(
 ) -> Budget | None:
     """Return this process's memory budget; None for a model whose dimensions are not known.
 
-    `prompt_tokens` is the length of the longest prompt; 0 if not known. A single process computes
-    the budget before it builds anything. With several processes, the first process has already
-    built its evaluation, so the budget reserves no memory for the evaluation.
+    `prompt_tokens` is the length of the longest prompt; 0 if not known. If the learner
+    is a single process, it computes the budget before it builds anything. If it has several
+    processes, the first one has already built its evaluation, so the budget reserves no memory for
+    the evaluation.
     """
     if rank_group is not None:
         off = config.eval.model_copy(update={"interval_steps": 0})

@@ -1,8 +1,8 @@
 """Shards of a model over several processes (ranks), by FSDP2.
 
 Every rank holds a part of each parameter, of its gradient and of its moments. A decoder layer is a
-unit: it is gathered on every rank before it computes, and divided again afterwards. After its
-backward pass, its gradient is summed over the ranks and divided. All other parameters (embedding,
+unit: it is gathered on every rank before it computes, and split again afterwards. After its
+backward pass, its gradient is summed over the ranks and split. All other parameters (embedding,
 last norm, head; tied or not) belong to the root. Every computation with the model, including
 log-probabilities, runs within the root's forward; outside of the root's forward the head is a
 shard.

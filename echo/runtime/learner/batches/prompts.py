@@ -142,8 +142,8 @@ class PromptSource:
         """Check every row of the dataset, and that its prompt has at most `max_prompt_tokens`.
 
         The task decides whether a faulty row is refused or left out. The message about a row that
-        is too long ends with `remedy`. If the size of a row in bytes shows that the row fits, the
-        row is not tokenized; only the largest of these rows is.
+        is too long ends with `remedy`. Rows whose size in bytes shows that they fit are not
+        tokenized, except the largest of them.
 
         Raises:
             DataError: if a row is refused; the message names it.

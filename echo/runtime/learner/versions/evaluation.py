@@ -91,7 +91,7 @@ class EvalResult:
 
     @property
     def part_means(self) -> dict[str, float]:
-        """Mean of each part of the rewards of sampled answers, by its name."""
+        """Name of a part of the reward -> mean of this part over the sampled answers."""
         return part_means(map(parts_of, self.scores.rewards))
 
     @property
@@ -101,7 +101,7 @@ class EvalResult:
 
     @property
     def has_figure(self) -> bool:
-        """Whether both means exist: not all rewards failed, and each mean has a scored answer."""
+        """Whether at least one reward succeeded, and each mean is of at least one scored answer."""
         return self.num_reward_errors < self.num_rewards and not math.isnan(
             self.sampled + self.greedy
         )
