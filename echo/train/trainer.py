@@ -230,7 +230,7 @@ class Trainer:
         )
 
     def _add_gradient(self, batch: StepBatch, loss: Loss) -> BatchFindings:
-        """Add the gradient of a loss on a batch; return its sums, and the mismatch of each group."""
+        """Add the gradient of a loss on a batch; return its sums, and each group's mismatch."""
 
         def add() -> BatchFindings:
             try:
