@@ -92,6 +92,7 @@ def test_39c_nobody_delivers_under_the_lease_or_the_name_of_another(make_world: 
     assert world.deliver(0)[0] == "stored"
 
 
+@pytest.mark.slow
 def test_39d_a_worker_that_states_other_log_probabilities_is_set_aside_by_name(
     make_world: MakeWorld,
 ) -> None:
@@ -115,6 +116,7 @@ def test_39d_a_worker_that_states_other_log_probabilities_is_set_aside_by_name(
     world.audit()
 
 
+@pytest.mark.slow
 def test_39e_honest_workers_of_other_data_types_and_ages_are_not_set_aside(
     make_world: MakeWorld,
 ) -> None:

@@ -79,6 +79,7 @@ def say(world: World, message: Message, target: str = "w1") -> None:
     world.perform("r1", relay.forward(relay.control.peer, decode_envelope(frames), frames))
 
 
+@pytest.mark.slow
 def test_a_relay_cannot_change_a_reward_and_the_group_is_granted_again(
     make_world: MakeWorld,
 ) -> None:
@@ -268,6 +269,7 @@ def test_a_hello_with_a_key_of_the_relays_brings_nobody_in(make_world: MakeWorld
     assert took_s < 10.0
 
 
+@pytest.mark.slow
 def test_honest_ways_blame_nobody(make_world: MakeWorld) -> None:
     """Relays die, the learner is resumed, links are cut, messages are lost."""
     world = fleet(make_world, via=("r1", "learner"), loss=0.02, network={"dead_after_s": 2.0})

@@ -378,6 +378,7 @@ async def endpoint_of(agents: Mock) -> AsyncIterator[int]:
         yield port
 
 
+@pytest.mark.slow
 def test_nobody_without_the_token_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "TOKEN_S", 0.05)
 
