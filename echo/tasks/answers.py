@@ -1,4 +1,4 @@
-r"""How the rewards `exact` and `math` compare an answer with a reference.
+r"""Comparison of an answer with its reference, for the rewards `exact` and `math`.
 
 **exact** compares the whole text, without the white space around the text. If the reference is a
 number, every notation of the number is right: 5.0, 5 and 5e0 are equal. So are `True` and `true`.
