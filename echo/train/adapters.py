@@ -1,11 +1,11 @@
-"""Adapters by name on one base in memory; the model holds one adapter at a time.
+"""Adapters by name on one base in memory. The model holds one adapter at a time.
 
-The model has place for one adapter. The weights, moments, settings and counts of every other
-adapter are set aside. A gradient that has not been applied yet is set aside, too. `use` puts
-another adapter into the model, so no other part of a trainer needs to know that there are several.
-All adapters have one shape, and share the trainer's loss, temperature, advantages and reference.
+The model has place for one adapter. `use` puts another adapter into the model. The weights,
+moments, settings and counts of all other adapters are set aside, and so is a gradient that was not
+applied yet. No other part of a trainer needs to know that there are several adapters. All adapters
+have one shape. They share the trainer's loss, temperature, advantages and reference.
 
-A trainer that trains all weights has no adapters, and its `progress` covers all weights.
+A trainer that trains all weights has no adapters. Its `progress` covers all weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TrainingProgress:
 
 
 class Adapters:
-    """The adapters of a trainer, by name; one of them is in the model."""
+    """The adapters of a trainer, by name. One of them is in the model."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Adapters:
         name: str | None,
         settings: OptimizerSettings,
     ) -> None:
-        """Start with a new optimizer, for the adapter that is in the model or for all weights.
+        """Start with a new optimizer for the trained weights.
 
         Args:
             policy: the model.
@@ -81,7 +81,9 @@ class Adapters:
         optimizer: OptimizerSettings,
         tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Add an adapter of the same shape on the same base; the adapter in use stays in use.
+        """Add an adapter of the same shape on the same base.
+
+        The adapter in use stays in use.
 
         Args:
             name: letters, digits, "_", "-" and "."; the adapter's state is saved in a directory of
@@ -151,10 +153,10 @@ class Adapters:
         self._weights.restore_adapter(other)
 
     def check_gradient(self) -> None:
-        """Raise if the adapter in use has no gradient to apply, but another adapter has a gradient.
+        """Raise if another adapter has a gradient, but the adapter in use has none.
 
         Raises:
-            ConfigError: if only other adapters have a gradient; the text names these adapters.
+            ConfigError: if only other adapters have a gradient. The message names these adapters.
         """
         waiting = sorted(name for name, (aside, _) in self._others.items() if aside.gradients)
         if waiting and not self._weights.has_gradient:
@@ -176,7 +178,6 @@ class Adapters:
 
 
 def _no_adapters(name: str) -> ConfigError:
-    """Return the error for a call with an adapter's name, if the trainer has no adapters."""
     return ConfigError(
         f"adapter {name!r}: this trainer trains all weights; one whose ModelSource has a lora "
         "trains adapters"

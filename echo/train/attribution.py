@@ -10,8 +10,8 @@ the version that sampled the token, and mu the probability that the worker recor
     tokenisation  0                              token ids travel, text is never encoded again
 
 The four parts add up to log pi - log mu. Tokenisation is 0 by construction. `retokenised` is the
-share of rollouts whose text encodes to other ids: a system that sends text would have this mismatch
-as well.
+share of rollouts whose text encodes to other ids. Only a system that sends text would have this
+mismatch.
 
 Tokens of versions that are no longer on disk are left out and counted.
 """
@@ -59,14 +59,14 @@ may cause a smaller variance.
 
 
 def split_variance(parts: Mapping[str, npt.NDArray[np.floating]]) -> dict[str, float]:
-    """Return the variance of the log-ratio (`variance`) and the share that each cause has in it.
+    """Return the variance of the log-ratio, and each cause's share of it.
 
     Args:
-        parts: [N] nats for each cause, N >= 1; the sum over causes is the log-ratio.
+        parts: [N] nats for each cause, N >= 1. The sum over causes is the log-ratio.
 
     Returns:
-        `variance` in nats squared, and the share of each cause by its name; no shares if the
-        variance is below MIN_VARIANCE.
+        `variance` in nats squared, and the share of each cause by its name. There are no shares if
+        the variance is below MIN_VARIANCE.
 
     Source: the covariance decomposition of a sum.
     """
@@ -87,12 +87,15 @@ class RoundTrip:
     """Finds completions whose token ids change when they are decoded and encoded again."""
 
     def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
-        """Load the tokenizer of a model directory; `chat_template` replaces its own template."""
+        """Load the tokenizer of a model directory.
+
+        If `chat_template` is given, it replaces the tokenizer's own template.
+        """
         self._tokenizer = tokenization.load_tokenizer(model_dir, chat_template=chat_template)
         self.stop_ids = tokenization.stop_ids(self._tokenizer, model_dir)
 
     def keeps(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the decoded text of a completion encodes to the same token ids again."""
+        """Return whether the completion's text encodes to the same token ids again."""
         text = tokenization.decode(self._tokenizer, token_ids, self.stop_ids)
         again = self._tokenizer.encode(text, add_special_tokens=False)
         return list(token_ids[: len(again)]) == again and (
@@ -106,7 +109,7 @@ class MismatchProbe:
     def __init__(
         self, versions: VersionRetention, text: RoundTrip, *, num_rollouts: int, seed: int
     ) -> None:
-        """Store what a measurement needs, and the seed of its choice of rollouts.
+        """Store the versions and the settings of measurements.
 
         Args:
             versions: the versions on disk.
@@ -180,7 +183,7 @@ class MismatchProbe:
         return {f"attribution/{name}": value for name, value in metrics.items()}
 
     def _choose(self, groups: Sequence[Group]) -> list[Group]:
-        """Draw rollouts that have a trained token; return each rollout as a group of its own."""
+        """Draw rollouts that have a trained token. Each becomes a group of its own."""
         rollouts = [
             replace(group, rollouts=(rollout,))
             for group in groups
@@ -191,9 +194,9 @@ class MismatchProbe:
 
 
 def _columns(scores: list[list[npt.NDArray[np.float32]]]) -> tuple[list[Floats], list[Floats]]:
-    """Return two arrays for each rollout: log-probabilities, and logs of the kept mass.
+    """Return log-probabilities and logs of the kept mass, one array for each rollout.
 
-    `scores` has one list for each group, and each group has one rollout.
+    Each group in `scores` has one rollout.
     """
     pairs = [rollouts[0].astype(np.float64) for rollouts in scores]
     return [pair[:, 0] for pair in pairs], [pair[:, 1] for pair in pairs]
@@ -215,7 +218,7 @@ header together also take at most this number of bytes.
 
 
 class VersionRetention:
-    """Keeps published versions on disk; the oldest versions are deleted above a bound."""
+    """Keeps published versions on disk. The oldest versions are deleted above a bound."""
 
     def __init__(self, directory: Path, *, max_bytes: int, max_versions: int) -> None:
         """Find the versions that an earlier process has kept in the directory.
@@ -251,7 +254,7 @@ class VersionRetention:
         return sorted(self._sizes)
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> bool:
-        """Write a version and delete older ones; return False if this version exceeds the bound.
+        """Write a version and delete older versions. Return False if it exceeds the bound.
 
         Raises:
             StorageError: if the version cannot be written.
@@ -281,7 +284,7 @@ class VersionRetention:
         return self._path(version) if version in self._sizes else None
 
     def forget(self, version: PolicyVersion) -> None:
-        """Delete a version's file, and no longer list the version.
+        """Delete a version and its file.
 
         Raises:
             OSError: if the file cannot be deleted.
@@ -314,7 +317,7 @@ enough to compute a variance. Scoring them takes a fraction of a step's time.
 
 
 class Attribution:
-    """Measures the mismatch before steps of a trainer, and keeps published versions for it."""
+    """Measures the mismatch before steps, and keeps the versions that this needs."""
 
     def __init__(
         self,
@@ -324,7 +327,9 @@ class Attribution:
         *,
         interval_steps: int,
     ) -> None:
-        """Store the parts of the measurement. All parts run in the trainer's thread.
+        """Store the parts of the measurement.
+
+        All parts run in the trainer's thread.
 
         Args:
             trainer: the learner's trainer.
@@ -341,7 +346,7 @@ class Attribution:
     def step(self, groups: Sequence[Group]) -> StepResult:
         """Train on a batch, after a measurement if one is due.
 
-        A measurement that fails gives a notice and no metrics.
+        If the measurement fails, the result has a notice in place of its metrics.
         """
         trainer = self._trainer
         measured: dict[str, float] = {}
@@ -378,7 +383,9 @@ def make_attribution(
     max_staleness: int,
     seed: int,
 ) -> Attribution:
-    """Return the attribution for a trainer that was built with the result of `make_rescoring`.
+    """Return the attribution for a trainer.
+
+    The trainer was built with the result of `make_rescoring`.
 
     Raises:
         StorageError: if the directory for versions cannot be made.
@@ -395,7 +402,7 @@ def make_attribution(
 
 
 def make_rescoring(sampling: SamplingSection, published_dtype: str) -> Rescoring:
-    """Return the argument `rescoring` that a trainer needs for the measurement."""
+    """Return the `rescoring` argument that a trainer needs for attribution."""
     return Rescoring(
         sampling=make_sampling(sampling, None), published_dtype=torch_dtype(published_dtype)
     )

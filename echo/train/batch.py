@@ -15,10 +15,10 @@ before it accepts a group, so that a step trains on every group that it gets:
     lost_member     a rollout without a trained token, if the loss needs complete groups
     zero_variance   no trained token has an advantage, and the loss has no other gradient
 
-A group with one of the first six reasons would damage the weights: a step that gets it raises an
-error that names the group. A group that this loss cannot use is left out and counted under
-`dropped/<reason>`, as a share of the batch's trained tokens. A group of zero variance counts in the
-normaliser alone, and a group without a trained token counts nowhere.
+A group with one of the first six reasons would damage the weights. A step that gets such a group
+raises an error that names the group. A group that this loss cannot use is left out. Its share of
+the batch's trained tokens is reported as `dropped/<reason>`. A group of zero variance counts in the
+normaliser alone. A group without a trained token counts nowhere.
 
 A completion that `overlong_filter` leaves out is not a lost member, since it was sampled. Its
 reward still counts in the baseline of its group, and its probability in the group's expectation.
@@ -62,7 +62,7 @@ class AdvantageSettings:
     of 1. If the setting is 0, there is no length penalty.
     """
     overlong_buffer_tokens: int = 0
-    """Over this number of tokens before `max_completion_tokens`, the length penalty rises from 0 to
+    """Number of tokens before `max_completion_tokens` over which the length penalty rises from 0 to
     1. If the setting is 0, there is no length penalty.
     """
     overlong_filter: bool = False
@@ -77,8 +77,8 @@ class AdvantageSettings:
     """Largest absolute reward that a step accepts."""
     needs_support: bool = False
     """Whether each trained token needs the ids that it was drawn from. Without these ids the token
-    would be scored on the whole vocabulary, and truncation would put its ratio outside of the
-    loss's range.
+    would be scored on the whole vocabulary. If sampling was truncated, its ratio would then lie
+    outside of the loss's range.
     """
 
 
@@ -89,11 +89,10 @@ class StepBatch:
     samples: list[TrainingRow]
     """The rows that go through the model."""
     num_tokens: int
-    """Number of trained tokens of the batch, including those of rollouts that do not go through the
-    model.
-    """
+    """Number of trained tokens of the batch, also of rollouts that do not go through the model."""
     num_rollouts: int
-    """Number of rollouts with a trained token, including those that do not go through the model."""
+    """Number of rollouts with a trained token, also of rollouts that do not go through the model.
+    """
     metrics: dict[str, float]
     """Metrics of the batch's rewards and lengths, by name."""
     group_ids: tuple[int, ...]
@@ -144,7 +143,9 @@ def prepare_batch(
 def find_refusal(
     group: Group, *, settings: AdvantageSettings, needs: LossNeeds, vocab_size: int
 ) -> str | None:
-    """Return the reason (a name listed above) why a group should not count, or None if it should.
+    """Return why a group should not count, or None if it should.
+
+    The reason is one of the names at the top of this file.
 
     Args:
         group: the group as the worker delivered it.
@@ -169,7 +170,7 @@ def find_refusal(
 
 
 def _unusable(group: Group, needs: LossNeeds) -> str | None:
-    """Return the reason why a loss with these needs cannot use an undamaged group, or None."""
+    """Return why a loss with these needs cannot use an undamaged group."""
     if needs.likely_ids and not all(map(_has_likely_ids, group.rollouts)):
         return "no_likely"
     if not needs.group_expectation:
@@ -179,7 +180,6 @@ def _unusable(group: Group, needs: LossNeeds) -> str | None:
 
 
 def _support_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return metrics of the sizes of trained tokens' supports; empty if there are no supports."""
     sizes = [
         rollout.support.sizes[rollout.completion_mask]
         for group in groups
@@ -197,7 +197,7 @@ def _support_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _lacks_support(group: Group) -> bool:
-    """Return whether the support of any trained token is not known, or is too large to be sent."""
+    """Return whether a trained token's support is unknown or too large to be sent."""
     for rollout in group.rollouts:
         support, mask = rollout.support, rollout.completion_mask
         if mask.any() and (support is None or (support.sizes[mask] == TOO_LARGE).any()):
@@ -206,14 +206,13 @@ def _lacks_support(group: Group) -> bool:
 
 
 def _has_likely_ids(rollout: Rollout) -> bool:
-    """Return whether the sampler's likely ids were recorded for every trained token."""
     if rollout.likely is None:
         return not rollout.completion_mask.any()
     return bool((rollout.likely.counts[rollout.completion_mask] > 0).all())
 
 
 def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[str, str] | None:
-    """Return the reason and the description of a group's damage; None if it is undamaged."""
+    """Return reason and description of a group's damage."""
     if len(group.rollouts) < 2:
         return "one_member", " has one rollout: advantages need two or more of each prompt"
     if not np.isfinite(group.rewards).all():
@@ -262,7 +261,6 @@ def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[
 
 
 def _damage_of_likely(rollout: Rollout, vocab_size: int) -> tuple[str, str] | None:
-    """Return reason and description of damage in a rollout's likely ids; None if there is none."""
     likely = rollout.likely
     if likely is None or likely.logprobs is None or not len(likely.ids):
         return None
@@ -280,7 +278,7 @@ def _are_within(ids: npt.NDArray[np.int32], vocab_size: int) -> bool:
 
 
 def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
-    """Return the group, with empty masks for completions that `overlong_filter` leaves out."""
+    """Return the group, with empty masks for completions that `overlong_filter` excludes."""
     if not settings.overlong_filter:
         return group
     rollouts = tuple(
@@ -295,7 +293,6 @@ def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
 def _samples(
     groups: Sequence[Group], settings: AdvantageSettings, needs: LossNeeds
 ) -> list[TrainingRow]:
-    """Return a row to train on for each rollout of the groups, with the rollout's advantage."""
     samples = []
     for index, (group, advantages) in enumerate(
         zip(groups, _advantages(groups, settings), strict=True)
@@ -316,10 +313,7 @@ def _samples(
 
 
 def _advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[list[float]]:
-    """Return the advantages of each group's rollouts, in order.
-
-    Groups of equal size are computed together.
-    """
+    """Return the advantages of each group's rollouts, in order."""
     of_size: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         of_size.setdefault(len(group.rollouts), []).append(index)
@@ -344,7 +338,6 @@ def _advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[li
 
 
 def _log_expectation(rollouts: Sequence[Rollout]) -> float:
-    """Return the log of the group expectation over these rollouts' trained tokens."""
     means = [
         float(rollout.sampler_logprobs[rollout.completion_mask].mean(dtype=np.float64))
         for rollout in rollouts
@@ -354,7 +347,7 @@ def _log_expectation(rollouts: Sequence[Rollout]) -> float:
 
 
 def _with_gradient(samples: Sequence[TrainingRow], needs: LossNeeds) -> list[TrainingRow]:
-    """Return the samples that have a gradient under a loss that needs these inputs."""
+    """Return the samples that have a gradient under such a loss."""
     if needs.every_rollout:
         live = [sample for sample in samples if sample.num_trained]
     else:
@@ -366,7 +359,6 @@ def _with_gradient(samples: Sequence[TrainingRow], needs: LossNeeds) -> list[Tra
 
 
 def _lost_share(groups: Sequence[Group], reasons: Sequence[str | None]) -> float:
-    """Return the share of the batch's trained tokens in groups that lost a member."""
     sizes = [
         sum(int(rollout.completion_mask.sum()) for rollout in group.rollouts) for group in groups
     ]

@@ -6,7 +6,7 @@ A custom loss is a function of `LossInputs` and keyword options that returns a `
 
 The function gets whole rollouts. It declares further needs as an attribute: `my_loss.needs =
 LossNeeds(whole_groups=True)` (algo/loss.py). It has to divide by the counts of the whole batch,
-which are in `inputs`. Otherwise its gradient would depend on how the batch is divided into
+which `inputs` contains. Otherwise its gradient would depend on how the batch is divided into
 micro-batches.
 """
 
@@ -25,7 +25,7 @@ from echo.core.errors import ConfigError
 
 
 def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
-    """Return the loss called `kind`, without the configured masks around it.
+    """Return the loss called `kind`, without configured masks.
 
     Args:
         kind: a name of `LOSSES`, or "package.module:function". Modules are also searched for in the

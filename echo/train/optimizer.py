@@ -2,16 +2,16 @@
 
     float32     torch's fused AdamW: 8 bytes per parameter, beside the weights
     8bit        codes of 8 bits, and a scale for each block of them; 2.1 bytes
-    offloaded   torch's fused AdamW on the CPU: 8 bytes in the host's memory, none on the GPU;
-                each parameter's weights and gradient are copied down, and the weights back
+    offloaded   torch's fused AdamW on the CPU: 8 bytes in the host's memory, none on the GPU.
+                Weights and gradient are copied to the host, and weights back.
 
 An optimizer gets a rank's shard of each parameter as a plain tensor with its clipped gradient, so
 it needs to know nothing of ranks.
 
 A block of 8-bit moments lies within one row of the parameter. So codes and scales can be divided by
-rows among any number of ranks, and training continues bit by bit. If the length of a row is not a
-multiple of a block, as in norms and biases, the moments are float32. Each kind of optimizer can
-continue the state of another kind.
+rows among any number of ranks, and training continues bit by bit. If a row is not a whole number of
+blocks, the moments are float32. Norms and biases are such rows. Each kind of optimizer can continue
+the state of another kind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES, SCALES = "_codes", "_scales"
 """Suffixes of the two tensors of an 8-bit moment: its codes and its scales."""
 STEP = "step"
-"""Suffix of a parameter's number of updates, which AdamW's bias correction needs."""
+"""Suffix of a parameter's number of updates, for AdamW's bias correction."""
 PARTS = (*MOMENTS, *(moment + part for moment in MOMENTS for part in (CODES, SCALES)), STEP)
 """Suffixes of the tensors in a parameter's state. STEP, the last of them, holds one number. The
 other tensors have as many rows as the parameter.
@@ -108,14 +108,13 @@ class AdamW:
         self._has_begun = False
 
     def _new(self, shard: Tensor) -> dict[str, Tensor]:
-        """Return the state that one parameter has before the first update."""
         return {key: torch.zeros_like(shard) for key in MOMENTS} | {STEP: shard.new_zeros(())}
 
     @torch.no_grad()
     def step(
         self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
     ) -> None:
-        """Make one update of all weights that have a gradient; leave the others unchanged."""
+        """Make one update of all weights that have a gradient."""
         self._has_begun = True
         held = self._with_gradient()
         _update(
@@ -143,7 +142,7 @@ class AdamW:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state that `tensors` of an optimizer, perhaps of another kind, has returned.
+        """Restore a state from an optimizer's `tensors`, perhaps of another kind.
 
         An empty mapping restores the state before the first step.
 
@@ -172,7 +171,6 @@ class AdamW:
         }
 
     def _is_empty(self, key: str) -> bool:
-        """Return whether a part belongs to a parameter without rows on this rank."""
         shard = self._shards.get(key.rpartition("/")[0])
         return shard is not None and not shard.numel()
 
@@ -186,7 +184,7 @@ def _update(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> None:
-    """Make one update of these weights by torch's fused AdamW, in place."""
+    """Make one in-place update of these weights by torch's fused AdamW."""
     adamw(
         weights,
         gradients,
@@ -212,7 +210,7 @@ class OffloadedAdamW(AdamW):
     """
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
-        """Allocate moments (at 0) and two buffers as large as the largest shard, on the host."""
+        """Allocate moments and two buffers as large as the largest shard, on the host."""
         super().__init__(shards)
         largest = max((shard.numel() for shard in shards.values()), default=0)
         is_pinned = any(shard.is_cuda for shard in shards.values())  # pinned memory copies faster
@@ -225,7 +223,7 @@ class OffloadedAdamW(AdamW):
     def step(
         self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
     ) -> None:
-        """Make one update of the weights on the GPU, one parameter after the other."""
+        """Make one update of the weights on the GPU, parameter by parameter."""
         self._has_begun = True
         for name, shard in self._with_gradient().items():
             weight, gradient = self._staging[:, : shard.numel()].view(2, *shard.shape)
@@ -269,7 +267,7 @@ class EightBitAdamW(AdamW):
     def step(
         self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
     ) -> None:
-        """Make one update of all weights that have a gradient; leave the others unchanged."""
+        """Make one update of all weights that have a gradient."""
         self._has_begun = True
         options: dict[str, Any] = {
             "learning_rate": learning_rate, "betas": betas, "weight_decay": weight_decay,
@@ -296,7 +294,7 @@ class EightBitAdamW(AdamW):
             update_weights(held[name].detach(), by_name[name], mean, square, updates[step])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state that `tensors` of an optimizer, perhaps of another kind, has returned.
+        """Restore a state from an optimizer's `tensors`, perhaps of another kind.
 
         An empty mapping restores the state before the first step.
 
@@ -312,7 +310,7 @@ def _coded(moment: str, codes: Tensor, scales: Tensor) -> CodedMoment:
 
 
 def _converted(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state whose moments have the form of those in `own`: 8 bits or float32."""
+    """Return a state whose moments have the form of those in `own`."""
     found = {}
     for key, value in tensors.items():
         plain = key.removesuffix(CODES).removesuffix(SCALES)

@@ -4,9 +4,9 @@
     optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/step", ... (optimizer.py)
     trainer.json            counters, and the state of torch's random generators as hex
 
-Several ranks write the tensors of the first two files into sharded files instead, under the same
-names (ranks/sharded_state.py); rank 0 writes the third. Any number of ranks can continue from
-either form.
+Several ranks write sharded files in place of the first two, with the same tensor names
+(ranks/sharded_state.py). Rank 0 writes the third file. Any number of ranks can continue from either
+form.
 
 If there are several adapters, each has a directory of its name with these files. A trainer of one
 adapter can continue from such a directory as well.
@@ -86,17 +86,19 @@ def save(
 def load(
     directory: Path, device: torch.device, *, own: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
-    """Return the weights, moments and counters that `save` wrote; set torch's random generators.
+    """Return the weights, moments and counters that `save` wrote.
+
+    Also set torch's random generators.
 
     Args:
         directory: a directory written by any number of ranks.
         device: device that the trainer computes on.
-        own: this rank's sharded weights, to get a state that is sharded like them; None for a whole
+        own: this rank's sharded weights, if the state shall be sharded like them. None for a whole
             state.
 
     Raises:
         StorageError: if a file is missing or damaged.
-        DataError: if the state belongs to another model, which is checked only if `own` is given.
+        DataError: if `own` is given, and the state belongs to another model.
     """
     try:
         record = json.loads((directory / TRAINER_FILE).read_text())

@@ -1,8 +1,8 @@
 """Speed of a step: tokens, operations, seconds of its parts, and peak memory.
 
 Seconds are measured on the host. On a GPU the host runs ahead, so each part ends when its last
-result is read, which costs one more wait per update. With several ranks, operations and tokens are
-summed over the ranks, the memory is the largest of any rank, and seconds are this rank's own.
+result is read. This costs one more wait per update. With several ranks, operations and tokens are
+summed over the ranks. The memory is the largest of any rank. Seconds are this rank's own.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 @dataclass(slots=True)
 class _Totals:
-    """The counts of one step: tokens, operations, and seconds of its parts."""
-
     began_at: float
     part_s: dict[str, float] = field(default_factory=dict)
     num_tokens: int = 0
@@ -44,7 +42,7 @@ class Speedometer:
     """Measures how fast each step is: tokens, operations, seconds and memory."""
 
     def __init__(self, model: ModelFlops, compute: Compute) -> None:
-        """Store the model's numbers of operations, and the device and the ranks that compute."""
+        """Store the model's operation counts, the device and the ranks."""
         self._ranks = compute.ranks
         self._model = model
         self._device = compute.device
@@ -64,7 +62,7 @@ class Speedometer:
         """Add the seconds within the `with` block to a part of the step.
 
         Args:
-            name: forward_backward, optimizer, or pack, which lies within forward_backward.
+            name: forward_backward, optimizer, or pack (within forward_backward).
         """
         began_at = time.perf_counter()
         try:
@@ -74,7 +72,7 @@ class Speedometer:
             self._totals.part_s[name] = self._totals.part_s.get(name, 0.0) + spent_s
 
     def packing(self, packed: Iterator[T]) -> Iterator[T]:
-        """Yield the items of an iterator, and count the waits for them as time of packing."""
+        """Yield the items of an iterator. Count the waits for them as time of packing."""
         while True:
             with self.part("pack"):
                 found = next(packed, None)
@@ -103,7 +101,9 @@ class Speedometer:
         totals.micro_batch_flops.append(flops)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step that ends now; empty if no micro-batch was counted.
+        """Return the metrics of the step that ends now.
+
+        The result is empty if no micro-batch was counted.
 
         All ranks call this method together.
         """
@@ -130,7 +130,7 @@ class Speedometer:
         return metrics
 
     def _add_up(self) -> tuple[int, _Totals]:
-        """Return the largest peak memory of any rank in bytes, and the counts of all ranks."""
+        """Return the largest peak memory of any rank in bytes, and all ranks' counts."""
         own = json.dumps({"peak_bytes": self._peak_bytes(), **asdict(self._totals)}).encode()
         gathered = [json.loads(each) for each in self._ranks.gather(own)]
         added = {

@@ -11,7 +11,7 @@ from echo.core.errors import DataError, EchoError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of one training step: its metrics, and what the operator must know."""
+    """The metrics of one training step, and notices for the operator."""
 
     metrics: dict[str, float]
     """Finite numbers by metric. If a metric has no meaning in this step, it is left out."""
@@ -24,10 +24,13 @@ class StepResult:
 
 
 class StepError(DataError):
-    """The error for a batch that cannot be trained on; the trainer's state is unchanged."""
+    """The error for a batch that cannot be trained on.
+
+    The trainer's state is unchanged.
+    """
 
     def __init__(self, text: str, *, reason: str) -> None:
-        """Store the message and the name of the reason, which the ledger and the counters get."""
+        """Store the message, and the name of the reason for ledger and counters."""
         super().__init__(text)
         self.reason = reason
         """Name of the reason: bad_group, step_error (the computation raised), nonfinite_gradient or
@@ -39,7 +42,7 @@ class MemoryShortageError(StepError):
     """The error for a micro-batch that was too large for the memory."""
 
     def __init__(self, text: str, *, num_rows: int, num_tokens: int) -> None:
-        """Store the rows and tokens of the micro-batch; `num_tokens` counts padding as well."""
+        """Store the micro-batch's rows and tokens. `num_tokens` counts padding as well."""
         super().__init__(text, reason="out_of_memory")
         self.num_rows, self.num_tokens = num_rows, num_tokens
 
@@ -48,6 +51,6 @@ class NonfiniteWeightsError(EchoError):
     """The error for weights that hold NaN or infinity, which are not saved."""
 
     def __init__(self, names: Sequence[str], *, num_tensors: int) -> None:
-        """Make the message from the names of the bad tensors and the number of all tensors."""
+        """Make the message from the bad tensors' names and the number of tensors."""
         super().__init__(f"NaN or infinity in {len(names)} of {num_tensors} tensors: {names[0]}")
         self.names, self.num_tensors = names, num_tensors

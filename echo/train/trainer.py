@@ -6,8 +6,8 @@ Three operations are enough for a program to train:
     forward(groups)                 return log-probabilities, without a gradient
     optim_step(settings)            clip the gradient, have AdamW apply it, drop it
 
-`step` makes these calls: it turns rewards into advantages, groups into rows, takes the gradient of
-the loss, and updates the weights. The parts of a trainer do the work and exchange values:
+`step` makes these calls. It turns rewards into advantages and groups into rows, takes the gradient
+of the loss, and updates the weights. The parts of a trainer do the work and exchange values:
 
     models       the policy, and the frozen models beside it              models/models.py
     scores       log-probabilities without a gradient                     passes/scores.py
@@ -26,19 +26,19 @@ policy still equals the proximal policy. For the later updates, a pass before th
 scores the rows under the proximal policy.
 
 `step_count` grows by one with every batch that is consumed, so each batch makes one policy version.
-If no rollout had an advantage, that version has the weights of the version before: momentum and
-weight decay are not applied either. A batch whose loss or gradient is not finite, or cannot be
-computed, makes no version. `step` then raises `StepError` and has changed nothing: if the step has
-already made updates, they are undone from a backup in the host's memory. `find_faulty` says which
-groups are at fault.
+If no rollout had an advantage, that version has the weights of the version before. Momentum and
+weight decay are not applied either. A batch makes no version if its loss or gradient is not finite
+or cannot be computed. `step` then raises `StepError` and restores the state before the step:
+updates are undone from a backup in the host's memory. `find_faulty` returns which groups are at
+fault.
 
 Log-probabilities are of the whole distribution at `temperature`. Samplers with top-p or top-k
-report larger log-probabilities, so ratios begin below 1; for these samplers the configuration
+report larger log-probabilities, so ratios begin below 1. For these samplers the configuration
 refuses losses whose range of ratios ends above 1 (config/losses.py).
 
 Several processes may train one model (ranks/sharding.py). Each has a trainer, and all make the same
-calls with the same arguments. A call returns the same result or raises the same error on each,
-unless a process fails by itself, which ends the job.
+calls with the same arguments. A call returns the same result or raises the same error on each. If a
+single process fails, the job ends.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ GroupScores = list[list[npt.NDArray[np.float32]]]
 
 
 class Trainer:
-    """A policy, its optimizer, and the operations by which a program trains the policy."""
+    """A policy, its optimizer, and the operations that train the policy."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Trainer:
         """Load the model and start its optimizer.
 
         Args:
-            source: the model to train; if it has an adapter, only the adapter is trained, under the
+            source: the model to train. If it has an adapter, only the adapter is trained, under the
                 name "default".
             compute: where and how the model computes. Trained weights, gradients and
                 log-probabilities are float32, whatever `compute.dtype` is.
@@ -142,12 +142,12 @@ class Trainer:
 
     @property
     def compute(self) -> Compute:
-        """Where and how the policy computes, with the present limit of a micro-batch's tokens."""
+        """Where and how the policy computes, with the present limit of tokens."""
         return self.models.compute
 
     @property
     def step_count(self) -> int:
-        """Number of batches consumed so far, which is the step of the present policy version."""
+        """Number of batches consumed so far. It is the present version's step."""
         return self.adapters.progress.step_count
 
     def describe_rows(self) -> str:
@@ -163,7 +163,7 @@ class Trainer:
             groups: at least one, each with two or more rollouts.
 
         Raises:
-            StepError: if a group cannot be trained on; the text names it.
+            StepError: if a group cannot be trained on. The message names the group.
         """
         with as_step_errors():
             return prepare_batch(
@@ -174,7 +174,7 @@ class Trainer:
             )
 
     def forward_backward(self, batch: StepBatch, loss: Loss) -> Sums:
-        """Add the gradient of a batch to the gradient of the calls since the last `optim_step`.
+        """Add the gradient of a batch to the gradient of earlier calls.
 
         Args:
             batch: the rows to train on, with the counts that the loss divides by.
@@ -186,14 +186,14 @@ class Trainer:
             "loss/policy".
 
         Raises:
-            StepError: if the gradient cannot be computed; the gradient of earlier calls is dropped
+            StepError: if the gradient cannot be computed. The gradient of earlier calls is dropped
                 too.
         """
         return self._add_gradient(batch, loss).sums
 
     @torch.no_grad()
     def forward(self, groups: Sequence[Group]) -> GroupScores:
-        """Return this policy's log-probability of every completion token, also of masked tokens.
+        """Return the log-probability of every completion token, masked tokens included.
 
         Returns:
             For each group and rollout, [T] nats at the sampling temperature.
@@ -218,11 +218,11 @@ class Trainer:
             The norm of the gradient before it was clipped.
 
         Raises:
-            StepError: if the norm is not finite; the gradient is dropped, and nothing else has
+            StepError: if the norm is not finite. The gradient is dropped, and nothing else has
                 changed.
-            ConfigError: if there is no gradient, and another adapter has one; nothing has changed.
-            EngineError: if the memory is too small for AdamW; weights may have changed, so the
-                run can only continue from its last checkpoint.
+            ConfigError: if there is no gradient, but another adapter has one. Nothing has changed.
+            EngineError: if the memory is too small for AdamW. Weights may have changed, so the run
+                can only continue from its last checkpoint.
         """
         self.adapters.check_gradient()
         return self.weights.update(
@@ -230,7 +230,7 @@ class Trainer:
         )
 
     def _add_gradient(self, batch: StepBatch, loss: Loss) -> BatchFindings:
-        """Add the gradient of a loss on a batch; return its sums, and each group's mismatch."""
+        """Add the gradient of a loss on a batch. Return the pass's findings."""
 
         def add() -> BatchFindings:
             try:
@@ -249,13 +249,13 @@ class Trainer:
     # --- a step ----------------------------------------------------------------------------------
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Train on one batch of groups: make its updates, and return metrics and notices.
+        """Train on one batch of groups.
 
         Args:
             groups: at least one, each with two or more rollouts.
 
         Raises:
-            StepError: if the batch cannot be trained on; nothing was changed.
+            StepError: if the batch cannot be trained on. Nothing was changed.
         """
         self._speed.begin()
         progress = self.adapters.progress
@@ -275,10 +275,10 @@ class Trainer:
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
-        """Return which groups of a refused batch are at fault: id -> reason.
+        """Return the reason for each group at fault in a refused batch, by id.
 
         A group is at fault if a step would refuse a batch of this group alone. The search takes one
-        more pass over the groups, and changes nothing.
+        more pass over the groups.
         """
         found: dict[int, str] = {}
         for group in groups:
@@ -294,7 +294,7 @@ class Trainer:
         return found
 
     def refusal(self, group: Group) -> str | None:
-        """Return the reason why a group should not count towards a step, or None (train/batch.py).
+        """Return why a group should not count towards a step, or None (train/batch.py).
 
         The method only reads values that never change, so other threads may call it any time.
         """
@@ -306,7 +306,7 @@ class Trainer:
         )
 
     def _train(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[int, Mismatch]]:
-        """Make the updates of one batch; return its metrics, and the mismatch by group id.
+        """Make the updates of one batch. Return metrics, and the mismatch by group id.
 
         The metrics have `grad_norm` only if there was an update.
 
@@ -340,10 +340,10 @@ class Trainer:
         return metrics | means, by_group
 
     def _scaled(self, settings: OptimizerSettings, sums: Sums) -> OptimizerSettings:
-        """Return an update's settings, with the learning rate for the effective sample size.
+        """Return the settings, with the rate scaled by the effective sample size.
 
-        eta = eta_0 sqrt(ess), where ess is `rollout_ess(sums)`. It is a share from 0 to 1, and 1
-        on-policy, so the rate is never raised.
+        eta = eta_0 sqrt(ess), where ess is `rollout_ess(sums)`. The share ess lies in 0 to 1, and
+        is 1 on-policy, so the rate is never raised.
 
         Source: VCPO, arXiv:2602.17616, with the square root for optimizers like AdamW and the
         unclipped weights of its code. Differs from the paper: its off-policy baseline is left out,
@@ -355,7 +355,7 @@ class Trainer:
         return replace(settings, learning_rate=rate)
 
     def _minibatches(self, groups: Sequence[Group], whole: StepBatch) -> list[StepBatch]:
-        """Return the batch of each update, without batches in which no rollout has a gradient.
+        """Return the batch of each update, without batches that have no gradient.
 
         Quick groups arrive first, so every n-th group goes into the same minibatch.
         """
@@ -366,7 +366,7 @@ class Trainer:
         return [batch for batch in batches if batch.samples]
 
     def _with_proximal_logprobs(self, batches: Sequence[StepBatch]) -> list[StepBatch]:
-        """Return the batches, with log-probabilities of the proximal policy in all but the first.
+        """Return the batches, with proximal log-probabilities in all but the first.
 
         The proximal policy is the present policy, since no update has been made yet.
         """
@@ -431,7 +431,7 @@ class Trainer:
     # --- weights and state -----------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights by name; tied tensors are returned once.
+        """Return the weights by name, tied tensors once.
 
         The weights are not copied, so the next step changes them. If there are several ranks, each
         tensor is this rank's part (ranks/sharding.py).
@@ -444,7 +444,7 @@ class Trainer:
         return self.policy.unrounded
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return CPU copies of the weights by name; tied tensors are returned once.
+        """Return CPU copies of the weights by name, tied tensors once.
 
         The copies are whole tensors only if this process trains alone.
         """
@@ -453,7 +453,7 @@ class Trainer:
         }
 
     def save_state(self, directory: Path) -> None:
-        """Write everything that the next step depends on into an existing directory.
+        """Write the trainer's whole state into an existing directory.
 
         Raises:
             NonfiniteWeightsError: if weights hold NaN or infinity.

@@ -1,8 +1,8 @@
 """State of a trainer: everything that its next step depends on, on disk.
 
-A trainer that loads a state continues bit by bit on a CPU, on the same hardware and number of
-threads. On a GPU it continues from the same state and rounds differently: sums in the backward of
-embeddings and attention have no fixed order there.
+On a CPU, a trainer that loads a state continues bit by bit, on the same hardware and number of
+threads. On a GPU it continues from the same state and rounds differently, because sums in the
+backward of embeddings and attention have no fixed order.
 
 Files and their formats: saved_state.py.
 """
@@ -23,10 +23,9 @@ from echo.train.weights import TrainedWeights
 
 
 class TrainerState:
-    """Writes and reads weights, moments and counts, of the whole model or of each adapter."""
+    """Writes and reads a trainer's weights, moments and counts."""
 
     def __init__(self, policy: Policy, weights: TrainedWeights, adapters: Adapters) -> None:
-        """Store the parts of the trainer whose state is saved and loaded."""
         self._policy = policy
         self._weights = weights
         self._adapters = adapters
@@ -34,7 +33,7 @@ class TrainerState:
         self._ranks = policy.compute.ranks
 
     def save(self, directory: Path) -> None:
-        """Write the state into an existing directory; a gradient not yet applied is left out.
+        """Write the state into an existing directory, without gradients.
 
         If there are several adapters, each is written into a directory of its name.
 
@@ -55,7 +54,7 @@ class TrainerState:
         self._adapters.for_each(save_adapter)
 
     def load(self, directory: Path) -> None:
-        """Continue from a state in a directory, which any number of ranks may have written.
+        """Continue from a directory that any number of ranks have written.
 
         Raises:
             StorageError: if the files are missing or damaged.
@@ -80,7 +79,7 @@ class TrainerState:
         self._adapters.for_each(lambda name: self._load_one(directory / name))
 
     def _save_one(self, directory: Path) -> None:
-        """Write the state of the weights that are in the model: all weights, or one adapter."""
+        """Write the state of the weights that are in the model."""
         weights = self._policy.tensors()
         own = find_nonfinite({name: sharding.local(part) for name, part in weights.items()})
         gathered = self._ranks.gather("\n".join(own).encode())
@@ -101,7 +100,7 @@ class TrainerState:
         )
 
     def _load_one(self, directory: Path) -> None:
-        """Read a state into the weights that are in the model: all weights, or one adapter."""
+        """Read a state into the weights that are in the model."""
         own = self._policy.tensors()
         self._weights.wait_for_copies()
         if self._ranks.is_alone:

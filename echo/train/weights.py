@@ -2,7 +2,7 @@
 
 Parameters are the trained parameters of the policy. If the model computes in 16 bits, they are its
 float32 masters. A shard is this rank's part of a parameter, in the same memory. If a process trains
-alone, its shard is the whole parameter. Optimizers see shards; forward and backward passes see
+alone, its shard is the whole parameter. Optimizers see shards. Forward and backward passes see
 parameters.
 
 On a GPU, publication copies the weights on `copy_stream` while the next gradient is computed. Every
@@ -30,7 +30,7 @@ from echo.train.step import StepError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Backup:
-    """Copies of weights and moments in the host's memory, made before a step of several updates."""
+    """Copies of weights and moments from before a step of several updates."""
 
     weights: Mapping[str, Tensor]
     """This rank's shard of each parameter, by parameter name."""
@@ -49,7 +49,7 @@ class AdapterSnapshot:
 
 
 class TrainedWeights:
-    """The trained parameters of a policy and their gradients; an optimizer updates them."""
+    """The trained parameters of a policy and their gradients."""
 
     def __init__(self, policy: Policy) -> None:
         """Store the trained parameters of a policy, and this rank's shards of them."""
@@ -100,7 +100,7 @@ class TrainedWeights:
         return norm
 
     def update(self, optimizer: AdamW, settings: OptimizerSettings, *, step: int) -> float:
-        """Clip the gradient, update the weights by the optimizer, and drop the gradient.
+        """Clip the gradient, update the weights, and drop the gradient.
 
         Args:
             optimizer: an optimizer from `new_optimizer`.
@@ -111,9 +111,9 @@ class TrainedWeights:
             The norm of the gradient before it was clipped.
 
         Raises:
-            StepError: if the norm is not finite; the gradient is dropped, and no weight has
+            StepError: if the norm is not finite. The gradient is dropped, and no weight has
                 changed.
-            EngineError: if the memory is too small for the optimizer; weights may have changed.
+            EngineError: if the memory is too small for the optimizer. Weights may have changed.
         """
         try:
             norm = self.grad_norm()
@@ -144,19 +144,22 @@ class TrainedWeights:
         return norm
 
     def drop_gradients(self) -> None:
-        """Drop the gradient of every parameter; give freed memory back if the process has grown."""
+        """Drop the gradient of every parameter.
+
+        If the process has grown, give freed memory back.
+        """
         for tensor in (*self.parameters.values(), *self.shards.values()):
             tensor.grad = None
         if self._device.type == "cpu":
             self._trim()  # of activations, too: their sizes differ at each step
 
     def wait_for_copies(self) -> None:
-        """Have the device change weights only after `copy_stream` has copied them."""
+        """Have the device wait for `copy_stream` before weights change."""
         if self.copy_stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self.copy_stream)
 
     def back_up(self, optimizer: AdamW) -> Backup:
-        """Return copies, in the host's memory, of the weights and of an optimizer's moments."""
+        """Copy the weights and an optimizer's moments to the host's memory."""
         weights, moments = (
             {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
             for tensors in (self.shards, optimizer.tensors())
@@ -187,7 +190,7 @@ class TrainedWeights:
 
     @torch.no_grad()
     def restore_adapter(self, saved: AdapterSnapshot) -> None:
-        """Overwrite the weights and gradients with the values that `snapshot_adapter` returned."""
+        """Restore the weights and gradients that `snapshot_adapter` returned."""
         self.wait_for_copies()
         for name, shard in self.shards.items():
             shard.copy_(saved.weights[name])
@@ -208,10 +211,7 @@ class TrainedWeights:
 
     @contextmanager
     def _memory_of_adamw(self) -> Iterator[None]:
-        """Turn an out-of-memory error of the `with` block into an EngineError.
-
-        The block runs AdamW.
-        """
+        """Turn an out-of-memory error of AdamW into an EngineError."""
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -21,7 +21,7 @@ def decoder_layers(model: Any) -> list[Any]:
 
 
 def enable_training(model: Any, *, is_on_cpu: bool, gradient_checkpointing: bool | str) -> None:
-    """Set up what a model's layers do with their activations, and switch dropout off.
+    """Configure the activations of a model's layers, and switch dropout off.
 
     Args:
         model: a model of transformers. If `gradient_checkpointing` is not False, its layers support
@@ -50,31 +50,37 @@ def enable_training(model: Any, *, is_on_cpu: bool, gradient_checkpointing: bool
 def checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
     """Compute a layer with checkpointing, and keep the layer's inputs on the host.
 
-    The inputs stay on the host until the backward pass. The hooks that offload tensors get nothing
-    but the inputs, because a checkpoint saves no other tensors.
+    The inputs stay on the host until the backward pass. The offloading hooks get only the inputs,
+    because a checkpoint saves no other tensors.
     """
     with saved_tensors_hooks(begin_to_offload, begin_to_restore):
         return checkpoint(layer, *inputs, use_reentrant=False)
 
 
 def begin_to_offload(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Begin to copy a tensor to the host; unlike torch's own hook, do not wait for the device."""
+    """Begin to copy a tensor to the host.
+
+    Unlike torch's own hook, this function does not wait for the device.
+    """
     kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     kept.copy_(tensor, non_blocking=True)
     return tensor.device, kept
 
 
 def begin_to_restore(offloaded: tuple[torch.device, Tensor]) -> Tensor:
-    """Begin to copy a tensor back to its device, on the stream that copied it to the host."""
+    """Begin to copy a tensor back to its device.
+
+    The copy runs on the stream that copied the tensor to the host.
+    """
     device, kept = offloaded
     return kept.to(device, non_blocking=True)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _give_back_beside(trim: Callable[[], None], layer: Any, inputs: Any, output: Any) -> None:
-    """Give freed memory back to the system after a layer's forward, and before its backward.
+    """Give freed memory back after a layer's forward and before its backward.
 
-    Without a gradient no activation is kept, so there is nothing to give back.
+    Without a gradient no activation is kept, so no memory is freed.
     """
     states = output[0] if isinstance(output, tuple) else output
     if states.requires_grad:

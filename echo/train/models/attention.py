@@ -6,16 +6,16 @@
     VARLEN     torch's varlen operator, which is FlashAttention 2
 
 On a GPU that computes in 16 bits, `choose_kernel` tries the fastest kernel first. A trial has two
-segments with the head sizes and the window of the model's own layers. The values and gradients of
-both segments in one row must equal the values and gradients of each segment alone. If a kernel
-fails, a notice is logged and the next kernel is tried.
+segments with the head sizes and the window of the model's own layers. It computes both segments in
+one row, and each segment alone. Values and gradients must be equal. If a kernel fails, a notice is
+logged and the next kernel is tried.
 
 cuDNN is faster only on GPUs of capability 9 and only for long segments. It makes a plan for each
-length, which takes up to hundreds of milliseconds, and it keeps all plans. So segments of
-LONG_TOKENS and more are copied into contiguous tensors whose lengths are multiples of PLAN_TOKENS:
-few different lengths need few plans. For shorter segments, cuDNN saves less time than its launches
-cost. torch also has an operator that gives cuDNN cumulative lengths. It is not used, because it
-would make a plan in every call.
+length, which takes up to hundreds of milliseconds. It keeps all plans. So segments of LONG_TOKENS
+and more are copied into contiguous tensors. Their lengths are multiples of PLAN_TOKENS, so few
+plans are needed. For shorter segments, cuDNN saves less time than its launches cost. torch also has
+an operator that gives cuDNN cumulative lengths. It is not used, because it would make a plan in
+every call.
 
 FlashAttention 3 and 4 replace the flash kernels of the whole process, also those of an evaluation
 beside the training.
@@ -63,12 +63,11 @@ class Kernel:
     """A way to compute the attention of packed rows."""
 
     name: str
-    """Name of the kernel in messages, after the words "attention by"."""
+    """Name of the kernel in messages."""
     is_varlen: bool = True
-    """Whether segments are given by cumulative lengths, for torch's varlen operator."""
+    """Whether the kernel is torch's varlen operator, which gets cumulative lengths."""
     implementation: str | None = None
-    """torch's name of the implementation to activate for the varlen operator; None for torch's own.
-    """
+    """Implementation to activate for the varlen operator, by torch's name. None for torch's own."""
     long_from: int | None = None
     """Segments of at least this number of tokens are computed by dense products. None if no segment
     is computed by dense products.
@@ -115,9 +114,9 @@ def is_dense(width: int, value_width: int, window: int | None) -> bool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LongSegments:
-    """The long segments at the start of a packed row, and the arguments for the other segments.
+    """Long segments at the start of a packed row, and arguments for the others.
 
-    The guards of a compiled layer check no field of this class, so the layer's graph does not
+    The guards of a compiled layer check no field of this class. So the layer's graph does not
     depend on the lengths.
     """
 
@@ -171,7 +170,7 @@ def is_installed(module: str) -> bool:
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, shapes: frozenset[LayerShape]
 ) -> Kernel:
-    """Return the fastest kernel that computes these layers correctly, after activating it.
+    """Activate and return the fastest kernel that computes these layers correctly.
 
     Args:
         device: the device that computes.
@@ -190,7 +189,7 @@ def choose_kernel(
 def find_kernel_fault(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, shapes: Iterable[LayerShape]
 ) -> str | None:
-    """Activate a kernel and try it. Return None if it works, otherwise the reason why it fails.
+    """Activate and try a kernel. Return why it fails, or None if it works.
 
     A kernel that fails is deactivated again.
     """
@@ -235,7 +234,7 @@ def import_fa4() -> ModuleType:
 
 
 def _try(kernel: Kernel, device: torch.device, dtype: torch.dtype, shape: LayerShape) -> None:
-    """Check a kernel: two segments in one row must give the values of each segment alone.
+    """Check that two segments in one row give the values of each segment alone.
 
     Raises:
         RuntimeError: if values or gradients differ, or dense products are not computed by cuDNN.
@@ -276,7 +275,6 @@ def _try(kernel: Kernel, device: torch.device, dtype: torch.dtype, shape: LayerS
 
 
 def _check_cudnn(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise a RuntimeError unless torch computes dense products of these tensors by cuDNN."""
     if query.is_cuda:
         is_grouped = query.shape[1] != key.shape[1]
         choice = torch._fused_sdp_choice(  # noqa: SLF001 -- no public function tells it
@@ -306,7 +304,7 @@ def attend_alone(
     """Return the attention within n segments of equal length, as [n, length, H, Dv].
 
     The queries are [n, H, length, D]. If a segment has more keys than queries, the queries belong
-    to the last keys. A mask that is needed and not yet in `masks` is added to `masks`.
+    to the last keys. If `masks` lacks a needed mask, the mask is added.
     """
     dtype = query.dtype
     if query.device.type == "cpu" and dtype.itemsize < 4:
@@ -332,7 +330,7 @@ def attend_alone(
 
 
 def _mask(query: Tensor, length: int, num_keys: int, window: int | None) -> Tensor:
-    """Return what is added to the scores, [length, num_keys]: 0, or -inf for a key not seen."""
+    """Return the addend of the scores, [length, num_keys]: 0, or -inf for an unseen key."""
     age = torch.arange(num_keys - length, num_keys, device=query.device)[:, None]
     age = age - torch.arange(num_keys, device=query.device)
     is_seen = (age >= 0) & (age < (num_keys if window is None else window))
@@ -388,9 +386,9 @@ def attend_long(
 ) -> Tensor:
     """Return the attention within the segments of a row, [1, L, H, Dv].
 
-    The row begins with long segments, each of which is computed by dense products. The varlen
-    operator computes all other segments together. This function is not compiled, because each row
-    has other lengths and would need another graph.
+    The row begins with long segments. Dense products compute each of them. The varlen operator
+    computes all other segments together. This function is not compiled: each row has other lengths
+    and would need another graph.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     parts = list(_attend_each(query, key, value, long.lengths, scaling))
@@ -408,8 +406,8 @@ def _attend_each(
 ) -> Iterator[Tensor]:
     """Yield the attention within each segment at the start of a row, [1, length, H, Dv].
 
-    Each segment is copied, because cuDNN looks up its plans by sizes and strides. A view into the
-    row would have the strides of the row, for which there is rarely a plan.
+    Each segment is copied, because cuDNN looks up its plans by sizes and strides. A view would have
+    the strides of the row. cuDNN rarely has a plan for these.
     """
     start = 0
     for length in lengths:

@@ -1,9 +1,8 @@
 """Decoder layers compiled by torch: fewer kernels and less memory traffic between products.
 
 Layers are compiled, not the model: all layers of a kind share their graphs, and so do rows of all
-lengths. A compiled layer rounds wherever the uncompiled layer does. So on a CPU the compiled and
-the uncompiled model nearly always have the same log-probabilities and gradients bit by bit; on a
-GPU a norm sums in another order.
+lengths. A compiled layer rounds wherever the uncompiled layer does. So on a CPU compiling nearly
+never changes a bit of log-probabilities and gradients. On a GPU a norm sums in another order.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
 
     Args:
         layers: decoder layers of one model.
-        must: whether a layer that cannot be compiled is an error; otherwise it runs uncompiled,
-            with one notice.
+        must: whether a layer that cannot be compiled is an error. Otherwise the layer runs
+            uncompiled, with one notice.
 
     Raises:
         EngineError: if `must`, and no layer can be compiled.
@@ -68,10 +67,10 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
 
 
 def _keep_compiled() -> None:
-    """Set the directory of torch's caches to a directory that outlives temporary files.
+    """Set torch's cache directory to a directory that is not temporary.
 
-    The directory is next to the directory of warmed-up models, and processes may share it. If it
-    cannot be written, torch's caches stay where torch puts them.
+    It lies next to the directory of warmed-up models, and processes may share it. If it cannot be
+    written, torch keeps its own place.
     """
     place = models_directory().with_name("compiled").absolute()
     with suppress(OSError):
@@ -81,7 +80,7 @@ def _keep_compiled() -> None:
 
 
 class _OneNotice(logging.Filter):
-    """Replaces torch's long log of a failed compilation by one line with the reason."""
+    """Replaces torch's long log of a failed compilation by one line."""
 
     _is_logged = False
 
@@ -95,7 +94,7 @@ class _OneNotice(logging.Filter):
 
     @classmethod
     def give(cls, reason: str) -> None:
-        """Log the reason why layers run uncompiled, once in a process."""
+        """Log once in a process why layers run uncompiled."""
         if not cls._is_logged:
             cls._is_logged = True
             _log.warning("layers cannot be compiled and run as they are: %s", reason)

@@ -4,17 +4,19 @@ For T tokens in segments of s_1, s_2, ... tokens, with S scored tokens:
 
     6 N T  +  6 V h S  +  6 sum over layers of H D (s_1^2 + s_2^2 + ...)
 
-N is the number of weights in matrix products that one token uses, without the head's V x h: experts
-that the token does not use are left out. H is the number of heads, and D their width. Each weight
-takes two operations per token forward, two for the gradient of its input, and two for its own
-gradient, unless it is frozen. Only the causal half of the score matrix counts. If a layer has a
-sliding window, only the band within the window counts. Recomputation, padding and the optimizer do
-not count, so they lower the utilization.
+N is the number of weights in matrix products that one token uses. It excludes the head's V x h, and
+experts that the token does not use. H is the number of heads, and D their width. Each weight takes
+two operations per token forward, two for the gradient of its input, and two for its own gradient,
+unless it is frozen. Only the causal half of the score matrix counts. If a layer has a sliding
+window, only the band within the window counts. Recomputation, padding and the optimizer do not
+count, so they lower the utilization.
 
-The convention of PaLM (arXiv:2204.02311, appendix B), which most published figures use, counts the
-head for every token, and the whole score matrix of a row, also across its segments: (6 N + 6 V h +
-12 sum over layers of H D x row) per token. By that convention the utilization is higher at the same
-speed.
+Most published figures use the convention of PaLM (arXiv:2204.02311, appendix B). It counts the head
+for every token. It also counts the whole score matrix of a row, even across segments:
+
+    6 N + 6 V h + 12 sum over layers of H D x row     per token
+
+By that convention the utilization is higher at the same speed.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ def model_flops(model: Any, head: Tensor) -> ModelFlops:
 
 
 def _count(model: Any, head: Tensor, config: Any | None) -> ModelFlops:
-    """Return the sizes of a model; without a configuration, only the weights are counted."""
+    """Return the sizes of a model. Without a configuration, only weights are counted."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     left_out = {id(tensor) for tensor in (*tables, head)}
     body = body_trained = 0

@@ -43,7 +43,10 @@ class Masters:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Round the masters into the model's weights; must be called after they have changed."""
+        """Round the masters into the model's weights.
+
+        The caller calls this method after each change of the masters.
+        """
         if self._masters:
             # One kernel launch copies many tensors; otherwise each tensor would take a launch.
             torch._foreach_copy_(list(self._masters), list(self._masters.values()))
@@ -51,7 +54,6 @@ class Masters:
 
 @torch.no_grad()
 def _add_up(master: Tensor, parameter: Tensor) -> None:
-    """Add the parameter's gradient of one backward pass to its master's gradient."""
     gradient, parameter.grad = parameter.grad, None  # dropped first, in case memory runs out below
     assert gradient is not None, "torch calls this when there is one"
     if master.grad is None:

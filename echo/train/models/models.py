@@ -1,8 +1,8 @@
 """Models that the micro-batches of a trainer go through: the policy and its frozen companions.
 
     policy     the model that is trained
-    reference  a frozen model that the loss pulls the policy towards; for some losses only
-    rescorer   a frozen model that takes the weights of published versions; for attribution only
+    reference  a frozen model that the loss pulls the policy towards, for some losses
+    rescorer   a frozen model that takes the weights of published versions, for attribution
 
 All three get the same micro-batches, so they share one limit of tokens. The policy and the
 reference also share one form of rows: if either cannot take packed rows, both take padded ones.
@@ -29,7 +29,7 @@ class Models:
         reference: ModelSource | None,
         rescoring: Rescoring | None,
     ) -> None:
-        """Load the policy, and the frozen models that are wanted beside it.
+        """Load the policy and the frozen models.
 
         Args:
             source: the model that is trained.
@@ -51,7 +51,7 @@ class Models:
         return self.policy.compute
 
     def limit_micro_batches(self, num_tokens: int) -> None:
-        """Set the limit of a micro-batch in tokens, padding counted, for every model."""
+        """Set every model's limit of tokens in a micro-batch, padding included."""
         policies = [self.policy]
         if self.reference is not None:
             policies.append(self.reference)
@@ -77,7 +77,7 @@ def check_vocabularies(reference_dir: Path, num_reference: int, num_own: int) ->
     """Raise if a reference model has another number of token ids than the policy.
 
     Raises:
-        DataError: if the numbers differ; the text has both.
+        DataError: if the numbers differ. The message has both.
     """
     if num_reference != num_own:
         raise DataError(

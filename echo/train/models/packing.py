@@ -1,24 +1,25 @@
-"""Packed rows: rollouts one after the other in one row, separated by the attention.
+"""Packed rows hold several rollouts, and the attention keeps them apart.
 
-A row [1, L] has no padding, so no computation is wasted, each micro-batch nearly reaches the limit
-of tokens, and a row can hold whole groups that a padded rectangle could not hold. An attention
+A row [1, L] has no padding, so no computation is wasted. Each micro-batch nearly reaches the limit
+of tokens. A row can hold whole groups that would not fit into a padded rectangle. An attention
 registered with transformers as `packed` keeps rollouts apart, by one of the kernels in
 attention.py. No mask function is registered with it, so transformers makes no mask of size L x L.
 transformers passes the result of `arguments` on to every layer.
 
-Completions of one prompt may share it: the prompt is a segment of its own, and each completion
-attends to the prompt's keys and then to its own. The kernel gets the prompt's keys once for each
-completion; all else in a layer is computed once for the prompt. A rollout of several chains is
-divided into pieces in the same way. Each piece attends to the keys of all tokens that come before
-it in its chain. These tokens may be in several places of the row.
+Completions may share a prompt. The prompt is then a segment of its own, and each completion attends
+to the prompt's keys and then to its own. The kernel gets the prompt's keys once for each
+completion. Everything else in a layer is computed once for the prompt. A rollout of several chains
+is divided into pieces in the same way. Each piece attends to the keys of all tokens that come
+before it in its chain. These tokens may be in several places of the row.
 
 This attention does what a mask would do: it is causal, within the segment, and within the layer's
 window. Other settings of a model's attention (caps, sinks, biases, windows in the mask only) are
-refused. Layers that mix tokens without attention cannot see segments, and some architectures would
-mix rollouts silently. So `find_packing_fault` tries each model: two short segments in one row must
-give the states that each gives alone. The probe is too short to show a window or a chunk, so only
-layers of full and sliding attention are accepted. The tests check sliding attention for each family
-of models. `can_share_prompts` tries two completions of one prompt in the same way.
+refused. Layers that mix tokens without attention cannot see segments. With some architectures,
+rollouts would affect each other silently. So `find_packing_fault` tries each model: two short
+segments in one row must give the states that each gives alone. The probe is too short to show a
+window or a chunk, so only layers of full and sliding attention are accepted. The tests check
+sliding attention for each family of models. `can_share_prompts` tries two completions of one prompt
+in the same way.
 
 Shapes: L tokens of a row, H heads of width D, n segments.
 """
@@ -83,7 +84,7 @@ PROBE_ERRORS = (
 def arguments(
     segments: Segments, kernel: Kernel, *, seen: set[LayerShape] | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of a model's forward for a packed row, besides `input_ids`.
+    """Return a model's arguments for a packed row, besides `input_ids`.
 
     Args:
         segments: segments of the row, on the model's device.
@@ -108,7 +109,7 @@ def arguments(
 
 
 def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
-    """Return the long segments at the start of a row; None if the first segment is not long."""
+    """Return the long segments at the start of a row, None if there are none."""
     spans = list(zip(segments.lengths, segments.prefixes, strict=True))
     is_other = (
         kernel.long_from is None or length < kernel.long_from or bool(runs)
@@ -134,16 +135,16 @@ def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
 
 
 def _num_keys(span: tuple[int, RowRuns]) -> int:
-    """Return the number of keys of a segment: its own tokens and the tokens before the segment."""
     length, runs = span
     return length + sum(size for _, size in runs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentRuns:
-    """The segments of a packed row in runs of neighbours, for a kernel without cumulative lengths.
+    """The segments of a packed row, grouped into runs of equal neighbours.
 
-    The segments of a run have equal lengths, and the same runs of tokens before them.
+    A kernel without cumulative lengths gets this class. The segments of a run have equal lengths,
+    and the same runs of tokens before them.
     """
 
     runs: tuple[tuple[int, int, RowRuns], ...]
@@ -159,7 +160,7 @@ class SegmentRuns:
     def of(spans: Iterable[tuple[int, RowRuns]]) -> SegmentRuns:
         """Return the runs of a row's segments.
 
-        `spans` has the length of each segment, and the runs of tokens before that segment.
+        `spans` has each segment's length, and the runs of tokens before the segment.
         """
         runs = tuple((len(list(same)), *span) for span, same in groupby(spans))
         starts = accumulate((number * length for number, length, _ in runs), initial=0)
@@ -192,7 +193,9 @@ def packed_attention(
     seen_shapes: set[LayerShape] | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Return causal attention within each segment of a row; the signature is transformers'.
+    """Return causal attention within each segment of a row.
+
+    transformers prescribes the signature.
 
     Args:
         module: the layer's attention.
@@ -220,7 +223,7 @@ def packed_attention(
         [1, L, H, Dv], and no weights.
 
     Raises:
-        NotImplementedError: if the model needs an attention that this one does not support.
+        NotImplementedError: if the model needs another kind of attention.
     """
     is_masked = attention_mask is not None or bool(dropout) or is_causal is False
     _refuse_unsupported(
@@ -259,7 +262,6 @@ def _refuse_unsupported(
     window: int | None,
     others: Mapping[str, object],
 ) -> None:
-    """Raise a NotImplementedError for arguments that this attention does not support."""
     for name in UNSUPPORTED:
         if others.get(name) is not None:
             raise NotImplementedError(f"packed attention has no {name}")
@@ -281,7 +283,7 @@ def _attend_runs(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return the attention within the segments of a row, [1, L, H, Dv], computed run by run.
+    """Return the attention within a row's segments, [1, L, H, Dv], run by run.
 
     This function is not compiled: each row has other runs and would need another graph.
     """
@@ -312,9 +314,8 @@ def _before(
 ) -> Iterator[Tensor]:
     """Yield the states of each run of tokens in `before`, [number, H, size, D].
 
-    All `number` segments get the same states. If a run is one of `parts`, that part is yielded:
-    the gradient of a part has the size of the part, but the gradient of a slice of `states` would
-    have the size of the whole row.
+    All `number` segments get the same states. If a run is one of `parts`, that part is yielded,
+    because its gradient is small. The gradient of a slice of `states` has the size of the row.
     """
     for run in before:
         start, size = run
@@ -326,7 +327,7 @@ def _before(
 def find_packing_fault(
     model: Any, own_dtype: torch.dtype, dtype: torch.dtype, shapes: set[LayerShape]
 ) -> str | None:
-    """Switch a model to packed rows; return why it cannot take packed rows, or None if it can.
+    """Switch a model to packed rows. Return why it cannot take them, or None.
 
     A model that cannot take packed rows is left unchanged.
 
@@ -362,7 +363,9 @@ def find_packing_fault(
 
 
 def can_share_prompts(model: Any, dtype: torch.dtype) -> bool:
-    """Return whether completions that share a prompt get the states that each would get alone.
+    """Return whether completions that share a prompt get correct states.
+
+    Each completion must get the states that it would get alone.
 
     Args:
         model: a model that was already switched to packed rows.
@@ -397,7 +400,7 @@ def _find_leak(
     dtype: torch.dtype,
     shapes: set[LayerShape],
 ) -> str | None:
-    """Return a reason if the second segment's states depend on the first segment, else None."""
+    """Return a reason if the second segment's states depend on the first segment."""
     given = arguments(row, plain_kernel(ids.device, dtype), seen=shapes)
     with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
         packed = _states(model, ids, **given)
@@ -408,10 +411,7 @@ def _find_leak(
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of a token's state from the expected state.
-
-    The difference of two states is the norm of their difference over the norm of the expected one.
-    """
+    """Return the largest relative difference of a token's state from the expected state."""
     found, expected = found.float(), expected.float()
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 

@@ -6,16 +6,16 @@ two, so that no [tokens, vocabulary] matrix is stored (kernels/logprob.py). Mode
 or shift their logits are refused: the configuration is checked, and the logits of a few tokens are
 compared with the product.
 
-Rollouts go through the model in packed rows if the model keeps them apart, in padded rows otherwise
-(packing.py); the numbers are the same. If prompts are long compared with their completions, the
-rollouts of a prompt share the prompt in a packed row, so the prompt is computed once.
+Rollouts go through the model in packed rows if the model keeps them apart (packing.py). Otherwise
+they go through it in padded rows, with the same results. In a packed row, rollouts of a prompt
+share the prompt if it is long compared with their completions. The prompt is then computed once.
 
-Trained weights are float32. With a compute type of bfloat16 the model itself holds them rounded
-(masters.py), and hidden states and LM head are multiplied in bfloat16 with float32 sums. A GPU's
-tensor cores and the fused kernels need that type.
+Trained weights are float32. With a compute type of bfloat16 the model itself holds rounded copies
+(masters.py). Hidden states and LM head are then multiplied in bfloat16 with float32 sums, as a
+GPU's tensor cores and the fused kernels need.
 
-If several processes train the model, each holds a shard of it (ranks/sharding.py), and all make the
-same calls.
+If several processes train the model, each holds a shard (ranks/sharding.py), and all make the same
+calls.
 
 Dropout is switched off: the ratio of learner to sampler probability must be 1 if both have the same
 weights.
@@ -112,9 +112,7 @@ NO_ROW = TrainingRow(
     ),
     advantage=0.0,
 )
-"""Row that a rank without a micro-batch puts through the model while other ranks have
-micro-batches.
-"""
+"""The row of a rank that has no micro-batch while other ranks have one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,9 +122,8 @@ class ModelSource:
     model_dir: Path
     """Hugging Face directory; config.json is enough if `tensors` is given."""
     tensors: Mapping[str, Tensor] | None = None
-    """Weights by name that replace the directory's weights, without copies of tied tensors. If
-    `lora` is set, `tensors` has the weights of the adapter; None then starts with an adapter that
-    changes nothing.
+    """Weights by name that replace the directory's weights. Tied tensors occur once. If `lora` is
+    set, `tensors` has the adapter's weights. None then starts with an adapter that changes nothing.
     """
     weights_dir: Path | None = None
     """Directory with the weights to load in place of the weights in `model_dir`."""
@@ -189,7 +186,7 @@ def learner_compute(
 ) -> Compute:
     """Return where and how the learner's models compute.
 
-    `gradient_checkpointing = "auto"` becomes False here: a caller that estimates memory replaces
+    `gradient_checkpointing = "auto"` becomes False here. A caller that estimates memory replaces
     "auto" before the call.
     """
     device = pick_device(section.device)
@@ -218,7 +215,7 @@ def learner_compute(
 
 
 class Policy:
-    """A causal language model that scores completion tokens, and is trained unless it is frozen."""
+    """A causal language model that scores completion tokens. It may be frozen."""
 
     def __init__(self, source: ModelSource, compute: Compute, *, is_frozen: bool = False) -> None:
         """Build the model, load its weights, and check that it can be trained.
@@ -279,7 +276,6 @@ class Policy:
             compile_layers(layers, must=compute.compile_layers is True)
 
     def _fill(self, source: ModelSource, model_dir: Path) -> None:
-        """Load the weights into the model, which was built without weights."""
         if self._root is not None and (source.tensors is None or self._adapter is not None):
             sharded_model.read(source.weights_dir or model_dir, model_dir, self.model)
         elif source.weights_dir is not None:
@@ -288,10 +284,10 @@ class Policy:
             self.load(source.tensors)
 
     def _check_and_round(self) -> None:
-        """Check the model's logits, and round its weights if the model computes in 16 bits.
+        """Check the model's logits, and round its weights for 16-bit computing.
 
-        The check is made before rounding if the model can compute in float32: in 16 bits a
-        difference may be lost in the rounding.
+        If the model can compute in float32, the check comes first. In 16 bits, rounding may hide a
+        difference.
         """
         compute = self.compute
         has_one_type = compute.attn_implementation == FLASH or self._root is not None
@@ -303,7 +299,7 @@ class Policy:
             self._check_logits(compute.dtype)
 
     def _shard(self, ranks: Ranks) -> ShardedModel:
-        """Shard the model and return its root; the model then has new parameter objects."""
+        """Shard the model, which gives it new parameter objects. Return its root."""
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
         root = sharding.shard(self.model, ranks, self.compute.dtype)
         if self._adapter is not None:
@@ -313,7 +309,7 @@ class Policy:
 
     @property
     def _head(self) -> Tensor:
-        """The LM head's weight; in a sharded model the weight is whole only within `_compute`."""
+        """Return the LM head's weight. If sharded, it is whole only within `_compute`."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -340,7 +336,7 @@ class Policy:
         return f"{eager}{name} is trained on {rows}{again}"
 
     def pad_rows(self, why: str) -> None:
-        """Change to padded rows for the reason `why`, which `describe_rows` will give."""
+        """Change to padded rows. `describe_rows` then gives the reason `why`."""
         if self.is_packed:
             self.model.set_attn_implementation(self._attention)
             self.padded_because = why
@@ -353,11 +349,11 @@ class Policy:
         whole_groups: bool = False,
         score_all: bool = False,
     ) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield this rank's micro-batches, on the CPU, each with the indices of its `rows`.
+        """Yield this rank's micro-batches on the CPU, with the indices of their rows.
 
         Each rank gets its own micro-batches, and all ranks get the same number. If there are not
-        enough rows, a rank gets a micro-batch of `NO_ROW`, which has no index. That micro-batch
-        must also go through the model, but its results are not used.
+        enough rows, a rank gets a micro-batch of `NO_ROW` without indices. This micro-batch must
+        also go through the model, but its results are not used.
 
         Args:
             rows: any number, in any order.
@@ -464,7 +460,7 @@ class Policy:
                 )
 
     def round(self) -> None:
-        """Round changed master weights into the model, if the model computes in 16 bits."""
+        """Round changed master weights into a model that computes in 16 bits."""
         if self._masters is not None:
             self._masters.round()
 
@@ -479,7 +475,7 @@ class Policy:
             entropy: whether entropies are computed, and whether they have a gradient.
 
         Returns:
-            [B, T] log-probabilities in nats with gradient, 0 where masked; and [N] entropies in
+            [B, T] log-probabilities in nats with gradient, 0 where masked. Then [N] entropies in
             nats of the distributions at the N scored tokens. If `entropy` is "none", the second
             tensor is empty. If a token has a support, its distribution is over the support.
         """
@@ -490,7 +486,7 @@ class Policy:
     def _scores(
         self, batch: MicroBatch, inv_temperature: float, entropy: EntropyMode
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [N] log-probabilities in nats, and [N] entropies, None if `entropy` is "none"."""
+        """Return [N] log-probabilities and, unless `entropy` is "none", [N] entropies, nats."""
         states, head = self.predictors(batch)
         token_ids, compute = batch.pick(batch.token_ids), self.compute
         settings: dict[str, Any] = {
@@ -556,7 +552,7 @@ class Policy:
     def token_losses(
         self, batch: MicroBatch, *, clip: RatioClip, inv_temperature: float
     ) -> TokenLosses:
-        """Return the clipped loss of each token with its log-probability, in one fused operation.
+        """Return each token's clipped loss and log-probability, from one fused operation.
 
         Args:
             batch: the micro-batch, on this policy's device.
@@ -564,8 +560,8 @@ class Policy:
             inv_temperature: 1 / sampling temperature.
 
         Returns:
-            Losses (with gradient), log-probabilities and ratios as [B, T], 0 where masked; and the
-            [N] entropies of the scored tokens.
+            Losses with gradient, log-probabilities and ratios, [B, T] each, 0 where masked. Then
+            the [N] entropies of the scored tokens.
         """
         losses, logprobs, ratios, entropies = self._compute(
             self._losses, batch, clip, inv_temperature
@@ -596,7 +592,7 @@ class Policy:
         return tokens.losses, tokens.logprobs, tokens.ratios, tokens.entropies
 
     def _compute(self, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that computes with the model and returns a tuple of tensors.
+        """Call a function that computes with the model.
 
         All ranks call this method together. A sharded model can compute only within this call.
         """
@@ -607,7 +603,7 @@ class Policy:
     def from_predictors(
         self, batch: MicroBatch, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return the result of `compute` for `predictors`; the LM head is whole during the call."""
+        """Return the result of `compute` for `predictors`, while the LM head is whole."""
         found: tuple[Tensor] = self._compute(lambda: (compute(*self.predictors(batch)),))
         return found[0]
 
@@ -640,7 +636,7 @@ class Policy:
         return packing.arguments(segments, kernel)
 
     def _choose_rows(self) -> str | None:
-        """Switch to packed rows if the model can take them; return why it cannot, or None."""
+        """Switch to packed rows if the model can take them. Otherwise return the reason."""
         if not self.compute.packs:
             return "it was asked for"
         attention = self.compute.attn_implementation
@@ -695,12 +691,12 @@ class Policy:
 
 
 def float32_attention(attn_implementation: str) -> str:
-    """Return transformers' name of an attention that computes the same function in float32."""
+    """Return the name of an attention that computes the same in float32."""
     return "auto" if attn_implementation == FLASH else attn_implementation
 
 
 def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
-    """Return a frozen model that scores in float32, for weights that are loaded into it later.
+    """Return a frozen model that scores in float32. Its weights are loaded later.
 
     The model is sharded if `compute` has several ranks. Flash attention cannot compute in float32,
     so an attention that computes the same function replaces it.
@@ -720,7 +716,7 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
 
 @contextmanager
 def _positions_unchecked() -> Iterator[None]:
-    """Keep transformers from checking whether positions start again within a padded row.
+    """Keep transformers from checking whether positions restart within a padded row.
 
     Positions never do that here, and the check would make the host wait for a GPU.
     """
@@ -736,7 +732,7 @@ def _positions_unchecked() -> Iterator[None]:
 
 
 def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
-    """Return the float32 model on its device, with the directory's weights or random weights.
+    """Return the float32 model on its device.
 
     A model that will be sharded is built on the CPU without weights. It takes no memory there,
     since its pages are never written.
@@ -778,7 +774,7 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
 
 
 def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | None = None) -> int:
-    """Check, without reading weights, that a model can be trained; return its vocabulary's size.
+    """Check that a model can be trained, without reading weights. Return its vocabulary size.
 
     Args:
         source: the model to load.
@@ -786,7 +782,8 @@ def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | No
         weights: directory of the model's weights, whose files are checked; None for no such check.
 
     Raises:
-        EchoError: the error that `Policy` would raise, unless the values of the weights cause it.
+        EchoError: the error that `Policy` would raise. Errors from the weights' values are not
+            found.
     """
     _check_types(compute)
     alone = replace(compute, device=torch.device("meta"), ranks=ALONE)
@@ -810,7 +807,6 @@ def _fills(compute: Compute) -> Fills:
 
 
 def _num_positions(model: Any) -> int | None:
-    """Return the largest number of tokens that a model has positions for; None if unknown."""
     found: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return found
 
@@ -824,7 +820,7 @@ def _check_types(compute: Compute) -> None:
 
 
 def _check_layers(model: Any, compute: Compute) -> None:
-    """Raise if layers should be recomputed, offloaded or compiled, but the model cannot do it."""
+    """Raise if the model lacks layers that can be recomputed, offloaded or compiled as asked."""
     name, checkpointing = type(model).__name__, compute.gradient_checkpointing
     if checkpointing and not model.supports_gradient_checkpointing:
         raise EngineError(

@@ -31,7 +31,7 @@ probability mass that truncation leaves.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescoring:
-    """The sampling distribution and the rounding of weights under which tokens are scored again."""
+    """The sampling distribution and the rounding of weights for scoring again."""
 
     sampling: Sampling
     """Sampling settings of the workers."""
@@ -75,7 +75,7 @@ class Rescorer:
         self.policy.load(read_version(version, self.policy.compute.ranks))
 
     def score(self, micro: MicroBatch) -> Tensor:
-        """Return [B, T, 2]: log-probabilities, and logs of the mass that truncation leaves.
+        """Return log-probabilities and logs of the kept mass, [B, T, 2].
 
         A token with a support is scored on its support, so truncation leaves all the mass.
 
@@ -98,7 +98,9 @@ class Rescorer:
 
 
 def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
-    """Return the weights of a version from a file. Each tensor is read from disk on its first use.
+    """Return the weights of a version from a file.
+
+    Each tensor is read from disk on its first use.
 
     Args:
         path: path of a safetensors file.
@@ -119,9 +121,9 @@ def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
 
 
 def log_kept_mass(states: Tensor, head: Tensor, token_ids: Tensor, sampling: Sampling) -> Tensor:
-    """Return [N] logs, at most 0, of the probability that min_p, top_k and top_p leave.
+    """Return the logs of the probability that min_p, top_k and top_p leave, [N].
 
-    The token itself always counts as kept: it was drawn, even if rounding here would exclude it.
+    The token itself always counts as kept, even if rounding here would exclude it: it was drawn.
     """
     masses = []
     whole = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)

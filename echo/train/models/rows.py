@@ -1,9 +1,9 @@
-"""Rows of a batch: divided into micro-batches, packed or padded, whichever costs less.
+"""Division of a batch's rows into micro-batches, packed or padded.
 
-Packed rows have no padding, and in them rollouts of one prompt can share the prompt. But without a
-varlen kernel, attention is called once for each run of equal segments. A small model with many
-lengths spends more time in these calls than padding would take. And on some GPUs attention of
-padded rows is faster. So both layouts are made, and their costs are compared: the model's
+Packed rows have no padding, and rollouts of one prompt can share the prompt. But without a varlen
+kernel, attention is called once for each run of equal segments. A small model with many lengths
+spends more time in these calls than on padding. On some GPUs attention of padded rows is also
+faster. So both layouts are planned, and the cheaper one is taken. The cost counts the model's
 operations on rollouts and padding, and the calls of attention. Ranks make the same plan from the
 same rows.
 """
@@ -23,9 +23,9 @@ from echo.train.models.flops import ModelFlops
 from echo.train.ranks.sharding import Ranks
 
 CALL_FLOPS = {"cpu": 6e6, "cuda": 5e9}
-"""Cost of one call of attention, forward and backward, beside its products. The host's code and, on
-a GPU, some forty launches take a fixed time in each call. The cost is the number of operations that
-the device could make in that time.
+"""Cost of one call of attention, forward and backward, beside its products. Each call takes a fixed
+time for the host's code and, on a GPU, for some forty launches. The cost is the number of
+operations that the device could make in that time.
 """
 
 
@@ -47,8 +47,8 @@ class RowPlan:
     shares_tokens: bool
     """Whether rollouts of a prompt, and chains of a rollout, share tokens in a packed row."""
     cost: float
-    """Cost of the plan in operations, summed over the ranks. Each call of attention adds
-    CALL_FLOPS.
+    """Cost of the plan in operations, summed over the ranks, with CALL_FLOPS for each call of
+    attention.
     """
 
 
@@ -152,14 +152,13 @@ class RowRules:
         return RowPlan(bins=own, units=units, is_packed=False, shares_tokens=False, cost=cost)
 
     def _flops(self, spans: Spans) -> int:
-        """Return the number of operations of segments, without the operations of the head."""
         row = self.flops.row
         return sum(row(before + length, 0) - row(before, 0) for length, before in spans)
 
     def _attended(self, spans: Spans) -> float:
-        """Return what slower attention in a packed row costs, as a number of operations.
+        """Return the extra operations that slower attention in a packed row costs.
 
-        Segments without dense products pay this cost on top of the operations that they need.
+        Segments without dense products pay this cost.
         """
         attention, long_from = self.flops.attention_of, self.kernel.long_from
         slow = sum(
@@ -179,11 +178,11 @@ def _in_a_line(
     units: Sequence[int],
     long_from: int | None,
 ) -> list[int]:
-    """Return the rows of a micro-batch in an order that puts rows of one prompt side by side.
+    """Return the rows of a micro-batch, with rows of one prompt side by side.
 
     Long rows come first, so that they are the start of the packed row. Within a unit, and among
-    rows that share no prompt, the longest comes first: without a varlen kernel, attention computes
-    neighbours of equal length at once.
+    rows that share no prompt, the longest comes first. Neighbours of equal length save calls if
+    there is no varlen kernel.
     """
     sizes = Counter(units[index] for index in indices)
 
@@ -197,15 +196,12 @@ def _in_a_line(
 
 
 def _alone(row: TrainingRow) -> Spans:
-    """Return the spans of a row whose chains share no tokens.
-
-    Each chain is a segment of its own, without tokens before it.
-    """
+    """Return the spans of a row whose chains share no tokens."""
     return [(length, 0) for length in row.chain_inputs]
 
 
 def _num_runs(indices: Sequence[int], rows: Sequence[TrainingRow], units: Sequence[int]) -> int:
-    """Return the number of runs of equal neighbouring segments in the packed row of these rows."""
+    """Return the number of runs of equal segments in the packed row of these rows."""
     sizes = Counter(units[index] for index in indices)
     shared = [unit for unit, size in sizes.items() if size > 1]
     lengths = ((units[i] if sizes[units[i]] > 1 else -1, rows[i].num_inputs) for i in indices)

@@ -152,7 +152,7 @@ def make_warm_model(
         task: the task of that name, as `load_task` builds it.
         seed: seed of the weights, the demonstrations and the measurement.
         head_dim: width of the model's attention heads.
-        view: shows every step, unless the model is there already; None shows nothing.
+        view: shows every step of a new warm-up; None shows nothing.
 
     Raises:
         ConfigError: if the task has no recipe.
@@ -186,7 +186,10 @@ def warm_model_path(
 def pass_rate(
     model: Qwen3ForCausalLM, task: Demonstrator, num_prompts: int, *, greedy: bool, seed: int
 ) -> float:
-    """Return the share of the first `num_prompts` held-out prompts that the model answers right."""
+    """Return the share of held-out prompts that the model answers right.
+
+    The first `num_prompts` held-out prompts are used.
+    """
     tokenizer = build_tokenizer()
     examples = [task.example(index, split="heldout") for index in range(num_prompts)]
     prompts = tokenizer([str(example.prompt) for example in examples])["input_ids"]
@@ -240,7 +243,6 @@ def _train(
     seed: int,
     view: WarmupView | None,
 ) -> None:
-    """Fit a model to `num_steps` batches of fresh demonstrations."""
     tokenizer, rng = build_tokenizer(), random.Random(seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=0.0, betas=recipe.betas, weight_decay=recipe.weight_decay
@@ -265,7 +267,7 @@ def _train(
 def _demonstrations(
     task: Demonstrator, tokenizer: PreTrainedTokenizerFast, rng: random.Random, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and labels [batch_size, longest]; prompts and padding have the label IGNORED."""
+    """Return ids and labels, [batch_size, longest]. Prompts and padding are IGNORED."""
     pairs = [task.demonstration(rng) for _ in range(batch_size)]
     texts = tokenizer([prompt + completion for prompt, completion in pairs])["input_ids"]
     rows = [[*ids, EOS_ID] for ids in texts]
@@ -279,16 +281,13 @@ def _demonstrations(
 
 
 def _text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
-    """Return the text of a completion without its <eos>, which can only be the last token."""
+    """Return the text of a completion without its <eos>."""
     ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _recipe_hash(task_name: str, task: Demonstrator, seed: int, head_dim: int) -> str:
-    """Return the hash of everything that makes a model, except packages and source code.
-
-    The hash covers the task's demonstrations and prompts.
-    """
+    """Return the hash of everything that makes a model, except packages and code."""
     rng = random.Random(seed)
     made_from = {
         "recipe": asdict(RECIPES[task_name]),
@@ -337,10 +336,7 @@ def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> War
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread during the block: with so small a model, two threads mostly wait.
-
-    On a busy machine two threads take many times as long as one.
-    """
+    """Let torch use one thread: on so small a model, two threads mostly wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,6 +1,6 @@
-"""Findings of forward and backward passes, and a step's metrics, which are computed from them.
+"""Findings of forward and backward passes, and the metrics computed from them.
 
-A finding is a sum over the N tokens that went through the loss, and has the name of the metric that
+A finding is a sum over the N tokens that went through the loss. It has the name of the metric that
 is computed from it. Three kinds of findings are not sums over tokens: the loss itself, the largest
 ratio (a maximum), and the sums over rollouts.
 """

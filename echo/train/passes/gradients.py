@@ -1,10 +1,10 @@
 """The gradient of a batch under a loss, micro-batch by micro-batch.
 
-Each micro-batch goes forward through the policy and the reference, through the loss, and backward;
-gradients add up on the parameters. Every loss is divided by counts of the whole batch, so how the
-batch is divided into micro-batches does not change the gradient.
+Each micro-batch goes forward through the policy, the reference and the loss, and then backward.
+Gradients add up on the parameters. Every loss is divided by counts of the whole batch. So the
+division into micro-batches does not change the gradient.
 
-A loss that declares further needs (algo/loss.py) gets these inputs here: whole groups in a
+A loss may declare further needs (algo/loss.py), which this module fulfils: whole groups in a
 micro-batch, the group's expectation, a first pass over the batch, entropies, the proximal policy,
 the reference.
 
@@ -44,7 +44,7 @@ from echo.train.step import StepError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchFindings:
-    """Sums over the tokens of a batch after its gradient was added; the same on all ranks."""
+    """Sums over a batch's tokens from its gradient pass, the same on all ranks."""
 
     sums: Sums
     """Sums over trained tokens by metric (findings.py), and the loss as "loss/policy"."""
@@ -65,8 +65,7 @@ class _Scored:
     likely ids.
     """
     tokens: TokenLosses | None = None
-    """Clipped token losses with gradient; None if the loss is computed separately from the scores.
-    """
+    """Clipped token losses with gradient; None if the scores were not fused with the loss."""
 
     @property
     def no_loss(self) -> Tensor:
@@ -76,7 +75,7 @@ class _Scored:
 
 @dataclass(slots=True, eq=False)
 class _RankFindings:
-    """The findings of this rank in the micro-batches that it has computed so far in a batch."""
+    """This rank's findings in the micro-batches computed so far."""
 
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     """For each micro-batch, sums by metric, scalars on the device."""
@@ -126,8 +125,7 @@ class Gradients:
         Args:
             batch: the rows, and the counts that the loss divides by.
             loss: the loss to differentiate.
-            step_count: number of the step that made the present weights, for the staleness of
-                tokens.
+            step_count: number of the step that made the present weights.
 
         Raises:
             MemoryShortageError: if this process trains alone, and its memory was too small; the
@@ -155,10 +153,10 @@ class Gradients:
     def _make_round(
         self, inputs: _BatchInputs, found: _RankFindings, indices: Sequence[int], micro: MicroBatch
     ) -> StepError | None:
-        """Put a micro-batch forward and backward through the policy; return this rank's error.
+        """Put a micro-batch through the policy, forward and backward. Return this rank's error.
 
-        After the loss has failed on a micro-batch of this rank, the rank's later micro-batches go
-        through the model without a loss, since the other ranks wait for them.
+        If the loss has failed before on this rank, the micro-batch goes through the model without a
+        loss, since the other ranks wait.
         """
         failure: StepError | None = None
         objective: Tensor | None = None
@@ -184,10 +182,10 @@ class Gradients:
         return failure
 
     def _score(self, micro: MicroBatch, loss: Loss) -> _Scored:
-        """Return the policy's scores of a micro-batch, fused with the loss if the loss allows it.
+        """Return the policy's scores of a micro-batch, fused with the loss if possible.
 
-        The fused kernel computes the logits of the whole vocabulary. So the loss is not fused if
-        any token was drawn from a known set of ids, or from all ids but a few.
+        The fused kernel computes the logits of the whole vocabulary. So the loss is not fused if a
+        token was drawn from only a part of it.
         """
         policy = self._models.policy
         fused_clip = loss.fused_clip if isinstance(loss, ClippedTokenLoss) else None
@@ -282,7 +280,6 @@ class _BatchInputs:
 
 
 def _by_group(scored: _Scored, micro: MicroBatch, *, num_groups: int) -> Tensor:
-    """Return the [G, 6] sums of `mismatch_by_group` over a micro-batch, for G groups."""
     rows = micro.scored.div(micro.token_ids.shape[1], rounding_mode="floor")
     return mismatch_by_group(
         micro.pick(scored.logprobs),

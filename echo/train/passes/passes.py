@@ -7,8 +7,8 @@ no row. A rank that runs out of memory within a pass ends the job.
 A process that trains alone and runs out of memory repeats the pass in smaller micro-batches. If a
 single rollout is too large, the batch is refused.
 
-An error in a computation on a batch is that batch's fault and becomes a `StepError`, unless it is
-one of `FATAL_ERRORS`. When a `StepError` is raised, no weight has changed, so the run can go on.
+An error in a computation on a batch becomes a `StepError`, unless it is one of `FATAL_ERRORS`. When
+a `StepError` is raised, no weight has changed, so the run can go on.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ T = TypeVar("T")
 
 MakeRound = Callable[[Sequence[int], MicroBatch], StepError | None]
 """A function that puts a micro-batch through a model. Its arguments are the indices of this rank's
-rows, and the micro-batch of these rows on the device. If the rank has no rows and only takes part
-in the round, there are no indices. The function returns an error that this rank alone has had, or
-None."""
+rows, and the micro-batch of these rows on the device. If the rank has no rows, there are no
+indices. The function returns an error that only this rank has had, or None.
+"""
 
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors of the settings, the machine or the device. They would come with any other batch, too."""
+"""Errors of the settings, the machine or the device, which any other batch would cause as well."""
 
 
 @contextmanager
 def as_step_errors() -> Iterator[None]:
-    """Turn an error of the `with` block into a `StepError`, unless the error is fatal.
+    """Turn a non-fatal error of the `with` block into a `StepError`.
 
     The block computes on a batch.
     """
@@ -97,7 +97,7 @@ class Passes:
     """Makes passes, and repeats a pass in smaller micro-batches if memory was too small."""
 
     def __init__(self, models: Models, speed: Speedometer) -> None:
-        """Store the models and the speedometer, which both get the smaller limit of tokens."""
+        """Store the models and the speedometer."""
         self._models = models
         self._speed = speed
         self._notices: list[str] = []
@@ -110,7 +110,7 @@ class Passes:
         step: int,
         can_begin_again: bool = True,
     ) -> T:
-        """Make a pass; repeat it in smaller micro-batches as long as the memory is too small.
+        """Make a pass. Repeat it in smaller micro-batches while memory is too small.
 
         Args:
             rows: the rows of the pass.
@@ -146,7 +146,7 @@ class Passes:
     def _take_smaller_micro_batches(
         self, rows: Sequence[TrainingRow], shortage: MemoryShortageError, *, step: int
     ) -> None:
-        """Set the limit to half of the micro-batch that was too large, and add a notice.
+        """Set the limit to half of the too large micro-batch, and add a notice.
 
         Raises:
             StepError: if that micro-batch cannot be divided.

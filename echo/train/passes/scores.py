@@ -1,7 +1,7 @@
 """Scores of tokens by a pass without a gradient.
 
     of_rows       the policy's log-probability of every completion token
-    of_batch      log-ratio and advantage of every trained token, for a loss that needs all of these
+    of_batch      log-ratio and advantage of every trained token, for a loss that needs them
     of_reference  the reference's log-probabilities of one micro-batch, within a training pass
     of_version    a published version's scores of every completion token
 
@@ -52,7 +52,7 @@ class TokenScores:
         return _score_rows(rows, self._models.policy, self._policy_logprobs)
 
     def of_version(self, rows: Sequence[TrainingRow]) -> RowScores:
-        """Return the scores of each row, [T, 2], under the weights that the rescorer holds.
+        """Return each row's scores under the weights that the rescorer holds, [T, 2].
 
         Returns:
             Log-probability of each token, and the log of the mass that top_k and top_p leave.

@@ -4,20 +4,20 @@
                      |  a command: (name, arguments), over the control group
     rank 1, 2..  follow(): a Trainer of its own, which does what the command says
 
-Each use of the weights is a command, which all ranks carry out together: the leader sends the
-command to the others and then carries it out as well. There are two process groups, for two kinds
-of waits. In the control group ranks wait for the next command, for hours if no rollouts arrive. All
-else uses the default group, in which no rank waits longer than COLLECTIVE_S.
+Each use of the weights is a command, which all ranks carry out together. The leader sends the
+command to the others and then carries it out as well. There are two process groups. In the control
+group ranks wait for the next command, for hours if no rollouts arrive. All other communication uses
+the default group. There no rank waits longer than COLLECTIVE_S.
 
 A rank that fails ends the job, and the leader reports which rank it was and why. Each rank writes
 its crash reason into the store through which the ranks found each other.
 
-    it raised                 a reason; its peers notice at once (gloo) or by torchrun's SIGTERM
-    it was killed             no reason; noticed likewise
+    it raised an error        a reason; its peers notice at once (gloo) or by torchrun's SIGTERM
+    it was killed             no reason; its peers notice in the same way
     it hangs, or its          no reason; a collective of the others runs out of time: COLLECTIVE_S
     machine is gone
 
-No state is saved then, since no rank alone has the whole state. The run continues from its last
+No state is saved then, since no rank has the whole state. The run continues from its last
 checkpoint after a restart by torchrun (`--max-restarts`) or by the user.
 """
 
@@ -68,8 +68,7 @@ class Launch:
     """Number of this process on its machine, counted from 0."""
     prefix: str
     """Prefix of the keys that the processes write into the store. If the launcher's store outlives
-    a restart, each start has a prefix of its own. If each start has a new store, the prefix is
-    empty.
+    a restart, each start has its own prefix. Otherwise the prefix is empty.
     """
 
     @staticmethod
@@ -108,7 +107,7 @@ class Launch:
 
 
 def join(launch: Launch, device_type: str) -> RankGroup:
-    """Wait until all ranks have joined; return the ranks as this process sees them.
+    """Wait until all ranks have joined. Return the group.
 
     Args:
         launch: the environment from torchrun.
@@ -147,7 +146,7 @@ def form(
     *,
     collective_s: float = COLLECTIVE_S,
 ) -> RankGroup:
-    """Make the process groups of the ranks that use the same store, and return these ranks."""
+    """Make the process groups of the ranks that use the same store."""
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,
@@ -167,10 +166,10 @@ def form(
 
 
 class CrashReasons:
-    """The reasons for which ranks have ended, kept in the store that all ranks use."""
+    """The reasons why ranks have ended, kept in the store of all ranks."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Remember the store, this rank's number and the number of ranks.
+        """Store the connection to the store, this rank's number and the number of ranks.
 
         The store adds a prefix to each key, so no other user of the store has the same keys.
         """
@@ -178,13 +177,13 @@ class CrashReasons:
         self._others = [other for other in range(size) if other != rank]
 
     def leave(self, reason: str) -> None:
-        """Write why this rank ends; the reason is "" if this rank has not failed itself."""
+        """Write why this rank ends. The reason is "" if this rank has not failed."""
         with suppress(RuntimeError):  # the store may be gone with the rank that held it
             self._store.set(f"reason of {self._rank}", reason)
             self._store.add(f"has ended: {self._rank}", 1)
 
     def wait_for_others(self, seconds: float) -> bool:
-        """Wait up to `seconds` until all other ranks have ended; return whether they have.
+        """Wait up to `seconds` for the end of all other ranks. Return whether they ended.
 
         Raises:
             RuntimeError: if the process that held the store has ended.
@@ -253,7 +252,7 @@ AGREED: dict[str, tuple[type[EchoError], ...]] = {
     "rescore": (StepError, StorageError),
     "save_state": (NonfiniteWeightsError, StorageError),
 }
-"""Errors that a command may raise on all ranks alike; any other error is a failure of one rank.
+"""Errors that a command may raise on all ranks together. Any other error is a failure of one rank.
 """
 
 
@@ -271,13 +270,13 @@ class RankGroup:
     _is_broken: bool = False
 
     def send(self, command: RankCommand) -> None:
-        """Send the next command to the other ranks; only the leader calls this method."""
+        """Send the next command to the other ranks. Only the leader calls this method."""
         data = np.frombuffer(msgspec.msgpack.encode(command), dtype=np.uint8)
         dist.broadcast(torch.tensor([len(data)]), src=0, group=self.control)
         dist.broadcast(torch.from_numpy(data.copy()), src=0, group=self.control)
 
     def receive(self) -> RankCommand:
-        """Wait for the leader's next command and return it; the other ranks call this method."""
+        """Wait for the leader's next command. The other ranks call this method."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, src=0, group=self.control)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -290,10 +289,10 @@ class RankGroup:
 
     @contextmanager
     def together(self, command: RankCommand) -> Iterator[None]:
-        """Send a command to the other ranks; in the `with` block the leader carries it out as well.
+        """Send a command to the other ranks. The `with` block is the leader's own part.
 
         Raises:
-            RankError: if another rank has failed, so that no rank can go on.
+            RankError: if another rank has failed.
         """
         if self._is_broken:
             raise RankError(f"the learner's processes cannot go on with {command.name}")
@@ -325,7 +324,7 @@ class RankGroup:
         )
 
     def dismiss(self) -> None:
-        """Send "stop" to the other ranks if no rank has failed; the leader calls this last."""
+        """Send "stop" to the other ranks if none has failed. The leader calls this last."""
         if not self._is_broken:
             with suppress(RuntimeError):
                 self.send(RankCommand("stop"))
@@ -346,7 +345,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _describe_failure(command: RankCommand, error: BaseException) -> str:
-    """Return a text that says how this rank failed in a command, with a remedy if one is known."""
     text = f"{command.name}: {type(error).__name__}: {_first_line(error)}"
     if isinstance(error, torch.OutOfMemoryError):
         text += "; lower learner.micro_batch_tokens, or set learner.gradient_checkpointing = true"
@@ -368,7 +366,7 @@ class LeadTrainer:
     def __init__(
         self, rank_group: RankGroup, build: Build, checkpoint: Path | None, *, published_dtype: str
     ) -> None:
-        """Have all ranks build their trainers, which load the checkpoint if there is one.
+        """Have all ranks build their trainers and load the checkpoint.
 
         Args:
             rank_group: the ranks.
@@ -411,7 +409,7 @@ class LeadTrainer:
         return self._trainer.refusal(group)
 
     def describe_rows(self) -> str:
-        """Return a sentence on how rollouts go through the model, and on how many processes."""
+        """Describe how rollouts go through the model, and the number of processes."""
         return f"{self._trainer.describe_rows()}, by {self._rank_group.ranks.size} processes"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
@@ -420,7 +418,7 @@ class LeadTrainer:
             return self._trainer.step(groups)
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
-        """Return the groups of a refused batch that are at fault; see `Trainer.find_faulty`."""
+        """Return which groups of a refused batch are at fault; see `Trainer.find_faulty`."""
         with self._rank_group.together(_with_groups("find_faulty", groups)):
             return self._trainer.find_faulty(groups)
 
@@ -459,7 +457,7 @@ class LeadTrainer:
 
 
 AnyTrainer = Trainer | LeadTrainer
-"""The type of a learner's trainer: of a single process, or of several."""
+"""The type of a learner's trainer, in one process or in several."""
 
 
 def _with_groups(name: str, groups: Sequence[Group], path: str | None = None) -> RankCommand:
@@ -470,7 +468,7 @@ def _with_groups(name: str, groups: Sequence[Group], path: str | None = None) ->
 
 
 def follow(rank_group: RankGroup, build: Build, log: logging.Logger) -> None:
-    """Carry out the leader's commands on another rank until the command "stop".
+    """Carry out the leader's commands until the command "stop".
 
     Raises:
         RankError: if this rank fails, or the other ranks are gone.
@@ -507,7 +505,7 @@ def _carry_out(
 ) -> None:
     """Carry out a command.
 
-    An error that all ranks raise alike is only logged, since the leader handles it.
+    An error that all ranks raise is only logged, since the leader handles it.
     """
     path = None if command.path is None else Path(command.path)
     calls: dict[str, Callable[[], object]] = {

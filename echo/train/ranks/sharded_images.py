@@ -1,11 +1,10 @@
 """Images of versions, written, coded and hashed in parts by all ranks.
 
-    every rank of rank 0's machine    rounds its rows into the image, in memory that all of them map
-    a rank of another machine         rounds its rows into its own memory, and sends rank 0 what has
-                                      changed since the version before, PIECE_BYTES of the image at
-                                      a time
-    once all rows have arrived        rank 0 deals the blocks of each segment among the ranks of its
-                                      machine; each codes its own, and rank 0 signs and sends
+    every rank of rank 0's machine    rounds its rows into the image, in shared memory
+    a rank of another machine         rounds its rows into its own memory, and sends rank 0 the
+                                      changes since the version before, in pieces of PIECE_BYTES
+    once all rows have arrived        rank 0 divides the blocks of each segment among the ranks of
+                                      its machine. Each codes its own, and rank 0 signs and sends
     after that, for the seal          each rank of the machine hashes and encrypts its part of the
                                       chunks
 
@@ -15,19 +14,19 @@ stream. Rows from another machine use a process group of their own, since the ne
 other groups.
 
 No rank gathers the model. The place of a row in an image depends on the model alone, and every rank
-codes a block to the same bytes. So the versions of several ranks equal the versions of one process
-byte for byte, and deltas continue after a resume on another number of ranks.
+codes a block to the same bytes. So the number of ranks does not change the bytes of a version.
+Deltas continue after a resume on another number of ranks.
 
-Each rank tries to connect to a Unix socket of rank 0; a rank that cannot connect is on another
+Each rank tries to connect to a Unix socket of rank 0. A rank that cannot connect is on another
 machine. A rank has two connections until its process ends. On the first, rank 0 sends the memory of
-images, and receives a message when rows are written. This memory has no name, and is freed with the
-last process that maps it. On the second, rank 0 asks for coded blocks and for hashes. If a rank's
-process has ended, rank 0 does the work of that rank until rank_group.py ends the job.
+images, and receives a message when rows are written. The memory has no name, so it is freed with
+the last process that maps it. On the second, rank 0 asks for coded blocks and for hashes. If a
+rank's process has ended, rank 0 does the work of that rank until rank_group.py ends the job.
 
-Rank 0's machine holds two images, a third image while an older one is still read
-(`RecycledMemory`), and the coded blocks of one or two segments. On another machine, each rank holds
-two copies of its own rows and one piece. If the weights are on a GPU, each rank has a rounded piece
-of 64 MiB as well, and all memory that rows are copied to is pinned.
+Rank 0's machine holds two images, and the coded blocks of one or two segments. It holds a third
+image while an older one is still read (`RecycledMemory`). On another machine, each rank holds two
+copies of its own rows and one piece. If the weights are on a GPU, each rank also has a rounded
+piece of 64 MiB. All memory that rows are copied to is then pinned.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class RowSpan:
     stop: int
 
     def pieces(self) -> Iterator[tuple[int, int, WordBytes]]:
-        """Yield each piece of the span: its start, its end, and the size of its words, in bytes."""
+        """Yield the start, end and word size of each piece of the span, in bytes."""
         for first in range(self.start, self.stop, PIECE_BYTES):
             last = min(first + PIECE_BYTES, self.stop)
             yield first, last, word_bytes_of([self.spec], first, last)
@@ -104,12 +103,14 @@ class RowSpan:
 def begin_to_write(
     places: Iterable[tuple[RowSpan, Tensor]], tensors: Weights, stream: CopyStream | None
 ) -> Callable[[], None]:
-    """Round this rank's rows into their places; return a function that waits for the copies.
+    """Round this rank's rows into their places.
+
+    The result is a function that waits for the copies.
 
     Args:
         places: each span with its memory, uint8 [stop - start] on the host.
         tensors: this rank's weights by name.
-        stream: CUDA stream for copies from a GPU; the optimizer has to wait for it. None to copy
+        stream: CUDA stream for copies from a GPU, which the optimizer has to wait for. None to copy
             before returning.
     """
 
@@ -171,7 +172,7 @@ class RemoteRows:
         self._last: memoryview | None = None
 
     def begin(self, tensors: Weights) -> Callable[[], None]:
-        """Begin to round the rows of a version; return a function that completes the work.
+        """Begin to round the rows of a version. Return a function that completes the work.
 
         The function waits for the rows and sends their changes to rank 0.
         """
@@ -200,7 +201,7 @@ def receive_rows(
     last: memoryview | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Receive the rows of a rank on another machine, and write them into the image.
+    """Write the rows of a rank on another machine into the image.
 
     Args:
         rank: the rank that sends the rows.
@@ -223,7 +224,7 @@ def receive_rows(
 
 
 def new_memory(num_bytes: int) -> tuple[int, Bytes]:
-    """Return new zeroed memory that processes can share: its file descriptor and its mapping."""
+    """Return the file descriptor and the mapping of new zeroed memory to share."""
     if sys.platform == "linux":
         descriptor = os.memfd_create("echo-image")
     else:
@@ -234,7 +235,7 @@ def new_memory(num_bytes: int) -> tuple[int, Bytes]:
 
 
 def map_shared(descriptor: int, num_bytes: int) -> Bytes:
-    """Return a mapping of the memory of a file descriptor, which another process may have made."""
+    """Map the memory of a file descriptor, perhaps from another process."""
     return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
 
 
@@ -244,12 +245,15 @@ def address_of(image: memoryview) -> int:
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's message about the memory of the next image; file descriptors follow the message."""
+    """Rank 0's message about the memory of the next image.
+
+    File descriptors follow the message.
+    """
 
     image: int
     """Number of the memory area that the image is written into."""
     made: tuple[tuple[int, int], ...]
-    """Number and size in bytes of each new memory area, whose descriptor follows this message."""
+    """Number and size in bytes of each new memory area. Its descriptor follows this message."""
     live: frozenset[int]
     """Numbers of all memory areas in use."""
 
@@ -305,7 +309,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendezvous:
-    """Connections of the ranks on rank 0's machine, and the process group of other ranks."""
+    """Connections of the ranks on rank 0's machine, and the group of other ranks."""
 
     links: dict[int, Link]
     """On rank 0, links to the other ranks of its machine; on those ranks, the link to rank 0."""
@@ -323,7 +327,7 @@ def _remote_group(ranks: Ranks, num_local: int) -> dist.ProcessGroup | None:
 
 
 def accept(ranks: Ranks) -> Rendezvous:
-    """Wait until the ranks on rank 0's machine have connected, and return the connections.
+    """Wait until the ranks on rank 0's machine have connected.
 
     Rank 0 calls this function while every other rank calls `reach`.
     """
@@ -344,7 +348,7 @@ def accept(ranks: Ranks) -> Rendezvous:
 
 
 def reach(ranks: Ranks) -> Rendezvous:
-    """Connect to rank 0, which calls `accept`, and return the connection.
+    """Connect to rank 0, which calls `accept`.
 
     There is no connection if rank 0 is on another machine.
     """
@@ -381,7 +385,7 @@ class LocalRank:
         base: memoryview | None,
         blocks: Sequence[tuple[int, int, WordBytes]],
     ) -> list[CodedBlock]:
-        """Have the rank code blocks of an image; return them as `code_block` would return them."""
+        """Have the rank code blocks of an image. Return what `code_block` would return."""
         number = None if base is None else self._number(base)
         answered = None
         if number != 0:  # the other process does not map memory 0
@@ -391,7 +395,7 @@ class LocalRank:
         return _coded_decoder.decode(answered)
 
     def hash(self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes) -> ChunkHashes:
-        """Have the rank hash chunks of an image; return the hashes as `hash_chunks` would."""
+        """Have the rank hash chunks of an image. Return what `hash_chunks` would return."""
         asked = AskedHashes(self._number(image), chunk_bytes, chunks.start, chunks.stop, key)
         answered = self._ask(asked)
         if answered is None:
@@ -399,11 +403,11 @@ class LocalRank:
         return _hashes_decoder.decode(answered)
 
     def _number(self, image: memoryview) -> int:
-        """Return the number of an image's memory area; 0 if the other rank does not map it."""
+        """Return the number of an image's memory area, 0 if the other rank lacks it."""
         return self._numbers.get(address_of(image), 0)
 
     def _ask(self, asked: AskedBlocks | AskedHashes) -> bytes | None:
-        """Send a request to the rank and return its answer; None if the rank cannot answer."""
+        """Send a request to the rank and return its answer, None on failure."""
         if not asked.image or self._coding.closed:
             return None
         try:
@@ -426,7 +430,7 @@ class LeadImages:
         together: Callable[[], AbstractContextManager[None]],
         lost: Callable[[BaseException], RankError],
     ) -> None:
-        """Connect to the other ranks of this machine, and learn which ranks are elsewhere.
+        """Connect to the other ranks of this machine, and find out which ranks are elsewhere.
 
         Args:
             ranks: all ranks of the learner.
@@ -468,7 +472,7 @@ class LeadImages:
         return self._memory.has_free
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version. Its rows are written while the next step runs.
+        """Return the image of a version. Its rows are written during the next step.
 
         Args:
             weights: this rank's weights, sharded.
@@ -503,7 +507,7 @@ class LeadImages:
         image: memoryview,
         last: memoryview | None,
     ) -> CodedDelta | None:
-        """Wait until all rows are in the image; return None, since the delta is coded later."""
+        """Wait until all rows are in the image. The delta is coded later."""
         try:
             wait()
             for link in self._rendezvous.links.values():
@@ -526,7 +530,7 @@ class LeadImages:
         return piece
 
     def _send_memory(self, image: memoryview) -> None:
-        """Send the other ranks of this machine the memory area that an image is written into."""
+        """Send the other ranks the memory area that an image is written into."""
         made = tuple((number, num_bytes) for number, (_, num_bytes) in self._made.items())
         number = self._numbers.get(address_of(image), 0)
         message = _encode(Memory(number, made, frozenset(self._numbers.values())))
@@ -543,7 +547,7 @@ class LeadImages:
 
 
 class FollowImages:
-    """Writes, codes and hashes this rank's part of each image for rank 0's `LeadImages`."""
+    """Writes, codes and hashes this rank's part of each image for `LeadImages`."""
 
     def __init__(
         self,
@@ -606,7 +610,6 @@ class FollowImages:
             raise RankError(f"rows of a version: {error}") from error
 
     def _receive_memory(self, connection: _Socket) -> Bytes:
-        """Return the memory of the next image, from rank 0's message."""
         message = _memory_decoder.decode(connection.recv_bytes())
         for number, num_bytes in message.made:
             descriptor = recv_handle(connection)
@@ -617,7 +620,6 @@ class FollowImages:
         return self._memory[message.image]
 
     def _answer(self, coding: _Socket, num_threads: int) -> None:
-        """Answer rank 0's requests to code and to hash, until rank 0's process ends."""
         pool = ThreadPoolExecutor(num_threads, "coder")
         with coding, pool, suppress(OSError, EOFError):
             while True:
@@ -634,6 +636,5 @@ class FollowImages:
 
 
 def _report_written(wait: Callable[[], None], memory: _Socket) -> None:
-    """Wait for this rank's rows, and send rank 0 the message that they are in the image."""
     wait()
     memory.send_bytes(b"")

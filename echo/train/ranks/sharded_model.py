@@ -1,9 +1,9 @@
 """Weights of a model directory, read into shards: each rank reads its own rows.
 
 No rank reads the whole model. transformers matches the tensors of the files to the tensors of the
-model, joins some (the experts of a layer), and reads this rank's rows of each. If there are more
-ranks than experts, a rank may have no rows of a tensor and reads nothing. The tensors are copied
-into the shards, one decoder layer after the other.
+model, and joins some (for example the experts of a layer). It then reads this rank's rows of each.
+If there are more ranks than experts, a rank may have no rows of a tensor and reads nothing. The
+tensors are copied into the shards, one decoder layer after the other.
 
 transformers joins and divides the rows of one rank. That is correct only if each row of the result
 comes from the same row of each source. A tensor without this property is read whole by every rank.
@@ -41,7 +41,7 @@ from echo.train.ranks import sharding
 
 
 def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
-    """Read a directory's weights into a sharded model; an adapter's tensors are not changed.
+    """Read a directory's weights into a sharded model, except into its adapter.
 
     Args:
         weights_dir: directory of the files.
@@ -83,13 +83,12 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
 
 
 def _layer(key: str) -> int:
-    """Return the layer number in the name of a file's tensor; -1 if the name has no number."""
+    """Return the layer number in a tensor's name, -1 if there is none."""
     number = re.search(r"\.(\d+)\.", key)
     return -1 if number is None else int(number[1])
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and persistent buffers by name, tied tensors once."""
     named: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         named.setdefault(id(tensor), (name, tensor))
@@ -97,7 +96,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
-    """Return the names of the tensors that each rank must read whole, not only its own rows.
+    """Return the names of the tensors that each rank must read whole.
 
     The rows of these tensors do not come from the same rows of the tensors in the files.
     """
@@ -128,7 +127,7 @@ def _keeps_rows(operation: ConversionOps) -> bool:
 
 
 def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) -> None:
-    """Give each tensor of a model on the meta device the shape of the part that this rank reads."""
+    """Give each tensor on the meta device the shape of this rank's part."""
     for name in _named(shapes):
         tensor = own[name]
         if name in read_whole and isinstance(tensor, nn.Parameter):  # buffers are never cut
@@ -142,7 +141,7 @@ def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) 
 
 
 def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
-    """Copy each tensor that was read into the shard in `own` of the same name; return the names."""
+    """Copy each tensor that was read into its shard in `own`. Return the names."""
     found = {name: t for name, t in _named(shapes).items() if not t.is_meta and name in own}
     for name, tensor in found.items():
         sharding.copy_local(own[name], tensor)
@@ -151,7 +150,7 @@ def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
 
 
 def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
-    """Put a tensor without memory in the place of a tensor that has been read.
+    """Replace a tensor that has been read by one without memory.
 
     The new tensor is on the meta device, and has the shape of this rank's part of `own`.
     """
@@ -162,6 +161,6 @@ def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
 
 
 def _place(shapes: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that has a tensor, and the tensor's name in that module."""
+    """Return the module that has a tensor, and the tensor's name there."""
     path, _, last = name.rpartition(".")
     return shapes.get_submodule(path), last

@@ -1,10 +1,10 @@
-"""Files of a sharded state: each rank writes its own shards, and any number of ranks reads them.
+"""Files of a sharded state, written by each rank and read by any number of ranks.
 
     shard-00001-model-00001-of-00001.safetensors    rank 0's rows, and tensors that are not sharded
     shard-00002-...                                 rank 1's rows
 
-torch.distributed.checkpoint writes these safetensors files; a file's header has the place of each
-piece in its tensor. The reader also takes files of whole tensors, so several processes can read the
+torch.distributed.checkpoint writes these safetensors files. A file's header has the place of each
+piece in its tensor. The reader also takes files of whole tensors. So several processes can read the
 state of one process, and one process can read the state of several. A rank reads only the rows that
 it holds.
 """
@@ -45,11 +45,11 @@ Tensors = dict[str, Tensor]
 
 
 def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write a state's tensors into sharded files; all ranks call this function together.
+    """Write a state's tensors into sharded files. All ranks call this together.
 
     Args:
         directory: an existing directory on a disk that all ranks share.
-        tensors: this rank's tensors, sharded or whole; a whole tensor is equal on all ranks that
+        tensors: this rank's tensors, sharded or whole. A whole tensor is equal on all ranks that
             have it.
         ranks: all ranks that train the model.
 
@@ -65,7 +65,7 @@ def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
 def _check_shared(directory: Path, ranks: Ranks) -> None:
     """Raise on all ranks if a rank cannot see rank 0's directory.
 
-    The shards of such a rank would not be in the saved state.
+    The saved state would lack the shards of such a rank.
     """
     mark = directory / f"of-rank-0-{secrets.token_hex(8)}"
     own = json.dumps([mark.name, socket.gethostname()]).encode()
@@ -142,14 +142,12 @@ def read_whole(directory: Path) -> tuple[Tensors, Tensors]:
 
 
 def _divided(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Divide the tensors of a state into weights and moments."""
     is_moment = {name: name.rpartition("/")[2] in PARTS for name in tensors}
     weights = {name: tensor for name, tensor in tensors.items() if not is_moment[name]}
     return weights, {name: tensor for name, tensor in tensors.items() if is_moment[name]}
 
 
 def _find_tensors(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of each whole tensor in a directory's files, by name."""
     with _named(f"{directory}: cannot read the trainer's state"):
         found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
     return {
@@ -160,7 +158,6 @@ def _find_tensors(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read the files' tensors into the tensors of the same names, sharded or whole."""
     with _named(f"{directory}: cannot read the trainer's state"):
         load(
             {name: tensor.detach() for name, tensor in tensors.items()},
@@ -171,7 +168,7 @@ def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turn an error that torch's checkpoint code raises in the `with` block into a `StorageError`.
+    """Turn an error of torch's checkpoint code into a `StorageError`.
 
     The text of the new error begins with `what`.
     """

@@ -1,24 +1,23 @@
 """Shards of a model over several processes (ranks), by FSDP2.
 
 Every rank holds a part of each parameter, of its gradient and of its moments. A decoder layer is a
-unit: it is gathered on every rank before it computes, and split again afterwards. After its
-backward pass, its gradient is summed over the ranks and split. All other parameters (embedding,
-last norm, head; tied or not) belong to the root. Every computation with the model, including
-log-probabilities, runs within the root's forward; outside of the root's forward the head is a
-shard.
+unit. It is gathered on every rank before it computes, and split again afterwards. After its
+backward pass, its gradient is summed over the ranks and split. All other parameters belong to the
+root: embedding, last norm and head, tied or not. Every computation with the model, including
+log-probabilities, runs within the root's forward. Elsewhere the head is a shard.
 
     root (ShardedModel)
       embedding --> layer --> layer --> ... --> norm --> head --> log-probabilities
                     (unit)    (unit)
 
 Ranks wait for each other in every layer, forward and backward. So all of them make the same passes
-in the same order, and a rank without a micro-batch puts a row that counts for nothing through the
-model. A rank that runs out of memory within a pass ends the job (rank_group.py), since the others
-wait for it in the next layer.
+in the same order. A rank without a micro-batch puts a row through the model that does not count. A
+rank that runs out of memory within a pass ends the job (rank_group.py), since the others wait for
+it in the next layer.
 
-Gradients are summed over the ranks and not averaged: losses are divided by counts of the whole
-batch already. Parameters and sums are float32. With a compute type of bfloat16 each unit is cast
-when it is gathered, so autocast is not needed.
+Gradients are summed over the ranks and not averaged, since losses are divided by counts of the
+whole batch. Parameters and sums are float32. With a compute type of bfloat16 each unit is cast when
+it is gathered, so autocast is not needed.
 
 Every rank reads the same data and makes the same decisions. A value that one rank alone knows (its
 loss, the norm of its shards, an error) is gathered on all ranks before a decision uses it.
@@ -55,10 +54,10 @@ less time.
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranks:
-    """The processes that train one model together, as one of them sees them.
+    """The processes that train one model together.
 
-    All ranks call the methods in the same order, and each waits for the others. `ALONE` is a
-    process without others, which does not wait.
+    All ranks call the methods in the same order, and each waits for the others. `ALONE` is a single
+    process, which does not wait.
     """
 
     rank: int
@@ -72,7 +71,7 @@ class Ranks:
 
     @staticmethod
     def of_process_group(device_type: str) -> Ranks:
-        """Return the ranks of the default process group, for shards on this kind of device."""
+        """Return the ranks of the default process group."""
         size = dist.get_world_size()
         return Ranks(rank=dist.get_rank(), size=size, mesh=init_device_mesh(device_type, (size,)))
 
@@ -100,8 +99,8 @@ class Ranks:
     def gather_tensors(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the tensors of every rank by name, in the order of ranks.
 
-        The tensors are on the CPU. A process that trains alone gets its own tensors back, and they
-        stay on their device.
+        The tensors are on the CPU. A process that trains alone gets its own tensors back, on their
+        device.
         """
         if self.is_alone:
             return [{name: tensor.detach() for name, tensor in own.items()}]
@@ -114,7 +113,7 @@ class Ranks:
         """Raise, on all ranks, the error of the first rank that has an error.
 
         Raises:
-            StepError: if any rank has an error; if there are several ranks, the text names the
+            StepError: if any rank has an error. If there are several ranks, the message names the
                 rank.
         """
         if self.is_alone and failure is not None:
@@ -126,7 +125,7 @@ class Ranks:
                 raise StepError(f"rank {rank}: {text}", reason=reason) from failure
 
     def add_up(self, value: float) -> float:
-        """Return the sum of each rank's value, which is the same on each rank."""
+        """Return the sum of all ranks' values, the same on each rank."""
         if self.is_alone:
             return value
         total = torch.tensor([value], dtype=torch.float64)
@@ -139,7 +138,7 @@ ALONE = Ranks(rank=0, size=1, mesh=None)
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an error means that other ranks are gone, not that this rank failed."""
+    """Return whether an error means that other ranks are gone."""
     text = str(error)
     return isinstance(error, dist.DistError | ConnectionError | EOFError) or (
         isinstance(error, RuntimeError) and ("gloo" in text or "Connection" in text)
@@ -150,7 +149,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 class ShardedModel(nn.Module):
-    """The root of a sharded model. In its `forward`, embedding and head are whole tensors."""
+    """The root of a sharded model. In its `forward`, embedding and head are whole."""
 
     def __init__(self, model: nn.Module) -> None:
         """Store a model that is not sharded yet; `shard` divides it."""
@@ -158,18 +157,18 @@ class ShardedModel(nn.Module):
         self.model = model
 
     def forward(self, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that computes with the model; return its tuple of tensors."""
+        """Call a function that computes with the model."""
         return compute(*arguments)
 
 
 def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
-    """Divide a model into shards, in place; return the root through which it computes.
+    """Divide a model into shards, in place. Return the root through which it computes.
 
     A new parameter object replaces each parameter, under the same name. Tied parameters stay tied.
 
     Args:
-        model: a causal language model of transformers, equal on all ranks, on any device; its
-            trained parameters require a gradient already.
+        model: a causal language model of transformers, equal on all ranks, on any device. Its
+            trained parameters already require a gradient.
         ranks: two or more ranks; the shards are on their type of device.
         dtype: the type that the model computes in.
 
@@ -204,7 +203,7 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
 def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function that computes with a sharded model, and return its result.
 
-    If gradients are off, the weights that the call gathered are divided again afterwards.
+    If gradients are off, the gathered weights are divided again afterwards.
     """
     found = root(compute, *arguments)
     if not torch.is_grad_enabled():
@@ -226,7 +225,10 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_local(tensor: Tensor, given: Tensor) -> None:
-    """Copy `given` into `tensor`; if only `tensor` is sharded, copy only this rank's rows."""
+    """Copy `given` into `tensor`.
+
+    If only `tensor` is sharded, copy only this rank's rows.
+    """
     if isinstance(given, DTensor):
         given = local(given)
     elif isinstance(tensor, DTensor):
@@ -236,7 +238,10 @@ def copy_local(tensor: Tensor, given: Tensor) -> None:
 
 
 def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the half-open range of a rank's rows: FSDP2 divides a tensor as `torch.chunk` does."""
+    """Return the half-open range of a rank's rows.
+
+    FSDP2 divides a tensor as `torch.chunk` does.
+    """
     most = -(-num_rows // size)
     return min(num_rows, rank * most), min(num_rows, (rank + 1) * most)
 
@@ -247,7 +252,7 @@ def local_parameter(tensor: Tensor) -> Tensor:
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """Return `part` as a sharded tensor if `tensor` is sharded, otherwise `part` itself.
+    """Return `part`, as a sharded tensor if `tensor` is sharded.
 
     `part` has as many rows as this rank's part of `tensor`, and the result as many as `tensor`.
     """
@@ -265,6 +270,6 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def norm_over(ranks: Ranks, parts: list[Tensor]) -> float:
-    """Return the norm of the vector of all elements in the `parts` of all ranks."""
+    """Return the norm over all elements of all ranks' `parts`."""
     norm = float(torch.nn.utils.get_total_norm(parts))
     return math.sqrt(ranks.add_up(norm * norm))  # a process alone gets the same number
