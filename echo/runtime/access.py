@@ -1,11 +1,11 @@
-"""The keys of viewers: what `echo-rl status`, `top` and `ctl` need to reach a run's learner.
+"""The keys with which `echo-rl status`, `top` and `ctl` reach a run's learner.
 
     tcp://host:port#KEY.SECRET      in keys/view: may read the status of the run
                                     in keys/operate: may also change the run
 
-KEY is the learner's connection key, as in the join string. SECRET differs from the secret of the
-join string. So a viewer's key does not permit joining the run, and a join string permits neither
-watching nor operating the run.
+KEY is the learner's connection key, as in the join string. SECRET differs from the join string's
+secret. A viewer's key does not permit joining the run. A join string permits neither watching nor
+operating the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Access:
 
     @classmethod
     def parse(cls, text: str, *, source: str) -> Access:
-        """Return the contents of a viewer's key; `source` names where the text comes from.
+        """Return the contents of a viewer's key.
+
+        `source` names the place where the text was found, for the error.
 
         Raises:
             ConfigError: if the text has another form; the message does not contain the text.
@@ -64,7 +66,7 @@ class Access:
 
 
 def write_access(run_dir: Path, address: str, keys: CurveKeys) -> None:
-    """Write keys/view and keys/operate, the keys of viewers, for a learner at `address`.
+    """Write the keys of viewers, keys/view and keys/operate.
 
     Raises:
         StorageError: if a file cannot be written.
@@ -92,10 +94,10 @@ class Target:
 
 
 def find_run(text: str) -> Target:
-    """Return the run that `text`, from a command line, names.
+    """Return the run that a command-line argument names.
 
     `text` is the directory of the run, the path of a file with a viewer's key, or the key itself.
-    For a directory, the learner is tried on this machine first, and then at the address that the
+    If `text` is a directory, this machine is tried first. The second try is the address that the
     learner has advertised.
 
     Raises:
@@ -120,7 +122,7 @@ def find_run(text: str) -> Target:
 
 
 def _own_accesses(run_dir: Path) -> tuple[Access, ...]:
-    """Return the ways to reach a run's learner on this machine, with the operator's key."""
+    """Return the operator's keys for a learner on this machine."""
     path = run_dir / "keys" / OPERATE
     try:
         access = Access.parse(read_text(path), source=repr(str(path)))

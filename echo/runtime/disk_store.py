@@ -9,34 +9,34 @@ Files in the directory (network.store_dir) that this module creates:
                              the format; a directory in another format is refused
 
 Faults and their effects:
+
 * **Killed in mid-write** (kill -9, out of memory): the kernel keeps the written pages. The next
-  process finds the version store and its manifest, and `verify_held` tells which chunks are whole.
-  Files are not synced to the disk, on purpose: after a power failure a lost or torn page fails its
-  hash and is fetched again, and a torn manifest fails its signature. A version store gets its name
-  after its whole file is allocated. A file without a name, and a version store without a manifest,
-  are removed.
-* **Killed while a version is written in place**: the image gets the name of the new version before
-  the first word changes, and that version has no manifest until its seal arrives. So an image
-  without a manifest was being written: the next process drops this image and fetches a whole one.
-* **Killed while a keyframe or delta is fetched**: it is fetched again, because only images lie in
-  files.
+  process finds the image and its manifest, and `verify_held` determines which chunks are whole.
+  Files are deliberately not synced to the disk. After a power failure a lost or torn page fails its
+  hash and is fetched again. A torn manifest fails its signature. An image gets its name only after
+  its whole file is allocated. The next process removes a file without a name, and an image without
+  a manifest.
+* **Killed while a version is written in place**: the image gets the new version's name before the
+  first word changes. The new version has no manifest until its seal arrives. So the next process
+  drops an image without a manifest, and fetches a whole image.
+* **Killed while a keyframe or delta is fetched**: it is fetched again, because only images are
+  stored in files.
 * **Disk full**: a file is preallocated before it is mapped, because a write to a mapped file on a
   full disk kills the process (SIGBUS). If the disk has too little space, spares are removed first.
-  If that does not suffice but memory has space, the version is kept in memory and one warning is
-  logged. The node then works as if network.store_dir were not set, and a restart of the node costs
-  a transfer. If memory has no space either, `create` raises StorageError.
+  If the space still does not suffice, the version is kept in memory and one warning is logged. The
+  node then works as if network.store_dir were not set, and a restart fetches the version again. If
+  memory has no space either, `create` raises StorageError.
 * **Limit** (network.store_bytes): counts every version that was not dropped, on disk or in memory.
-* **Slow disk**: a write into the mapping is a write into the page cache, which the kernel writes
+* **Slow disk**: a write into the mapping goes to the page cache, and the kernel writes the cache
   back in the background. When more than vm.dirty_ratio (20 % of memory) is dirty, the kernel makes
-  the writer wait within a page fault. So chunks are written in threads (`write`, without the GIL),
-  and the parent gets credit when they are written: on a disk slower than the link the transfer
-  slows down to the disk's rate, and the rest of the node is not delayed
-  (`echo/weights/receiver.py`). If that is too slow, point store_dir to a tmpfs such as
-  /dev/shm/echo (which survives the process, not the machine), or raise vm.dirty_ratio. One thread
-  writes manifests and removes files, in order. The loop itself makes the file of an image,
-  preallocates and renames it, once per version and mostly in milliseconds (a spare only gets a new
-  name), and unmaps the pages of a store without a reader. A disk that fails to read a page back
-  kills the process (SIGBUS), as for any mapped file.
+  the writer wait in a page fault. So chunks are written in threads (`write`, without the GIL). The
+  parent gets credit for a chunk only when it is written (`echo/weights/receiver.py`). So a slow
+  disk slows down the transfer, but not the rest of the node. If that is too slow, point store_dir
+  to a tmpfs such as /dev/shm/echo, or raise vm.dirty_ratio. A tmpfs survives the process, but not
+  the machine. One thread writes manifests and removes files, in order. The event loop itself
+  preallocates and renames an image's file. This happens once per version and mostly takes
+  milliseconds. A disk that fails to read a page back kills the process (SIGBUS), as for any mapped
+  file.
 * **Shared by mistake**: the second process gets StorageError with the pid of the first.
 * **Other runs**: their versions are removed in `recover`. Files of other names are never touched.
 """
@@ -117,7 +117,7 @@ class DiskThread:
     def call(self, function: Callable[[], None]) -> None:
         """Call a function in the thread; after `close`, call it directly.
 
-        The function must handle its errors.
+        The function must handle its own errors.
         """
         if self._pool is None:
             function()
@@ -130,7 +130,7 @@ class DiskThread:
             self._pool.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Wait until all functions passed to `call` have returned, and end the thread."""
+        """Wait until all queued functions have returned, and end the thread."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -169,13 +169,15 @@ def _report(future: Future[None]) -> None:
 
 
 MAX_SPARES = 2
-"""Largest number of dropped images that are kept for reuse: one image may still be sent while the
-other is filled again."""
+"""Largest number of dropped images that are kept for reuse.
+
+While one image is still being sent, the other is filled again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A version that an earlier process has stored, and that is not verified yet."""
+    """A version that an earlier process has stored; not verified yet."""
 
     version: PolicyVersion
     signed_manifest: bytes
@@ -209,7 +211,7 @@ class Pages:
 
 
 def map_memory(num_bytes: int) -> Pages:
-    """Return pages of memory, each of which the kernel allocates at the first write to it.
+    """Return memory whose pages the kernel allocates at their first write.
 
     Raises:
         OSError: if address space or memory is exhausted.
@@ -220,7 +222,7 @@ def map_memory(num_bytes: int) -> Pages:
 
 
 def advise_huge_pages(mapping: mmap.mmap) -> None:
-    """Ask the kernel for pages of 2 MiB, which cause 1/512 of the page faults.
+    """Ask the kernel for pages of 2 MiB, for 1/512 of the page faults.
 
     If the kernel refuses, the mapping keeps its usual pages.
     """
@@ -251,8 +253,8 @@ class MemoryStore(VersionStore):
     ) -> memoryview:
         """Allocate and return the memory for a version's image, with undefined contents.
 
-        The signed manifest is stored with the image, as received; None if the manifest follows
-        later (`sealed`).
+        The signed manifest is stored with the image. It is None if the manifest follows later
+        (`sealed`).
 
         Raises:
             StorageError: if the limit, the disk or the memory has too little space for the version.
@@ -272,7 +274,7 @@ class MemoryStore(VersionStore):
     def drop(self, version: PolicyVersion) -> None:
         """Drop a version; do nothing if it is not stored.
 
-        Views of its memory, and frames that libzmq has yet to send, stay valid.
+        Views of its memory stay valid, also those in frames that libzmq has not sent yet.
         """
         pages = self._live.pop(version, None)
         if pages is None:
@@ -291,8 +293,8 @@ class MemoryStore(VersionStore):
         """Return the versions of this run that an earlier process stored, newest first.
 
         Must be called once the node has joined. The caller verifies each manifest
-        (echo.weights.manifest.verify), then the chunks (`verify_held`), and drops versions that it
-        does not need. Versions of other runs are dropped here.
+        (echo.weights.manifest.verify), and then the chunks (`verify_held`). The caller also drops
+        the versions that it does not need. Versions of other runs are dropped here.
         """
         for version in list(self._live):
             self.drop(version)
@@ -318,7 +320,7 @@ class MemoryStore(VersionStore):
         return held_chunks(manifest, storage)
 
     def close(self) -> None:
-        """Drop all versions, but keep the files from which a later process may recover versions.
+        """Drop all versions, but keep their files for a later process.
 
         Views of the images stay valid.
         """
@@ -329,11 +331,10 @@ class MemoryStore(VersionStore):
 
     @property
     def where(self) -> str:
-        """The name of this store in messages: "memory for ...", or the setting and directory."""
+        """This store in messages: "memory for ...", or the setting and its directory."""
         return "memory for versions of the weights"
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        """Return new pages for a version; raise StorageError if there is too little space."""
         try:
             return map_memory(num_bytes)
         except OSError as error:
@@ -343,13 +344,10 @@ class MemoryStore(VersionStore):
             ) from error
 
     def _enter(self, version: PolicyVersion, pages: Pages) -> None:
-        """Give the mapped file a version's name, or raise StorageError.
-
-        Pages in memory have no file, so for them nothing is done.
-        """
+        """Give the mapped file a version's name; pages in memory have no file."""
 
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
-        """Remove the name of a dropped version's pages; return whether they may be reused."""
+        """Remove a dropped version's name; return whether its pages may be reused."""
         return True
 
     def _free(self, pages: Pages) -> None:
@@ -367,7 +365,6 @@ class MemoryStore(VersionStore):
         return None
 
     def _make_space(self, version: PolicyVersion, num_bytes: int) -> None:
-        """Release spares until `num_bytes` fit under the limit."""
         space = self.limit_bytes - self.bytes_held
         if num_bytes > space:
             raise StorageError(
@@ -409,11 +406,6 @@ def open_store(directory: str | None, limit_bytes: int | None) -> MemoryStore:
 
 
 def _refuse_other_format(directory: Path) -> None:
-    """Check that the directory has no files of another format.
-
-    Raises:
-        StorageError: if there are such files; the message names both formats and the remedy.
-    """
     formats = {match[1] for path in directory.glob("*.lock") if (match := _LOCKS.match(path.name))}
     if other := ", ".join(sorted(formats - {str(FORMAT)})):
         raise StorageError(
@@ -425,8 +417,9 @@ def _refuse_other_format(directory: Path) -> None:
 class DiskStore(MemoryStore):
     """Keeps versions in files that are mapped into memory.
 
-    The directory is created if it does not exist, and locked until `close`. All versions together
-    take at most `limit_bytes` or, if that is None, DEFAULT_SHARE of the free disk space.
+    The directory is created if it does not exist. It is locked until `close`. All versions together
+    take at most `limit_bytes`. If `limit_bytes` is None, they take at most DEFAULT_SHARE of the
+    free disk space.
 
     Raises:
         StorageError: if the directory cannot be used, or another process uses it.
@@ -480,11 +473,11 @@ class DiskStore(MemoryStore):
     # --- in place --------------------------------------------------------------------------------
 
     def begin_patch(self, patch: Patch) -> None:
-        """Rename the image's file to the version that a patch is about to write into the image."""
+        """Rename the image's file to the version that a patch is about to write."""
         self._rename(patch.base, patch.base, patch.version)
 
     def cancel_patch(self, patch: Patch) -> None:
-        """Undo `begin_patch`: rename the image's file back to the base version of the patch."""
+        """Rename the image's file back to the patch's base version."""
         try:
             self._rename(patch.base, patch.version, patch.base)
         except OSError as error:
@@ -501,11 +494,11 @@ class DiskStore(MemoryStore):
         self._remove_later(self._path(base, "manifest"))
 
     def recover(self, run_id: str) -> list[Saved]:
-        """Return an earlier process's versions of this run, newest first; remove its other files.
+        """Return an earlier process's versions of this run, newest first.
 
-        Must be called before the first `create`. Versions that this process has stored are not
-        returned; if they belong to another run, they are dropped. The call may take long, so it
-        must be made in a thread.
+        All other files of the earlier process are removed. The method must be called before the
+        first `create`. It may take long, so it must be called in a thread. Versions that this
+        process has stored are not returned. If they belong to another run, they are dropped.
         """
         run = blake3(run_id.encode()).hexdigest()[:16]
         if run != self._run:
@@ -524,8 +517,8 @@ class DiskStore(MemoryStore):
     def close(self) -> None:
         """Release the directory; its versions remain for a later process.
 
-        Waits for queued disk work. A later process should start after this process has ended: until
-        then, threads of this process may still write verified chunks into the version stores.
+        The call waits for queued disk work. A later process should start only after this process
+        has ended, because its threads may still write verified chunks into the images.
         """
         super().close()
         self._thread.close()
@@ -540,7 +533,7 @@ class DiskStore(MemoryStore):
     # --- allocation and release ------------------------------------------------------------------
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        """Return pages of a preallocated file with a temporary name, or of memory if that fails."""
+        """Return pages of a preallocated temporary file, or of memory if that fails."""
         assert self._run_hash
         try:
             try:
@@ -596,9 +589,10 @@ class DiskStore(MemoryStore):
             ) from error
 
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
-        """Rename a dropped version's file to a temporary name for reuse, and remove its manifest.
+        """Rename a dropped version's file for reuse, and remove its manifest.
 
-        Memory that was used in place of a file is not reused: the next version may fit on the disk.
+        Memory that took the place of a file is not reused, because the next version may fit on
+        disk.
         """
         if pages.path is None:
             return False
@@ -614,16 +608,12 @@ class DiskStore(MemoryStore):
             self._remove_later(pages.path)
 
     def _remove_later(self, path: Path) -> None:
-        """Remove a file in the disk's thread, after all queued writes to the file."""
         self._thread.call(lambda: _remove(path))
 
     # --- files of an earlier process -------------------------------------------------------------
 
     def _sift(self, known: set[Path | None]) -> list[PolicyVersion]:
-        """Return the versions on disk, newest first.
-
-        Files of other runs and temporary files are removed.
-        """
+        """Return the versions on disk, newest first; remove all other files."""
         versions: set[PolicyVersion] = set()
         foreign = []
         for entry in os.scandir(self.directory):
@@ -642,7 +632,10 @@ class DiskStore(MemoryStore):
         return sorted(versions, reverse=True)
 
     def _reopen(self, version: PolicyVersion) -> Saved | None:
-        """Map a stored version and return it; if incomplete, remove its files and return None."""
+        """Map a stored version and return it.
+
+        If the version is incomplete, remove its files and return None.
+        """
         path, manifest = self._path(version, "image"), self._path(version, "manifest")
         try:
             signed_manifest = manifest.read_bytes()
@@ -692,27 +685,23 @@ class DiskStore(MemoryStore):
         return self._free_bytes() + sum(taken)
 
     def _warn(self, text: str) -> None:
-        """Log a warning, but only the first one of this store."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning("%s: %s", self.where, text)
 
 
 def _map_file(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """Return a mapping of a file that is fully allocated; ValueError if it is empty."""
     mapping = mmap.mmap(descriptor, num_bytes)
     advise_huge_pages(mapping)
     return mapping
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a new file that only its owner may read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
 
 
 def _remove(path: Path) -> None:
-    """Remove a file; ignore errors."""
     with contextlib.suppress(OSError):
         path.unlink()

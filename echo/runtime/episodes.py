@@ -1,13 +1,13 @@
 """Multi-turn rollouts: the engine samples turns, and the environment replies.
 
 Sampled tokens stay as they were sampled: their text is never encoded again. Each reply of the
-environment is encoded once and appended; sampled tokens and replies together are the prefix of the
-next turn. A rollout's mask is True for sampled tokens only, and only sampled tokens have
-log-probabilities. `max_completion_tokens` bounds all tokens of an episode, including the
-environment's.
+environment is encoded once and appended. The next turn continues all these tokens. A rollout's mask
+is True for sampled tokens only, and only they have log-probabilities. `max_completion_tokens`
+bounds all tokens of an episode, including the environment's.
 
-All episodes that are played together advance turn by turn: one call of the engine for all running
-episodes, then the environment's replies, several concurrently. The finish reason of an episode is
+All episodes of a call advance turn by turn. The engine samples the turn of all running episodes in
+one call. Then the environment replies, to several episodes concurrently. The finish reason of an
+episode is
 
     stop      if the environment ends the episode
     length    if a turn is cut off at the token limit, if the environment's reply and one more token
@@ -15,10 +15,10 @@ episodes, then the environment's replies, several concurrently. The finish reaso
 
 An episode that ends at a limit is counted and gets a reward like any other episode.
 
-If the environment fails, or the model's log-probabilities are not finite, the episode's whole group
-fails and is not trained on. If instead the process of the environment was lost (`reward_lost`), for
-example because the call of another episode in this process failed, the group is played again, at
-most MAX_RETRIES times.
+If the environment fails, the episode's whole group fails and is not trained on. The same happens if
+the model's log-probabilities are not finite. If only the environment's process was lost
+(`reward_lost`), the group is played again, at most MAX_RETRIES times. A process may be lost because
+another of its episodes failed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Opening:
 
 
 def openings_of(leases: Sequence[Lease], *, group_size: int) -> list[Opening]:
-    """Return the opening of each lease's group, in the order of `leases`."""
+    """Return the opening of each lease's group, in the order of the leases."""
     return [
         Opening(
             name=f"{lease.group_id}.{lease.attempt}",
@@ -121,12 +121,12 @@ class EpisodeRunner:
         *,
         version: PolicyVersion | None = None,
     ) -> list[list[Rollout] | RewardError]:
-        """Play groups to the end, and return each group's rollouts or the error that ended it.
+        """Play groups to the end; return each group's rollouts, or the error that ended it.
 
         `sampling.max_completion_tokens` bounds a whole episode. The watcher receives counts of
-        tokens and replies, and may stop the call: then unfinished groups are dropped. If a version
-        is given, all turns are sampled from this version. A group whose environment's process was
-        lost is played again.
+        tokens and replies. It may stop the call, and then unfinished groups are dropped. If a
+        version is given, all turns are sampled from this version. If the environment's process was
+        lost, the group is played again.
 
         Raises:
             VersionError: before the first turn, if the given version is not installed.
@@ -156,13 +156,12 @@ class EpisodeRunner:
         return results
 
     def _count(self, group: Sequence[_Play]) -> None:
-        """Count the episodes of a finished group, their turns and their tool calls."""
         self._host.count("env/episodes", len(group))
         self._host.count("env/turns", sum(play.num_turns for play in group))
         self._host.count("env/tool_calls", sum(play.num_tool_calls for play in group))
 
     def close(self) -> None:
-        """Make the threads that wait for replies end, but do not wait until they have ended."""
+        """Make the threads that wait for replies end, without waiting for them."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _play(
@@ -209,7 +208,7 @@ class EpisodeRunner:
         plays: Sequence[_Play],
         watcher: Watcher,
     ) -> None:
-        """Call a function for each episode in threads; store a RewardError in its `fault`."""
+        """Call a function for each episode in threads; `fault` gets a RewardError."""
 
         def guarded(play: _Play) -> None:
             try:
@@ -283,7 +282,7 @@ class EpisodeRunner:
 
 
 class _Play:
-    """One episode while it is played: its tokens so far and its state."""
+    """One running episode: its tokens so far and its state."""
 
     def __init__(self, opening: Opening, member: int, sampling: Sampling) -> None:
         self.opening = opening
@@ -306,7 +305,6 @@ class _Play:
         self._num_tokens = 0
 
     def request(self, turn: int) -> Request:
-        """Return the engine's request for the next turn."""
         seed = self.opening.seeds[self._member] + turn * SEED_STRIDE
         return Request(
             request_id=f"{self.opening.name}.{self._member}.{turn}",
@@ -318,11 +316,11 @@ class _Play:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the last sampled turn ends with a stop token, and not with a stop string."""
+        """Whether the last sampled turn ends with a stop token; a stop string does not count."""
         return int(self.turn_ids[-1]) in self._stop_ids
 
     def add_sampled(self, completion: Completion) -> None:
-        """Append a sampled turn, or set the fault if a log-probability is not finite."""
+        """Append a sampled turn; set `fault` if a log-probability is not finite."""
         if completion.finish_reason == "nonfinite":
             self.fault = RewardError(describe_nonfinite(completion), reason=BAD_LOGPROBS)
             return
@@ -335,9 +333,9 @@ class _Play:
         self._num_tokens += len(ids)
 
     def add_answer(self, ids: Sequence[int]) -> bool:
-        """Append the tokens of the environment's reply if they fit; return whether they fit.
+        """Append the environment's reply if it fits; return whether it fits.
 
-        The reply fits if there is space for its tokens and for one more token.
+        The reply fits if one more token has space after it.
         """
         if self._num_tokens + len(ids) >= self._max_tokens:
             return False
@@ -412,7 +410,7 @@ def check_inherited_code(
     *,
     inherited_dir: Path,
 ) -> None:
-    """Check that a worker is about to import the same task code as the learner.
+    """Check that a worker has the same task code as the learner, before it is imported.
 
     Raises:
         ConfigError: if the code is missing on this machine, or differs from the learner's.
@@ -453,7 +451,7 @@ def make_local_host(section: TaskSection, reward: RewardSection, task: Task) -> 
 
 
 def turns_of(section: TaskSection, task: Task) -> int | None:
-    """Return the largest number of turns in an episode; None if an answer is a single turn."""
+    """Return the largest number of turns in an episode; None if an answer is one turn."""
     if not isinstance(task, Environment) or not task.has_turns:
         return None
     return task.max_turns or section.max_turns
@@ -465,7 +463,7 @@ def make_runner(
     engine: Engine,
     text: TextCodec,
 ) -> EpisodeRunner | None:
-    """Return the runner of an environment's episodes; None if an answer is a single turn."""
+    """Return the runner of an environment's episodes; None if an answer is one turn."""
     if turns is None:
         return None
     return EpisodeRunner(engine, host, text, max_turns=turns)

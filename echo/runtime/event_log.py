@@ -6,8 +6,8 @@
     {"now": 81.298, "reported": "CallReturned", "call": {...}, "num_tokens": 4096}
     {"now": 81.307, "worked": "DecodeBlock", "block": 3, "chunk_bytes": 1048576, "result": ""}
 
-`now` is the time of the loop's clock, the only clock that a role sees; the first line of a process
-also has the time of day. Bytes are logged as their length and the first digits of their hash, so
+`now` is the time of the loop's clock, the only clock that a role sees. The first line of a process
+also has the time of day. Bytes are logged as their length and the first digits of their hash. So
 the log contains no weights and no keys of versions. Settings may contain options of users' code, so
 only the names of settings are logged. Join strings are logged without their secret.
 """
@@ -50,7 +50,9 @@ class EventLog:
     """Appends the events of one process to a file, as lines of JSON."""
 
     def __init__(self, path: Path, *, log: logging.Logger) -> None:
-        """Open the file; if a later write fails, `log` gets a warning and the event log ends.
+        """Open the file for appending.
+
+        If a later write fails, `log` gets a warning and the event log ends.
 
         Raises:
             StorageError: if the file cannot be opened for writing.
@@ -64,9 +66,9 @@ class EventLog:
             raise StorageError(text) from error
 
     def write(self, kind: str, what: Any, *, now: float, **more: str) -> None:
-        """Append a line about `what`, an event, action or work; `more` are further fields.
+        """Append a line about an event, an action or a piece of work.
 
-        `kind` is "received", "reported", "returned" or "worked".
+        `kind` is "received", "reported", "returned" or "worked"; `more` are further fields.
         """
         if self._fd is None:
             return
@@ -101,7 +103,7 @@ class EventLog:
 
 
 def _fields(kind: str, what: Any) -> dict[str, Any]:
-    """Return the logged fields of an event, action or work, without the name of its class."""
+    """Return the logged fields of an event, action or work."""
     if isinstance(what, Received | Send):
         name, fields = _message(what.frames)
         return {kind: name, "peer": what.peer} | fields
@@ -117,7 +119,7 @@ def _fields(kind: str, what: Any) -> dict[str, Any]:
 
 
 def _message(frames: Sequence[Frame]) -> tuple[str, dict[str, Any]]:
-    """Return a message's kind and its logged fields; if it is malformed, only its size."""
+    """Return a message's kind and its logged fields; of a malformed one, only its size."""
     try:
         envelope = decode_envelope(frames)
         fields = msgspec.msgpack.decode(envelope.body, type=dict[str, Any])
@@ -131,7 +133,6 @@ def _message(frames: Sequence[Frame]) -> tuple[str, dict[str, Any]]:
 
 
 def _foreign(value: Any) -> Any:
-    """Return the logged form of an object that msgspec cannot convert."""
     match value:
         case np.ndarray():
             return {"shape": list(value.shape)}
@@ -143,7 +144,7 @@ def _foreign(value: Any) -> Any:
 
 
 def _brief(value: Any, depth: int = 0) -> Any:
-    """Return a plain value shortened for the log, because a message may contain any value."""
+    """Return a plain value, shortened for the log."""
     match value:
         case None | bool() | int() | float():
             return value

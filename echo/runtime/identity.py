@@ -40,7 +40,7 @@ class Identity:
 
 
 def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
-    """Return the identity of the run in `run_dir`; for a new run, create and store it.
+    """Return the identity of the run in `run_dir`, created if the run is new.
 
     Raises:
         StorageError: if the files cannot be read or written.
@@ -60,10 +60,10 @@ def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
 
 
 def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
-    """Return the learner's signing key in a run directory; create one if there is none.
+    """Return the learner's signing key in a run directory; create the key if there is none.
 
-    The run need not have an id yet, because the join string, which contains the fingerprint of this
-    key, may be written earlier.
+    The key may be created before the run has an id, because the join string contains the key's
+    fingerprint.
 
     Raises:
         StorageError: if the file cannot be read or written.
@@ -113,7 +113,7 @@ class Join:
     def parse(cls, text: str, *, source: str = "the join string") -> Join:
         """Return the contents of a join string, `tcp://host:port#KEY.SECRET.FINGERPRINT`.
 
-        `source` names where the text comes from, for messages.
+        `source` names the place where the text was found, for the error.
 
         Raises:
             ConfigError: if the text has another form; the message does not contain the text.
@@ -141,7 +141,7 @@ class Join:
 
 
 def load_or_create_keys(run_dir: Path) -> tuple[CurveKeys, bytes]:
-    """Return the learner's connection keys and the run's secret; create them for a new run.
+    """Return the learner's connection keys and the run's secret, created if the run is new.
 
     Raises:
         StorageError: if the files cannot be read or written.
@@ -172,7 +172,9 @@ def write_join(run_dir: Path, address: str, keys: CurveKeys, secret: bytes) -> J
 
 
 def load_or_create(path: Path, num_bytes: int) -> bytes:
-    """Return the random bytes in a file that only its owner may read; create it if it is missing.
+    """Return the random bytes of a private file, created if it is missing.
+
+    Only the file's owner may read it.
 
     Raises:
         StorageError: if the file cannot be read or written, or has another length.
@@ -202,7 +204,7 @@ ECHO_JOIN = "ECHO_JOIN"
 
 @dataclass(frozen=True, slots=True)
 class JoinSource:
-    """The settings in which a relay or worker looks for its join string."""
+    """The settings that tell a relay or worker its join string."""
 
     role: Literal["relay", "worker"]
     connect: Sequence[str]
@@ -214,9 +216,9 @@ class JoinSource:
         """Return this node's join string; None if there is none.
 
         The join string is taken from `connect`. If `connect` has none, it is taken from
-        security.join, which contains the join string or the path of a file with it. If
-        security.join is not set, it is read from the run directory, which nodes on the learner's
-        machine share.
+        security.join. That setting contains the join string, or the path of a file with it. If
+        security.join is not set, the join string is read from the run directory. Nodes on the
+        learner's machine share this directory.
 
         Raises:
             ConfigError: if the file cannot be read, or a text is not a join string.
@@ -242,18 +244,18 @@ class JoinSource:
         return Join.parse(text, source=f"{key}{str(path)!r}")
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the addresses that the node dials at its start, in order, without the secret."""
+        """Return the addresses that the node dials first, in order, without the secret."""
         if self.connect:
             return tuple(_without_secret(address) for address in self.connect)
         join = self.find()
         return () if join is None else (join.address,)
 
     def fingerprint(self) -> bytes | None:
-        """Return the fingerprint of the learner's signing key; None if this node has none.
+        """Return the fingerprint of the learner's signing key; None if it is not known.
 
-        The join string contains the fingerprint. An unencrypted run has no join string: then, if
+        The join string contains the fingerprint. An unencrypted run has no join string. Then, if
         every address is a loopback address, the fingerprint is computed from the key in the run
-        directory. Otherwise the fingerprint is not known.
+        directory. Otherwise it is not known.
         """
         join = self.find() if self.security.curve else None
         if join is not None:
@@ -286,10 +288,10 @@ class JoinSource:
 
 
 def join_address(address: str, advertise: str | None) -> str:
-    """Return the address at which other nodes reach the learner that listens on `address`.
+    """Return the address at which other nodes reach a learner that listens on `address`.
 
-    A wildcard address listens on every interface. Other nodes then get the address of the interface
-    that the default route uses, which is a guess.
+    A wildcard address listens on every interface. For it, the result has the address of the
+    interface with the default route, which is a guess.
     """
     if advertise is not None:
         return advertise

@@ -3,11 +3,13 @@
     transport events, timer, results of model work  ->  role  ->  actions  ->  perform
 
 Only the event loop calls the role, so the role needs no locks. Model work runs in threads
-(`threads.py`), which pass their results to the loop. There is one timer. The node sets the timer
-again only for an earlier deadline; a timer that fires too early sets the next timer. An unexpected
-exception ends the node, because a half-failed node would do more harm. An exception while a peer's
-message is handled drops only this peer, because otherwise one malformed message could stop the
-fleet. No decision is lost: the role returns its decisions as actions, and the peer may join again.
+(`threads.py`), which pass their results to the loop. There is one timer. The node sets it again
+only for an earlier deadline. If the timer fires too early, it sets the next timer.
+
+An unexpected exception ends the node, because a half-failed node would do more harm. If the
+exception is raised while a peer's message is handled, only this peer is dropped. Otherwise one
+malformed message could stop the fleet. No decision is lost: the role returns its decisions as
+actions, and the peer may join again.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ class Topics:
         self._write(note, note.text)
 
     def log_due(self, *, now: float) -> None:
-        """Log how many notes were counted on each due topic; forget topics without such notes."""
+        """Log the number of counted notes on each due topic; forget topics without notes."""
         due = [topic for topic, at in self._logged_at.items() if now >= at + REPEAT_S]
         for topic in due:
             del self._logged_at[topic]
@@ -192,7 +194,7 @@ class Node:
         raise TypeError(f"{type(action).__name__} is not for {type(self).__name__}")
 
     def on_guest(self, peer: str, user: str) -> None:
-        """Handle the connection of a guest, whose key has the name `user`."""
+        """Handle the connection of a guest; `user` is the name of the guest's key."""
 
     def before_expire(self) -> None:
         """Update the role's counters; called before each `expire`, which may report them."""
@@ -259,11 +261,11 @@ class Node:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the node has ended, so that the results of its threads are no longer needed."""
+        """Whether the node has ended; then the results of its threads are not needed."""
         return self._stopped is not None and self._stopped.done()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
-        """Make `run` return `reason`, or raise `error` if it is given."""
+        """Make `run` return `reason`; if `error` is given, make it raise this error."""
         if self._stopped is None or self.has_ended:
             return
         if error is not None:
@@ -289,7 +291,7 @@ class Node:
 
     @contextlib.contextmanager
     def _ending_at_failure(self) -> Iterator[None]:
-        """If the `with` block raises an error, end the node with this error."""
+        """End the node with the error that the `with` block raises, if any."""
         try:
             yield
         except EchoError as error:
@@ -332,12 +334,12 @@ class Node:
             self.on_guest(event.peer, event.user)
 
     def _refuse_public(self, event: Received) -> None:
-        """Drop a message that arrived unencrypted, although such messages must be encrypted."""
+        """Drop an unencrypted message of a kind that must be encrypted."""
         text = "dropped an unencrypted message that is no chunk: its sender is no node of this run"
         self._topics.log(Note("warning", text, text), now=self.now)
 
     def _receive(self, peer: str, frames: list[Frame]) -> list[Action]:
-        """Pass a message to the role; on an exception, drop the peer that has sent the message."""
+        """Pass a message to the role; if this raises, drop the peer that sent the message."""
         try:
             return self._role.receive(peer, frames, now=self.now)
         except Exception as error:
@@ -386,7 +388,7 @@ class Node:
         self.perform(self._role.handle(event, now=self.now))
 
     def _finish_turn(self) -> None:
-        """Log due notes and set the timer; called after one decision or a burst of decisions."""
+        """Log due notes and set the timer, after one decision or a burst of decisions."""
         self._topics.log_due(now=self.now)
         self._arm()
 
@@ -449,7 +451,7 @@ class Node:
             self.perform(self._role.expire(now=self.now))
 
     async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
-        """Check `is_done` every 50 ms; return True when it is true, or False after `within_s`.
+        """Check `is_done` every 50 ms; return True once it is true, or False after `within_s`.
 
         Used only at the end of a node, to wait for conditions in the role's state.
         """
@@ -485,7 +487,7 @@ class DialingNode(Node):
         self.version_store = version_store
 
     def before_expire(self) -> None:
-        """Count the time in which this node wrote weights; heartbeats report the count."""
+        """Count the time in which this node wrote weights; heartbeats report it."""
         self.role.counters.add("weights/busy_ms", self._weights_busy.take_ms(now=self.now))
 
     async def work(self) -> None:
@@ -493,7 +495,7 @@ class DialingNode(Node):
         self.report(Started())
 
     async def recover(self) -> None:
-        """Give the broadcast the run's versions that an earlier process of this node has stored."""
+        """Give the broadcast the run's versions that an earlier process of this node stored."""
         version_store, broadcast = self.version_store, self.role.broadcast
         if version_store is None:
             return
@@ -512,12 +514,12 @@ class DialingNode(Node):
             self.perform(broadcast.recover(saved.version, frame, storage, has_chunk, now=self.now))
 
     def release(self) -> None:
-        """Close the version store; the next process of this node recovers the versions on disk."""
+        """Close the version store; its versions stay on the disk for the next process."""
         if self.version_store is not None:
             self.version_store.close()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
-        """End `run`; if an error is given, first send the learner a Goodbye with the error."""
+        """End `run`; if an error is given, first send it to the learner in a Goodbye."""
         try:
             if error is not None and not self.has_ended:
                 self.report(Leaving(str(error), has_failed=True))
@@ -525,7 +527,7 @@ class DialingNode(Node):
             super().stop(reason, error)
 
     async def drain(self) -> None:
-        """Send Goodbye, so that no node waits for this one; the transport delivers the message."""
+        """Send Goodbye, so that no node waits for this node."""
         self.role.is_leaving = True
         self.report(Leaving("stopped by its operator"))
 
@@ -542,8 +544,9 @@ MAX_STRANGERS = 4096
 files is lower, that number applies.
 """
 FIRST_WINDOW_CHUNKS = 4
-"""Number of chunks that a child requests ahead until the rate of its link is measured: several, so
-that requests and chunks overlap.
+"""Number of chunks that a child requests ahead until the rate of its link is measured.
+
+There are several, so that requests and chunks overlap.
 """
 MAX_FIRST_WINDOW_BYTES = 2 << 20
 """Largest number of bytes that a child requests ahead until the rate of its link is measured. All
@@ -564,7 +567,7 @@ async def start_transport(
     """Return a started ZeroMQ transport with the configuration's bounds, bound to `listen`.
 
     If `listen` is None the transport only dials. With `listens_later` the port accepts connections
-    only once the caller calls the transport's `listen`. If `keys` is None, no link is encrypted.
+    only after the transport's `listen` is called. If `keys` is None, no link is encrypted.
 
     Raises:
         TransportError: if the address is in use or does not belong to this machine.
@@ -608,10 +611,10 @@ def make_broadcast(
     *,
     keep_versions: int = KEEP_VERSIONS,
 ) -> Broadcast:
-    """Return the object for a node's part in the broadcast, with the configuration's bounds.
+    """Return a node's part in the broadcast, with the configuration's bounds.
 
     The learner receives no versions and has no version store. The node keeps `keep_versions` whole
-    images, and also the images that a child is fetching.
+    images. It also keeps the images that a child is fetching.
     """
     return Broadcast(
         node_id=node_id,
@@ -624,7 +627,7 @@ def make_broadcast(
 
 
 def node_name(role: str, given: str | None) -> str:
-    """Return a node's name: the given name, or a unique name made from role and host's name."""
+    """Return a node's name: the given name, or a unique name of role and host."""
     if given is not None:
         return given
     host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:24] or "host"
@@ -634,8 +637,8 @@ def node_name(role: str, given: str | None) -> str:
 def advertised(listen: str | None, advertise: str | None) -> str | None:
     """Return the address at which other nodes can dial this node; None if there is none.
 
-    Other nodes cannot dial a wildcard address, so a node that listens on a wildcard address needs
-    `advertise`. `listen` is the transport's address; its server key is added to the result.
+    Other nodes cannot dial a wildcard address, so a node that listens on one needs `advertise`.
+    `listen` is the transport's address. Its server key is added to the result.
     """
     if listen is not None and advertise is not None:
         key = parse_key(listen)

@@ -20,7 +20,7 @@ from echo.wire.actions import Action, Note
 
 
 class RelayNode(DialingNode):
-    """The node of a relay: sets up its role, and logs which versions the relay holds."""
+    """The node of a relay: sets up its role, and logs the versions that it holds."""
 
     def on_action(self, action: Action) -> None:
         match action:
@@ -34,7 +34,7 @@ class RelayNode(DialingNode):
                 raise LocalProtocolError(f"a relay cannot {type(action).__name__}")
 
     async def _set_up(self) -> None:
-        """Recover stored versions, then report Built: a relay has no task and engine to build."""
+        """Recover stored versions, then report Built: a relay has no task or engine to build."""
         await self.recover()
         self.report(Built({}))
 
@@ -74,7 +74,7 @@ def assemble_relay(
     threads: Threads | None = None,
     log: logging.Logger,
 ) -> RelayNode:
-    """Return the node of a relay on a transport that has been started; does not open the port."""
+    """Return the node of a relay on a started transport; does not open the port."""
     settings = node.node_settings(section, network, join, transport.listen_address, log=log)
     version_store = open_store(network.store_dir, network.store_bytes)
     role = Relay(

@@ -1,9 +1,9 @@
 """Interface to threads: every blocking call that the event loop waits for goes through it.
 
 A process uses real threads (`ThreadPools`). A simulation on virtual time (`echo/sim/clock.py`)
-calls the functions in the loop, so that its runs are deterministic. A part that blocks inside such
-a call (an engine, the coder of deltas, the hashing of a recovered version) may start threads of its
-own: the loop never waits for these directly, and a simulation uses no such part.
+calls the functions in the loop, so its runs are deterministic. Some parts start threads of their
+own inside such a call: an engine, the coder of deltas, the hashing of a recovered version. The loop
+never waits for these threads directly, and a simulation uses no such part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_BLOCKING = min(32, (os.cpu_count() or 1) + 4)
 
 
 class Pool(Protocol):
-    """Threads for one purpose; calls start in the order in which `run` received them."""
+    """Threads for one purpose; calls start in the order in which `run` was called."""
 
     def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
         """Call a function in a thread; return a future of its result or exception."""
@@ -42,7 +42,7 @@ class ThreadPools:
     """The real threads of a process, by pools."""
 
     def __init__(self) -> None:
-        """Start without threads; each is started when a call needs it."""
+        """Start without threads; each thread is started when a call needs it."""
         self._executors: list[ThreadPoolExecutor] = []
 
     def pool(self, name: str, num_threads: int = 1) -> Pool:
@@ -52,7 +52,7 @@ class ThreadPools:
         return _ExecutorPool(executor)
 
     def close(self) -> None:
-        """Cancel calls that have not started, and do not wait for running calls."""
+        """Cancel calls that have not started; do not wait for running calls."""
         for executor in self._executors:
             executor.shutdown(wait=False, cancel_futures=True)
 

@@ -1,8 +1,8 @@
 """A viewer's connection to a learner: requests statuses, and sends the operator's operations.
 
-A viewer dials every address at which the learner may be, and uses the first address that answers.
-It requests the next status only after the previous status has arrived. So a slow link carries fewer
-statuses, but never outdated ones. A lost connection is dialled again automatically.
+A viewer dials every address at which the learner may be, and uses the first that answers. It
+requests the next status only after the previous status has arrived. So a slow link carries fewer
+statuses, but never outdated ones. A lost connection is redialled automatically.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ViewerLink:
 
     @property
     def failure(self) -> str:
-        """Why no address answers; "" while an address answers or has not been tried to the end."""
+        """Why no address answers; "" if one answers or was not fully tried yet."""
         if self.is_up or len(self._failures) < len(self._dialled):
             return ""
         if any(failed.is_refused for failed in self._failures.values()):
@@ -148,7 +148,7 @@ def ask_status(target: Target) -> RunStatus:
 
 
 def send_command(target: Target, act: Act, subject: str = "", value: str = "") -> Outcome:
-    """Ask the learner to carry out an operation, and return the outcome of the operation.
+    """Ask the learner to carry out an operation, and return the outcome.
 
     Raises:
         TransportError, RefusedError, DataError: for the same reasons as `ask_status`.
@@ -164,7 +164,7 @@ def send_command(target: Target, act: Act, subject: str = "", value: str = "") -
 async def _ask(
     target: Target, question: Message, answer: Callable[[Any, Sequence[Any]], Answer | None]
 ) -> Answer:
-    """Ask a learner one question, and return the first message that `answer` accepts."""
+    """Ask a learner one question; return the first message that `answer` accepts."""
     link = ViewerLink(target.accesses)
     was_up = False
     try:
@@ -193,27 +193,27 @@ def _run(main: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 class RunWatcher(Protocol):
-    """A person's view of a run, and the keys that the person presses."""
+    """A user's view of a run, and the keys that the user presses."""
 
     keyboard: int | None
     """The descriptor of the terminal to read keys from; None if there is none."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the person has asked to end the view."""
+        """Whether the user has asked to end the view."""
 
     def show(self, status: RunStatus, *, may_operate: bool) -> None:
         """Draw a status."""
 
     def say(self, text: str) -> None:
-        """Show a text about the connection or the outcome of an operation; "" removes the text."""
+        """Show a text about the connection or an operation's outcome; "" removes the text."""
 
     def read_keys(self) -> list[Operation]:
-        """Read the pressed keys; return the operations that the person has confirmed with them."""
+        """Return the operations that the user has confirmed by pressed keys."""
 
 
 def watch(target: Target, watcher: RunWatcher) -> None:
-    """Show a run to a watcher until it is over; a lost learner is dialled again.
+    """Show a run to a watcher until its view ends; a lost learner is redialled.
 
     Raises:
         TransportError: if the learner has not answered at any address since the call.

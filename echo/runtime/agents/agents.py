@@ -1,9 +1,10 @@
-"""The worker's side of outside agents: hands out episodes, samples calls, takes rewards.
+"""The worker's side of outside agents: gives out episodes, samples calls, takes rewards.
 
 An outside agent is a program of the user that sends calls to the worker's endpoint. The worker
-requests leases only when an agent waits for an episode, so no lease becomes stale in a queue. Calls
-of a session are sampled with the run's settings, because the learner computes probabilities with
-these settings. Calls without a session are sampled with the caller's settings and are not recorded.
+requests a lease only when an agent waits for an episode. So no lease becomes stale in a queue.
+
+A session's calls are sampled with the run's settings, which the learner also uses to compute
+probabilities. Calls without a session use the caller's settings and are not recorded.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class AgentParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """The options of a call; calls of a session use only `max_tokens`, `stop` and `tools`."""
+    """The options of a call; a session's calls use only `max_tokens`, `stop` and `tools`."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -109,7 +110,7 @@ class Agents:
         node: DialingNode,
         pool: Pool,
     ) -> None:
-        """Start without leases; `watch` must run while agents are served."""
+        """Start without leases; the caller must run `watch`."""
         self.parts = parts
         self.role = role
         self._sampler = sampler
@@ -131,7 +132,7 @@ class Agents:
         self._has_news.set()
 
     async def watch(self) -> None:
-        """Renew open leases until cancelled; give up leases that agents do not finish in time."""
+        """Until cancelled, renew open leases, and give up leases that take too long."""
         num_ticks = 0
         while True:
             await asyncio.sleep(self.role.joining.heartbeat_s / 2)
@@ -143,7 +144,7 @@ class Agents:
             self._demand()
 
     def close(self) -> None:
-        """Begin no more episodes; drop leases without a session, so that they expire."""
+        """Begin no more episodes, and drop the leases that have no session."""
         self._is_over = True
         for lease in self._episodes.leases:
             if not self._episodes.has_sessions(lease):
@@ -151,7 +152,6 @@ class Agents:
         self._has_news.set()
 
     def _demand(self) -> None:
-        """Tell the role how many leases the waiting agents need."""
         missing = max(0, self._num_waiting - self._episodes.num_free)
         held = len(self._episodes.leases) + len(self.role.outbox)
         wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
@@ -163,7 +163,7 @@ class Agents:
     # --- sessions --------------------------------------------------------------------------------
 
     async def begin(self, *, wait_s: float) -> Session | None:
-        """Return a new session; None if no episode is available within `wait_s` seconds.
+        """Return a new session, or None if no episode is available within `wait_s` seconds.
 
         Raises:
             StoppingError: if the worker begins no more episodes.
@@ -188,7 +188,9 @@ class Agents:
             self._demand()
 
     async def reward(self, session_id: str, reward: float | None) -> float | None:
-        """End a session with a reward; if `reward` is None, the task scores the last answer.
+        """End a session with a reward.
+
+        If `reward` is None, the task computes the reward from the last answer.
 
         Returns:
             The reward; None if the task's reward function returns None.
@@ -217,7 +219,6 @@ class Agents:
         return reward
 
     def _finish(self, lease: Lease, outcomes: Sequence[SessionOutcome]) -> None:
-        """Report the group of a lease whose episodes have all ended."""
         count = self.role.counters.add
         num_sampled = sum(num_sampled_of(outcome.turns) for outcome in outcomes)
         count("agents/tokens_sampled", num_sampled)
@@ -244,7 +245,7 @@ class Agents:
             self.role.counters.add("agents/tokens_abandoned", number)
 
     def abandon(self, session_id: str) -> None:
-        """End a session without a reward, and free its episode for another attempt.
+        """End a session without a reward, so that another agent may try its episode.
 
         Raises:
             SessionError: if there is no such session.
@@ -263,7 +264,7 @@ class Agents:
         prompt: Prompt,
         options: CallOptions,
     ) -> Turn:
-        """Sample the answer to a call, record the answer in the call's session, and return it.
+        """Sample the answer to a call, and record it in the call's session.
 
         Args:
             session_id: None for a call that is not trained on.
@@ -307,11 +308,6 @@ class Agents:
         return turn
 
     def _session_of(self, session_id: str | None) -> Session | None:
-        """Return the session of a call; None for a call without a session.
-
-        Raises:
-            SessionError: if there is no such session, or it has made MAX_SESSION_CALLS calls.
-        """
         return None if session_id is None else self._episodes.find_for_call(session_id)
 
     def _tokens(
@@ -319,7 +315,7 @@ class Agents:
     ) -> tuple[npt.NDArray[np.int32], Turn | None, str]:
         """Return (tokens, continued call, text) of a context; runs in a thread.
 
-        The continued call is the earlier call that the context begins with; None if there is none.
+        The continued call is the earlier call that the context begins with, or None.
         """
         dialogue = self.parts.dialogue
         if isinstance(prompt, str):
@@ -361,7 +357,6 @@ class Agents:
         )
 
     def _stop(self, texts: Sequence[str]) -> StopStrings | None:
-        """Return the stop strings of a call: those of the run, then `texts`."""
         own = self.parts.sampling.stop
         if not texts:
             return own
@@ -376,10 +371,7 @@ class Agents:
 
 
 def _num_hidden(answer: str, completion: Completion, sampling: Sampling) -> int:
-    """Return how many characters at the end of an answer belong to its stop string or follow it.
-
-    The number is 0 if no stop string ended the answer.
-    """
+    """Return the number of characters from the stop string to the end; 0 without a stop string."""
     if sampling.stop is None or completion.finish_reason != "stop":
         return 0
     if int(completion.token_ids[-1]) in sampling.stop_ids:

@@ -1,7 +1,7 @@
 """Samples single requests of many callers with one engine.
 
-A continuous engine gets each request in a separate call. Any other engine gets all waiting requests
-with the same sampling settings in one call, one batch after the other.
+A continuous engine gets each request in a separate call. Any other engine samples in batches: one
+call has all waiting requests with the same sampling settings.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class _Waiting:
 
 
 class CallSampler:
-    """Samples single requests, together in batches if the engine samples only in batches."""
+    """Samples single requests, in batches if the engine is not continuous."""
 
     def __init__(self, engine: Engine, watcher: Watcher, *, threads: Threads) -> None:
-        """Start without requests; `run` must run while calls are sampled."""
+        """Start without requests; the caller must run `run`."""
         self._engine = engine
         self._watcher = watcher
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
@@ -63,7 +63,7 @@ class CallSampler:
     async def run(self) -> None:
         """Sample waiting requests until cancelled.
 
-        A batch contains the oldest waiting request and all others with the same settings.
+        A batch has the oldest waiting request, and all others with the same settings.
         """
         waiting: list[_Waiting] = []
         while True:

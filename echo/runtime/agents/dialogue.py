@@ -1,9 +1,9 @@
-"""Tokenization of agents' calls, which keeps sampled tokens as they were sampled.
+"""Tokenization of agents' calls; sampled tokens stay as they were sampled.
 
 An agent sends its whole context as text. Encoding this text again could give other tokens than were
-sampled ("12" was sampled as "1", "2"), and the learner would train on a context that the sampler
-never had. So if the text begins with the context and completion of an earlier call, the tokens of
-that call are used, and only the rest is encoded.
+sampled. For example, "12" may have been sampled as "1", "2". The learner would then train on a
+context that the sampler never had. So if the text begins with an earlier call's context and
+completion, that call's tokens are used. Only the rest of the text is encoded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class Dialogue:
     """Converts the text of calls to tokens and back, for one model."""
 
     def __init__(self, codec: TextCodec) -> None:
-        """Use this codec for prompts and completions."""
         self._codec = codec
         self._tokenizer: Any = codec.tokenizer
 
@@ -43,14 +42,14 @@ class Dialogue:
         return self._codec.render(messages, tools)
 
     def other_arguments(self, arguments: Mapping[str, Any]) -> str:
-        """Return the name of an argument whose value in the run's settings differs; "" if none."""
+        """Return the name of an argument that differs from the run's settings, or ""."""
         own = self._codec.chat_template_kwargs
         return next((name for name, value in arguments.items() if own.get(name) != value), "")
 
     def continue_text(
         self, text: str, known: Sequence[Turn], *, is_rendered: bool
     ) -> tuple[Ids, Turn | None]:
-        """Return the tokens of a text, and the earlier call that the text continues, or None.
+        """Return a text's tokens, and the earlier call that the text continues, or None.
 
         Args:
             text: the whole context.
@@ -102,7 +101,7 @@ class Dialogue:
 
 
 def _after(text: str, length: int) -> str:
-    """Return the rendered text after the first `length` characters that are not `MARK`s."""
+    """Return the text after its first `length` characters, not counting `MARK`s."""
     end = length
     while (num_marks := text.count(MARK, 0, end)) != end - length:
         end = length + num_marks

@@ -8,13 +8,13 @@
     POST /v1/echo/sessions/ID/reward     {"reward": 1.0}   without a reward the task judges
     DELETE /v1/echo/sessions/ID          give an episode up
 
-All requests but /health need `Authorization: Bearer TOKEN`, which OpenAI's clients make from their
-API key. The token is checked before a body is read. A connection that has not sent the token within
-TOKEN_S is closed. If more than MAX_UNKNOWN connections have not sent the token yet, the oldest of
-them is closed.
+Every request except /health needs `Authorization: Bearer TOKEN`. OpenAI's clients make this header
+from their API key. The token is checked before a body is read. A connection is closed if it does
+not send the token within TOKEN_S. At most MAX_UNKNOWN connections may be open without a token. If
+there are more, the oldest of them is closed.
 
-With `stream`, the whole answer is sampled first, and then sent as the events that OpenAI's clients
-expect.
+With `stream`, the whole answer is sampled first. Then it is sent as the events that OpenAI's
+clients expect.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class Endpoint:
     """The routes of the endpoint, and the checks of requests."""
 
     def __init__(self, agents: Agents, *, token: str, log: logging.Logger) -> None:
-        """Serve these agents; callers must send the token."""
         self._agents = agents
         self._token = token.encode()
         self._log = log
@@ -165,10 +164,6 @@ class Endpoint:
             await runner.cleanup()
 
     def _accept(self, runner: web.AppRunner) -> web.RequestHandler:
-        """Return the protocol of a new connection.
-
-        The connection is closed if the token does not arrive within TOKEN_S.
-        """
         assert runner.server is not None
         connection = runner.server()
         self._unknown[connection] = asyncio.get_running_loop().call_later(
@@ -190,7 +185,6 @@ class Endpoint:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Handle a request: check its token and size, and turn errors into error answers."""
         refusal = self._refusal(request)
         if refusal is not None:
             refusal.force_close()  # the body is not read
@@ -212,7 +206,6 @@ class Endpoint:
             return answer
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """Return an error answer if a request's token is wrong or its body too large, else None."""
         header = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if hmac.compare_digest(header.encode(errors="surrogateescape"), self._token):
             timer = self._unknown.pop(request.protocol, None)
@@ -244,7 +237,9 @@ class Endpoint:
         return await self._complete(request, read_body(await self._read(request), TextBody))
 
     async def _read(self, request: web.Request) -> bytes:
-        """Return a request's body; at most MAX_LARGE_BODIES large bodies are read at a time.
+        """Return a request's body.
+
+        At most MAX_LARGE_BODIES large bodies are read at a time.
 
         Raises:
             SlowBodyError: if the body does not arrive in time.
@@ -297,7 +292,7 @@ TOKEN_VARIABLE = "ECHO_AGENT_TOKEN"
 
 
 async def serve(agents: Agents, *, log: logging.Logger) -> None:
-    """Serve agents until cancelled; log the address, and write address and token to a file.
+    """Serve agents until cancelled; write the address and the token to a file.
 
     Raises:
         TransportError: if the address cannot be bound.
@@ -342,7 +337,6 @@ def _events(events: Iterable[object]) -> web.Response:
 
 
 def _error(status: int, message: str) -> web.Response:
-    """Return an error answer in the form that OpenAI's clients expect."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     # The message may repeat text of the caller that UTF-8 cannot encode.
     error = {"message": one_line(message), "type": kind, "code": None}

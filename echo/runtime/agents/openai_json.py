@@ -71,8 +71,8 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
 class _Body(msgspec.Struct):
     """The fields that both kinds of calls have.
 
-    A call is refused for a field in `_UNABLE` that would change the answer. Any other unknown
-    field is ignored.
+    A call with a field in `_UNABLE` is refused if the field would change the answer. Any other
+    unknown field is ignored.
     """
 
     max_tokens: Int | None = None
@@ -115,10 +115,11 @@ Body = ChatBody | TextBody
 
 
 def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
-    """Return the parsed body of a call; refuse unsupported fields that would change an answer.
+    """Return the parsed body of a call.
 
     Raises:
-        BodyError: if the body cannot be read or served; the message names the cause.
+        BodyError: if the body cannot be read or served, for example because of an unsupported
+            field; the message names the cause.
     """
     try:
         body, unable = msgspec.json.decode(data, type=kind), msgspec.json.decode(data, type=_Unable)
@@ -139,11 +140,6 @@ def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
 
 
 def _check_numbers(body: Body) -> None:
-    """Check that the numbers in a body are within their ranges.
-
-    Raises:
-        BodyError: if a number is outside its range; the message names the field and the range.
-    """
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(body, name)
         if value is not None and value < 1:
@@ -213,10 +209,10 @@ class ChatAnswer:
         }
 
     def events(self, turn: Turn) -> list[dict[str, Any]]:
-        """Return the events of the answer to a call with `stream`: text, end, usage if requested.
+        """Return the events of the answer to a call with `stream`.
 
-        Text and end are separate events, as OpenAI sends them, since some clients ignore text in
-        the last event.
+        The events are the text, the end and, if requested, the usage. Text and end are separate
+        events, because some clients ignore text in the last event. OpenAI does the same.
         """
         text: dict[str, Any] = {"delta": self._message(turn)}
         end: dict[str, Any] = {"delta": {}}
@@ -230,14 +226,13 @@ class ChatAnswer:
         return [{**chunk, "system_fingerprint": fingerprint_of(turn)} for chunk in chunks]
 
     def _answer(self, turn: Turn) -> str:
-        """Return the text of a completion, without the stop token or string that ended it."""
         text = self._dialogue.answer_of(turn.completion.token_ids)
         return text[: len(text) - turn.num_hidden]
 
     def _message(self, turn: Turn) -> dict[str, Any]:
         """Return the assistant's message, with its tool calls if the call has tools.
 
-        If one of the tool calls cannot be parsed, the whole message stays text.
+        If a tool call cannot be parsed, the whole message stays text.
         """
         text = self._answer(turn)
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -305,5 +300,5 @@ def usage_of(turn: Turn) -> dict[str, int]:
 
 
 def fingerprint_of(turn: Turn) -> str:
-    """Return the policy version that sampled the last token of a call, as text."""
+    """Return the policy version that sampled a call's last token, as text."""
     return str(PolicyVersion(*turn.completion.policy_versions[-1].tolist()))

@@ -1,9 +1,9 @@
 """Sessions of outside agents, and the groups of rollouts made of their calls.
 
-A lease with group size G becomes G episodes. An agent that asks for an episode gets a session,
-which records the tokens of each call. When the session gets its reward, all its calls become one
-rollout. The tokens of the rollout form a tree of chains (turns.py): the sampled tokens are trained
-on, the others are masked.
+A lease with group size G becomes G episodes. An agent that begins an episode gets a session. The
+session records the tokens of each call. When the session gets its reward, all its calls become one
+rollout. The rollout's tokens form a tree of chains (turns.py). Sampled tokens are trained on, all
+others are masked.
 
 The first contexts of a group's sessions may differ (names, times, tools). Their common beginning
 becomes the group's prompt. The rest of each context is masked in its rollout.
@@ -117,7 +117,7 @@ class Episodes:
         self._open_leases[key_of(lease)] = _OpenLease(lease, deque(range(self._group_size)), now)
 
     def begin(self, *, now: float) -> Session | None:
-        """Return a new session for the oldest free episode; None if no episode is free."""
+        """Return a session for the oldest free episode, or None if no episode is free."""
         entry = next((entry for entry in self._open_leases.values() if entry.waiting), None)
         if entry is None:
             return None
@@ -157,7 +157,7 @@ class Episodes:
     def begin_call(self, session: Session, *, now: float) -> None:
         """Record a call that is about to be sampled.
 
-        A refused call is not recorded, so an agent that keeps repeating a refused call times out.
+        A refused call is not recorded. So a session times out if all its calls are refused.
         """
         self._touch(session, now)
         session.num_running += 1
@@ -174,9 +174,10 @@ class Episodes:
             )
 
     def finish(self, session: Session, reward: float) -> list[SessionOutcome] | None:
-        """End a session with its reward; return the outcomes of its group if all episodes ended.
+        """End a session with its reward.
 
-        The result is None if an episode of the group has not ended.
+        Returns:
+            The outcomes of the group; None if one of its episodes has not ended.
 
         Raises:
             SessionError: if the session has no completed call, or a call is running.
@@ -190,9 +191,9 @@ class Episodes:
         return [entry.outcomes[member] for member in range(self._group_size)]
 
     def abandon(self, session: Session) -> bool:
-        """End a session and free its episode for another attempt; return whether that was done.
+        """End a session, and free its episode for another attempt.
 
-        After MAX_EPISODE_ATTEMPTS attempts the whole lease is given up instead.
+        After MAX_EPISODE_ATTEMPTS attempts the whole lease is given up. Then the result is False.
         """
         entry = self._close(session)
         self._num_abandoned_tokens += num_sampled_of(session.turns)
@@ -205,14 +206,14 @@ class Episodes:
     def take_abandoned(self) -> int:
         """Return how many tokens were sampled in the sessions that were given up.
 
-        Only sessions that were given up since the last call of this method count. A rewarded
-        session counts as well if the lease of its group was given up.
+        Each session counts in one call of this method only. A rewarded session counts too, if its
+        group's lease was given up.
         """
         number, self._num_abandoned_tokens = self._num_abandoned_tokens, 0
         return number
 
     def expire(self, *, now: float) -> list[tuple[Lease, str]]:
-        """Free the episodes of silent agents; return the given-up leases, each with the reason."""
+        """Free the episodes of silent agents; return the given-up leases with the reasons."""
         given_up = []
         late = [
             session
@@ -259,7 +260,7 @@ class Episodes:
 def group_of(
     lease: Lease, worker_id: str, outcomes: Sequence[SessionOutcome], *, max_tokens: int
 ) -> tuple[Group, int]:
-    """Make a group of a lease's finished episodes; return the group and its number of chains.
+    """Make a group of a lease's finished episodes; return it with its number of chains.
 
     Args:
         lease: the lease.
@@ -297,7 +298,6 @@ def group_of(
 
 
 def _num_shared(contexts: Sequence[Ids]) -> int:
-    """Return the length, in tokens, of the beginning that all contexts share."""
     length = min(map(len, contexts))
     table = np.stack([context[:length] for context in contexts])
     differs = np.flatnonzero((table != table[0]).any(axis=0))

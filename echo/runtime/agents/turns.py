@@ -1,11 +1,11 @@
 """Calls of a session, and the tree of their tokens that becomes a rollout.
 
-If the context of a call begins with the context and completion of an earlier call, the call
-continues this earlier call's chain, token by token. Any other call begins a chain, for example
-after the agent has rewritten its history. All chains of a session are one rollout, whose tokens
-form a tree (core/chains.py). If the tree already contains the beginning of a context, the tokens of
-this beginning are shared, no matter whether they were sampled or sent. The tokens that a call
-samples are always added, even if another call has sampled the same tokens at the same place. So
+A call continues an earlier call's chain if its context begins with that call's context and
+completion. Any other call begins a chain, for example after the agent has rewritten its history.
+All chains of a session are one rollout, whose tokens form a tree (core/chains.py).
+
+If the tree already has the beginning of a context, the tree's tokens are shared. The tokens that a
+call samples are always added, even if another call sampled the same tokens at the same place. So
 each sampled token is trained exactly once.
 """
 
@@ -37,13 +37,14 @@ class Turn:
     parent: Turn | None
     """The call that this call continues; None if it begins a chain."""
     num_hidden: int = 0
-    """Number of characters at the end of `text` that are hidden from the agent: the stop string
-    that ended the completion, and any text of the last token after the stop string.
+    """Number of characters at the end of `text` that the agent does not see.
+
+    They are the stop string that ended the completion, and any text after it.
     """
 
     @property
     def shown_text(self) -> str:
-        """Context and completion as text, up to the stop string that ended the completion."""
+        """The context and completion as text, up to the stop string."""
         return self.text[: len(self.text) - self.num_hidden]
 
     @property
@@ -72,7 +73,7 @@ def num_sampled_of(turns: Iterable[Turn]) -> int:
 
 
 class TokenTree:
-    """The tokens of calls as a tree, in which calls share the tokens of common beginnings.
+    """The tokens of calls as a tree; calls share the tokens of common beginnings.
 
     A token's place is its index in the tree; the first token has place 0.
     """
@@ -100,13 +101,13 @@ class TokenTree:
 
     @property
     def num_chains(self) -> int:
-        """Number of chains, which is the number of pieces whose last token no piece follows."""
+        """Number of chains."""
         followed = {after for _, after in self._branches}
         ends = (start - 1 for start in [*self._starts[1:], self.num_tokens])
         return sum(end not in followed for end in ends)
 
     def rollout(self, num_prompt: int, *, reward: float, finish_reason: str) -> Rollout:
-        """Return the tree as a rollout, whose first `num_prompt` tokens are the group's prompt."""
+        """Return the tree as a rollout; the first `num_prompt` tokens are the group's prompt."""
         completions = [(each, number) for each, number in self._parts if each is not None]
         sampled = np.concatenate([each.policy_versions for each, _ in completions])
         # Masked tokens need a version too, not newer than that of any sampled token.
@@ -132,7 +133,6 @@ class TokenTree:
         )
 
     def _sets(self, name: str, num_prompt: int) -> TokenSets | None:
-        """Return the completion's token sets `name`; None if no call has recorded such sets."""
         parts = [(getattr(each, name, None), number) for each, number in self._parts]
         joined = join_sets(parts)
         return None if joined is None else joined[num_prompt:]
@@ -156,10 +156,10 @@ class TokenTree:
         self.num_tokens += number
 
     def _find(self, turn: Turn) -> tuple[int, Ids]:
-        """Find how much of a call's context is in the tree already.
+        """Find the part of a call's context that is in the tree already.
 
-        Return the place of the last token of that part, and the ids of the context after it. The
-        place is -1 if the tree has no part of the context.
+        Return the place of that part's last token, and the token ids of the rest. If the tree has
+        no such part, the place is -1.
         """
         place, rest = -1, turn.context_ids
         if turn.parent is not None:
@@ -178,7 +178,7 @@ class TokenTree:
         return place, rest
 
     def _next(self, place: int, token: int) -> int | None:
-        """Return the place of `token` where it directly follows `place`; None if it does not."""
+        """Return the place of `token` directly after `place`; None if it is not there."""
         after = place + 1
         is_inside = after < self.num_tokens and after > 0
         number = bisect_right(self._starts, after) - 1
@@ -188,7 +188,7 @@ class TokenTree:
 
 
 def tree_of(turns: Sequence[Turn], *, max_tokens: int) -> TokenTree:
-    """Return the tree of a session's calls; the session must have at least one call.
+    """Return the tree of a session's calls, of which there is at least one.
 
     If the chains have more than `max_tokens` tokens in total, the chains with the fewest sampled
     tokens are left out. At least one chain is always kept.

@@ -1,6 +1,6 @@
 """Tries to reach the learner for `echo-rl doctor`, and reports what a joining node would find.
 
-The doctor dials and joins as a relay does, up to the Welcome. It never sends Ready, so the learner
+The doctor dials and joins as a relay does, up to the Welcome. It never sends Ready. So the learner
 neither plans the doctor into the broadcast nor grants it a lease. At the end the doctor sends
 Goodbye.
 
@@ -10,7 +10,7 @@ Goodbye.
     AssetRequest -> Asset rate from the learner, by the largest file that a worker would inherit
     Goodbye
 
-If the doctor dials a relay, Greet and Probe measure the link to the relay, and the later messages
+If the doctor dials a relay, Greet and Probe measure the link to the relay. The later messages
 measure the whole way to the learner.
 """
 
@@ -81,7 +81,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """The results of a trial of one address; fields that the trial did not reach are None."""
+    """The results of a trial of one address; a result that was not reached is None."""
 
     address: str
     node_id: str | None = None
@@ -108,7 +108,7 @@ class _Trial:
         self._address = address
 
     async def run(self) -> LinkReport:
-        """Exchange the messages, and return the report; after a failure the report is partial."""
+        """Exchange the messages and return the report, which is partial after a failure."""
         try:
             self._peer = self._transport.dial(self._address)
             await self._connect()
@@ -127,7 +127,6 @@ class _Trial:
         self.report = replace(self.report, node_id=greeted.node_id)
 
     async def _measure_uplink(self) -> None:
-        """Measure the round trip with empty probes, and the rate with growing ones."""
         rtt_s = min([(await self._ask(Probe(), ProbeAck, b""))[2] for _ in range(NUM_PINGS)])
         self.report = replace(self.report, rtt_s=rtt_s)
         num_bytes = FIRST_PROBE_BYTES
@@ -139,7 +138,6 @@ class _Trial:
             num_bytes = min(8 * num_bytes, MAX_PROBE_BYTES)
 
     def _rate(self, num_bytes: int, took_s: float) -> float:
-        """Return the rate, in bytes per second, of a transfer that was answered after `took_s`."""
         return num_bytes / max(took_s - (self.report.rtt_s or 0.0), 1e-6)
 
     async def _join(self) -> None:
@@ -182,7 +180,7 @@ class _Trial:
     async def _ask(
         self, message: Message, kind: type[Answer], *payload: bytes, target: str = ""
     ) -> tuple[Answer, list[Frame], float]:
-        """Send a message; return its answer with payload, and the seconds until the answer."""
+        """Send a message; return (answer, its payload, seconds until it arrived)."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         frames = encode(message, payload, source=self._node_id, target=target)
@@ -226,7 +224,7 @@ class _Trial:
 
 
 async def try_link(transport: Transport, address: str, *, fingerprint: bytes | None) -> LinkReport:
-    """Try to reach the learner over one address. The trial waits at most STEP_S for each answer.
+    """Try to reach the learner over one address; wait at most STEP_S for each answer.
 
     Args:
         transport: a started transport that has the run's keys.
@@ -282,7 +280,7 @@ def check_link(report: LinkReport) -> Iterator[Finding]:
 
 
 def own_address(address: str) -> str | None:
-    """Return the address of this machine on the route to `address`; None if there is no route."""
+    """Return this machine's address on the route to `address`; None without a route."""
     host, port = parse_address(address)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
@@ -294,12 +292,12 @@ def own_address(address: str) -> str | None:
 
 
 def check_nat(own: str, theirs: str, advertise: str | None) -> Iterator[Finding]:
-    """Check whether this machine is behind NAT, by its own address and the learner's.
+    """Check whether this machine is behind NAT.
 
     Args:
         own: the address of this machine on the route to the learner.
         theirs: the address of the learner or relay, without a port.
-        advertise: the address at which this node tells others to fetch weights; None if it does
+        advertise: the address at which other nodes fetch weights from this node; None if it does
             not listen.
     """
     try:

@@ -1,7 +1,7 @@
 """Checks of this machine for `echo-rl doctor`: packages, GPU, kernel settings, clock and disk.
 
-A check yields findings and makes no lasting change. The facts that a check judges are its
-arguments, so a test can cause each failure.
+A check yields findings and makes no lasting change. It gets the machine's facts as arguments. So a
+test can cause each failure.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_NAMED = 6
 def locked_versions(lock: str) -> dict[str, set[str]]:
     """Return package name -> versions, from the text of a lock file.
 
-    A package has several versions if the lock has different ones for different Pythons.
+    A lock file may have several versions of a package, for different versions of Python.
     """
     versions: dict[str, set[str]] = {}
     for name, version in _LOCKED.findall(lock):
@@ -73,7 +73,7 @@ def installed_versions() -> dict[str, str]:
 def check_packages(
     installed: Mapping[str, str], locked: Mapping[str, Iterable[str]]
 ) -> Iterator[Finding]:
-    """Compare the installed packages with the locked versions; Echo was tested with the latter."""
+    """Compare the installed packages with the locked versions, with which Echo was tested."""
     # A local label such as +cpu names a build of the same version.
     others = {
         name: version
@@ -106,7 +106,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def nvidia_driver(path: Path = DRIVER) -> str | None:
-    """Return the version of the NVIDIA driver that the kernel has loaded; None if it has none."""
+    """Return the version of the loaded NVIDIA driver; None if no driver is loaded."""
     try:
         found = re.search(r"Module[^\n]*?\s(\d+\.[\d.]+)\s", path.read_text(encoding="ascii"))
     except (OSError, UnicodeDecodeError):
@@ -115,7 +115,7 @@ def nvidia_driver(path: Path = DRIVER) -> str | None:
 
 
 def check_gpu(build: str | None, gpus: Iterable[str], driver: str | None) -> Iterator[Finding]:
-    """Compare the GPUs that PyTorch finds with the driver that the kernel has loaded.
+    """Compare the GPUs that PyTorch finds with the loaded driver.
 
     Args:
         build: what PyTorch is built for, such as "CUDA 13.0" or "CPU"; None without PyTorch.
@@ -151,7 +151,7 @@ LEAST_DESCRIPTORS = 4096
 
 
 def check_descriptors(limit: int) -> Iterator[Finding]:
-    """Check the limit of open files, after it has been raised as far as permitted."""
+    """Check the limit of open files, which was already raised as far as permitted."""
     if limit >= LEAST_DESCRIPTORS:
         yield Finding("ok", "open files", f"{limit} are permitted")
         return
@@ -201,7 +201,7 @@ class _Timex(ctypes.Structure):
 
 
 def is_clock_synchronised() -> bool | None:
-    """Return whether the kernel says that its clock follows a time server; None if it is silent."""
+    """Return whether the clock follows a time server; None if the kernel does not report it."""
     state = _Timex()  # modes = 0: read only
     try:
         if ctypes.CDLL(None).adjtimex(ctypes.byref(state)) < 0:
@@ -212,7 +212,7 @@ def is_clock_synchronised() -> bool | None:
 
 
 def check_clock(is_synchronised: bool | None) -> Iterator[Finding]:
-    """Check that times in the logs of several machines can be compared."""
+    """Check that the clock is synchronised, so that logs of several machines can be compared."""
     if is_synchronised is not False:
         known = "follows a time server" if is_synchronised else "its state is not readable here"
         yield Finding("ok", "clock", known)
@@ -236,7 +236,7 @@ SLOW_BYTES_PER_S = 50e6
 def check_disk(
     directory: Path, *, free_bytes: int, min_free_bytes: int, speed: DiskSpeed
 ) -> Iterator[Finding]:
-    """Check the space and the speed of the volume of a run's directory."""
+    """Check the space and the speed of the volume that holds a run's directory."""
     if free_bytes < min_free_bytes:
         yield Finding(
             "failed",
@@ -262,7 +262,7 @@ def check_disk(
 
 
 def check_ledger(directory: Path) -> Iterator[Finding]:
-    """Check that the volume can hold a ledger, by making a ledger in a temporary directory."""
+    """Check that the volume can hold a ledger, by making a temporary one."""
     try:
         with tempfile.TemporaryDirectory(dir=directory) as place:
             Ledger(Path(place), spool_bytes=1 << 20).close()
@@ -279,7 +279,7 @@ def check_ledger(directory: Path) -> Iterator[Finding]:
 
 
 def check_run_dir(run_dir: Path, *, min_free_bytes: int) -> Iterator[Finding]:
-    """Check the volume on which a run's directory is, or would be made."""
+    """Check the volume that holds, or would hold, a run's directory."""
     place = run_dir.absolute()
     while not place.is_dir() and place != place.parent:
         place = place.parent

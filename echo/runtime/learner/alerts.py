@@ -1,7 +1,7 @@
 """Alerts of a run: raised by the rules of `core/alerts.py`, logged, and sent to the operator.
 
 Every alert is logged, and then queued. A task sends the queued alerts to the operator's command and
-webhook, one after the other and with a time limit, so no step waits for them. If the queue is full,
+webhook, one at a time and with a time limit. So no step waits for an alert. If the queue is full,
 its oldest alert is dropped.
 """
 
@@ -90,8 +90,9 @@ class Alerts:
     def stepped(self, row: Mapping[str, Any]) -> DivergedError | None:
         """Raise the alerts that a step's row of metrics causes.
 
-        If the run has diverged and alerts.on_divergence is not "alert", return the error that
-        ends the training; otherwise return None.
+        Returns:
+            The error that ends the training if the run has diverged, unless alerts.on_divergence is
+            "alert". Otherwise None.
         """
         found = self._rules.stepped(self._role.step, row, now=self._clock())
         self._raise(found)
@@ -118,7 +119,7 @@ class Alerts:
             self.nonfinite(f"step {self._role.step + 1} failed: {error}")
 
     async def watch(self) -> None:
-        """Check time, costs and disk every CHECK_S, until cancelled or the end is announced."""
+        """Check time, costs and disk every CHECK_S, until cancelled or until the run's end."""
         section = self._section
         periodic = section.stall_s, section.max_cost_per_h, section.max_cost
         if not any((*periodic, section.min_free_disk_bytes)):
@@ -221,7 +222,7 @@ def _state(alert: Alert) -> str:
 
 
 def post_json(url: str, body: bytes) -> str:
-    """Post JSON to a URL; return "" if the server accepted the JSON, else the reason."""
+    """Post JSON to a URL; return the reason if that fails, else ""."""
     headers = {"Content-Type": "application/json", "User-Agent": "echo-rl"}
     try:
         request = urllib.request.Request(url, data=body, headers=headers, method="POST")

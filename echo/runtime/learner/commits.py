@@ -1,8 +1,8 @@
-"""Commit before send: messages wait until the ledger's records that they rely on are committed.
+"""Commit before send: a message waits until the records that it relies on are committed.
 
-If a batch of actions appends records, its other actions are held, and performed after the commit of
-these records. The commit runs in the disk's thread, and commits all records that were appended
-before it.
+If a batch of actions appends records to the ledger, its other actions are held. They are performed
+after the commit of these records. The commit runs in the disk's thread. It commits all records that
+were appended before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echo.wire.actions import Action
 
 
 class Commits:
-    """Commits the ledger's records, and holds actions until the records they need are committed."""
+    """Commits the ledger's records, and holds actions until the commit."""
 
     def __init__(
         self,
@@ -33,7 +33,10 @@ class Commits:
         self._has_records = asyncio.Event()
 
     def hold(self, actions: Sequence[Action]) -> None:
-        """Hold actions until the next commit; the caller must request one (`want` or `commit`)."""
+        """Hold actions until the next commit.
+
+        The caller must request the commit (`want` or `commit`).
+        """
         self._held.append(actions)
 
     def want(self) -> None:
@@ -49,7 +52,7 @@ class Commits:
             await self.commit()
 
     async def commit(self) -> None:
-        """Commit all records appended so far, then perform the actions that were held."""
+        """Commit all records appended so far, and then perform the held actions."""
         held, self._held = self._held, []
         await self._disk.run(self._ledger.commit)
         for actions in held:

@@ -1,4 +1,4 @@
-"""Makes the rows of metrics and the status that a run's follower writes and displays."""
+"""Makes the metrics and the status that a run's follower writes and displays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Follower(Protocol):
         """Append the row of metrics of `step`."""
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Pass to the trackers some rollouts of `step`, or of the evaluation of its version."""
+        """Pass some rollouts to the trackers, of `step` or of its version's evaluation."""
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -60,12 +60,12 @@ class Follower(Protocol):
     def save(self, status: RunStatus) -> None:
         """Write the status to the disk; called in a thread.
 
-        Viewers read the written status if no learner answers.
+        If no learner answers, viewers read the written status.
         """
 
 
 class Reporter:
-    """Makes a follower's rows, and the status of the run, from the state of a learner's parts."""
+    """Makes a follower's rows and the run's status, from the state of a learner's parts."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class Reporter:
         stalls: Stalls,
         log: logging.Logger,
     ) -> None:
-        """Report the state of a learner, given by its parts, to `follower`.
+        """Report to `follower` the state of a learner, given by its parts.
 
-        `price_per_h` is the price of the learner's machine, $ per hour; `time_of_day` returns Unix
+        `price_per_h` is the price of the learner's machine, $ per hour. `time_of_day` returns Unix
         seconds.
         """
         self._follower, self._role, self._transport = follower, role, transport
@@ -140,7 +140,7 @@ class Reporter:
         return row
 
     def _task_code_metrics(self) -> dict[str, float]:
-        """Return counts of the task's code since the last step, for example of failed rewards."""
+        """Return the task code's counts since the last step, for example of failed rewards."""
         roster = self._role.roster
         totals = {
             **roster.take_counts_left(),
@@ -164,9 +164,10 @@ class Reporter:
     def _partial_metrics(self) -> dict[str, float]:
         """Return metrics of unfinished rollouts; empty if none was interrupted or continued so far.
 
-        The metrics are the number of groups that wait to be continued, the mean age in steps of the
-        oldest token of a continued group, and the share of sampled tokens that were dropped or will
-        not be trained on. Totals are among the role's counters.
+        There are three metrics. The first is the number of groups that wait to be continued. The
+        second is the mean age, in steps, of the oldest token of a continued group. The third is the
+        share of sampled tokens that were dropped or will not be trained on. Totals are among the
+        role's counters.
         """
         role = self._role
         counts = role.counters
@@ -183,7 +184,7 @@ class Reporter:
         }
 
     async def save(self, pool: Pool, *, state: RunState | None = None) -> None:
-        """Write the present status to the disk. `state`, if given, replaces the run's state."""
+        """Write the present status to the disk; `state`, if given, replaces the run's state."""
         status = self.status(now=asyncio.get_running_loop().time())
         if state is not None:
             learner, *others = status.nodes
@@ -198,7 +199,7 @@ class Reporter:
             await asyncio.sleep(SAVE_S)
 
     async def run(self) -> None:
-        """Draw the present state every REFRESH_S, until the end of the run is announced."""
+        """Draw the present status every REFRESH_S, until the run's end is announced."""
         while self._role.shutdown.reason is None:
             self.display(now=asyncio.get_running_loop().time())
             await asyncio.sleep(REFRESH_S)

@@ -4,13 +4,13 @@
                               |                                     |
                               +--> acknowledgement                  +--> evaluation, checkpoint
 
-The training loop awaits only three things: a full batch of admissible groups, its own model work,
-and (now and then) a checkpoint. It never waits for a version to be sent: the broadcast offers
-versions, and the nodes that need them fetch them.
+The training loop awaits only a full batch of admissible groups, its own model work and, now and
+then, a checkpoint. It never waits for a version to be sent. The broadcast offers versions, and the
+nodes that need them fetch them.
 
-A resume relies on this order: the records of a batch of actions are committed before its messages
-are sent; groups are synced to the disk before they are acknowledged; the record of a step is
-committed before its weights are published; and the ledger is synced before a checkpoint becomes
+A resume relies on this order. The records of a batch of actions are committed before its messages
+are sent. Groups are synced to the disk before they are acknowledged. The record of a step is
+committed before its weights are published. The ledger is synced before a checkpoint becomes
 visible. Threads write all of this, never the event loop.
 
 The node and its parts report their results to the role as events (table in `roles/learner.py`). The
@@ -173,7 +173,7 @@ class LearnerNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Connect the parts of an opened run; other arguments are as for `Node`."""
+        """Connect the parts of an opened run; the other arguments are those of `Node`."""
         super().__init__(run.role, transport, threads=threads, log=log)
         self.role: Learner = run.role
         self._buffer, self.ledger, self.progress = run.buffer, run.ledger, run.progress
@@ -197,14 +197,12 @@ class LearnerNode(Node):
         self._wire_reports(run, follower)
 
     def _act(self, actions: Iterable[Action]) -> None:
-        """Carry out actions that a part has decided on, with this node's `perform`."""
         self.perform(actions)
 
     def _clock(self) -> float:
         return self.now
 
     def _wire_groups(self, run: OpenedRun) -> None:
-        """Make the parts that handle groups, from their delivery until the batch is full."""
         sections, transport = self._sections, self.transport
         address = advertised(transport.listen_address, sections.learner.advertise)
         self._waiting = BatchWait(
@@ -232,7 +230,6 @@ class LearnerNode(Node):
         self.bound = AdaptiveBound(sections.sync, run.buffer, self.pace, run.ledger, log=self.log)
 
     def _wire_versions(self, run: OpenedRun, follower: Follower) -> None:
-        """Make the parts that publish, evaluate, check and save the weights."""
         sections, trainer_pool, log = self._sections, self._model_pool, self.log
         encoder = VersionEncoder(
             run.role.broadcast,
@@ -288,7 +285,6 @@ class LearnerNode(Node):
             )  # fmt: skip
 
     def _wire_reports(self, run: OpenedRun, follower: Follower) -> None:
-        """Make the parts that count costs, report the run's state and announce its end."""
         sections, log = self._sections, self.log
         self.costs = CostControl(
             run.role,
@@ -324,14 +320,17 @@ class LearnerNode(Node):
         )  # fmt: skip
 
     def release(self) -> None:
-        """End the coder's threads, and release the ledger if an error has left it open."""
+        """End the coder's threads; release the ledger if an error has left it open."""
         self._coder.close()
         self.ledger.release()
 
     # --- actions ---------------------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Carry out actions in order; if some append records, the others wait for the commit."""
+        """Carry out actions in order.
+
+        If some of the actions append records, the others wait for the commit.
+        """
         batch = list(actions)
         if self._delivered.is_open and any(isinstance(each, AppendRecord) for each in batch):
             super().perform(e for e in batch if isinstance(e, AppendRecord | StoreGroup))
@@ -340,7 +339,6 @@ class LearnerNode(Node):
             super().perform(batch)
 
     def _finish_turn(self) -> None:
-        """Finish the turn as `Node` does, and request a commit of the records that are queued."""
         super()._finish_turn()
         self._commits.want()
 
@@ -349,7 +347,7 @@ class LearnerNode(Node):
         self.perform(self.role.guest_connected(peer, user, now=self.now))
 
     def on_action(self, action: Action) -> None:
-        """Carry out an action of the role; after the run's end, neither store nor record groups."""
+        """Carry out an action of the role; store and record no group after the run's end."""
         match action:
             case StoreGroup() if self._delivered.is_open:
                 self._delivered.accept(action)
@@ -368,13 +366,13 @@ class LearnerNode(Node):
                 raise LocalProtocolError(f"a learner cannot {type(action).__name__}")
 
     def wake(self) -> None:
-        """Make the training loop check again whether it has a full batch."""
+        """Make the training loop check for a full batch."""
         self._waiting.wake()
 
     # --- the run ---------------------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Train until the last step, then save, announce the end to every node and stop."""
+        """Train until the last step; then save, announce the end to every node and stop."""
         self.spawn(self._delivered.run(), name="store")
         self.spawn(self._commits.run(), name="records")
         if self._prompts is not None:
@@ -407,14 +405,14 @@ class LearnerNode(Node):
             self._is_work_over.set()
 
     async def _make_prompts(self, prompts: PromptsAhead) -> None:
-        """Make prompts until cancelled. When a group's prompt was waited for, grant the group."""
+        """Make prompts until cancelled; grant a group that has waited for its prompt."""
         pool = self.threads.pool("prompts")
         while True:
             if await prompts.make(pool):
                 self.report(GrantsDue())
 
     async def _watch_costs(self) -> None:
-        """Until cancelled, measure the workers and costs, and decide which workers are active."""
+        """Until cancelled, meter costs and decide which workers are active."""
         costs, pool = self.costs, self.threads.pool("activation")
         has_published = self._versions.has_published
         while True:
@@ -493,8 +491,8 @@ class LearnerNode(Node):
     async def _next_batch(self) -> list[Group] | None:
         """Wait for a full batch of groups within the staleness bound, and return it.
 
-        The result is None if training is to end: because it was stopped, the budget is spent,
-        nothing can be learned from the last groups, or a failure was found.
+        The result is None if training is to end. Reasons are a stop, a spent budget, groups without
+        anything to learn, and a failure.
         """
         self.progress.begin("", now=self.now)
         self._waiting.begin(now=self.now)
@@ -524,7 +522,7 @@ class LearnerNode(Node):
         return None
 
     async def _find_failure(self) -> EchoError | None:
-        """Return the error due to which no further batch is possible; None if there is none."""
+        """Return the error that makes further batches impossible, or None."""
         if self.role.prompt_fault is not None:
             return self.role.prompt_fault
         newest = self._versions.newest
@@ -538,13 +536,13 @@ class LearnerNode(Node):
         return None
 
     def _evict(self) -> None:
-        """End buffered groups that are too old for the next step; grant others in their place."""
+        """End buffered groups that are too old for the next step, and grant new ones."""
         if self._delivered.evict():
             # Grant others in their place now, without waiting for the next heartbeat.
             self.report(GrantsDue())
 
     async def _check_wait(self) -> None:
-        """Check again which workers can get groups; publish if the newest version is outdated."""
+        """Check which workers can get groups; publish if the newest version is outdated."""
         self.report(ReviewDue())
         wait_reason = self._waiting.check(now=self.now)
         if wait_reason == "outdated" and not self._versions.is_current:
@@ -557,7 +555,7 @@ class LearnerNode(Node):
         self.report(GrantsDue())
 
     async def _publish(self) -> None:
-        """Publish the present weights, and begin to evaluate them if an evaluation is due."""
+        """Publish the present weights; evaluate them if an evaluation is due."""
         self._is_put_off = False
         publication = await self._versions.publish()
         if self._evaluations is None or not self._evaluations.published(publication):
@@ -568,7 +566,7 @@ class LearnerNode(Node):
             await self._checkpoint()
 
     async def _checkpoint(self) -> None:
-        """Write a checkpoint if the weights are not saved yet; NaN in the weights ends the run."""
+        """Write a checkpoint of unsaved weights; NaN in the weights ends the run."""
         if self._saver.has_to_save:
             self.progress.begin("saving a checkpoint", now=self.now)
             self._failure = await self._saver.save(now=self.now) or self._failure
@@ -576,7 +574,6 @@ class LearnerNode(Node):
     # --- the end ---------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Evaluate, end the remaining groups, save, export, announce the end, and stop."""
         self.report(GrantsStopped())
         if not self._versions.is_current:
             # The last weights are evaluated and exported even if no worker will use them.
@@ -607,7 +604,7 @@ class LearnerNode(Node):
         self.stop("finished")
 
     async def _save(self) -> None:
-        """Save a run that is not finished, so that --resume continues from the present step."""
+        """Save an unfinished run, so that --resume continues from the present step."""
         await self._close_records()
         self.log.info(
             "stopped at step %d; --resume continues from step %d%s",
@@ -616,7 +613,7 @@ class LearnerNode(Node):
         )  # fmt: skip
 
     async def _roll_back(self, error: EchoError) -> None:
-        """If `error` requires a rollback, end the node, so that the run resumes from a checkpoint.
+        """If `error` requires a rollback, end the node, and the run resumes from a checkpoint.
 
         Raises:
             RolledBackError: if the run is rolled back. The end is not announced to the other

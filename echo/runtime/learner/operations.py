@@ -1,8 +1,7 @@
 """Carries out the operations that operators request, and answers each with text.
 
-The act of an operation, such as "pause", sets a state, so a repeated operation changes nothing. The
-ledger and the log record each change with the operator's name. A change holds until the learner
-restarts.
+An operation such as "pause" sets a state, so repeating it changes nothing. The ledger and the log
+record each change with the operator's name. A change holds until the learner restarts.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MAX_LISTED = 8
 
 
 class Operations:
-    """The acts of operators, by name; each returns text on what was done, or raises ConfigError."""
+    """The operations by name; each returns text on what was done, or raises ConfigError."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class Operations:
     ) -> None:
         """Carry out operations by changing the role, the staleness bound and the costs.
 
-        `report` passes an event to the role; `stop` saves the run and ends the learner.
+        `report` passes an event to the role. `stop` saves the run and ends the learner.
         """
         self._role, self._bound, self._costs, self._ledger = role, bound, costs, ledger
         self._report, self._stop, self._log = report, stop, log
@@ -160,11 +159,6 @@ class Operations:
         self._report(HoldChosen(member.node_id, hold))
 
     def _node(self, operation: Operation) -> Member:
-        """Return the node that an operation names.
-
-        Raises:
-            ConfigError: if there is no such node.
-        """
         nodes = self._role.roster.nodes
         if (member := nodes.get(operation.subject)) is not None:
             return member

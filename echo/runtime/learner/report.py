@@ -53,8 +53,9 @@ _ADVICE = {
     "lost_member": "this loss needs a trained token in each rollout of a group: raise "
     "sampling.max_completion_tokens or sync.max_staleness, or choose another loss.kind",
 }
-"""Reason why a group is left out -> remedy. Equal rewards are missing here; their remedy depends on
-the rewards."""
+"""Reason why a group is left out -> remedy. The remedy for equal rewards depends on the rewards, so
+it is not here.
+"""
 
 
 class RunCurves:
@@ -96,15 +97,14 @@ class RunCurves:
 
 
 _STEPS_REMEMBERED = 20
-"""Number of steps in the median: enough to ignore single slow steps, and few enough to follow a
-change of workers soon."""
+"""Number of steps in the median: enough to ignore a slow step, few enough to follow new workers."""
 
 
 class RemainingTime:
     """Estimates the remaining time of a run by the median duration of its recent steps.
 
     In the median, a period without workers counts as a single slow step. The first step of the
-    process does not count, since it includes the time in which workers joined.
+    process does not count, because workers joined during it.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,10 @@ class RemainingTime:
 
 
 class Progress:
-    """Totals since the learner started; staleness and curves also count the run before a resume."""
+    """Totals since the learner started.
+
+    Staleness and curves also cover the run before a resume.
+    """
 
     def __init__(
         self,
@@ -198,14 +201,14 @@ class Progress:
                 self._waits.popleft()
 
     def idle_ratio_by_now(self, now: float) -> float:
-        """Return the share of the time from the start until now that the learner spent waiting."""
+        """Return the share of the time since the start that the learner spent waiting."""
         since = now if self._waiting_since is None else self._waiting_since
         return (self._all_waits_s + now - since) / max(now - self._started_at, 1e-9)
 
     def recent_idle_ratio(self, now: float) -> float:
         """Return the share of recent time that the learner spent waiting.
 
-        The time covers the last IDLE_WINDOW_S, or the last IDLE_WINDOW_STEPS steps if they took
+        Recent time is the last IDLE_WINDOW_S. It is the last IDLE_WINDOW_STEPS steps if they took
         longer.
         """
         waits = list(self._waits)
@@ -219,7 +222,7 @@ class Progress:
         return min(1.0, waited_s / max(now - since, 1e-9))
 
     def accepted(self, group: Group, *, now: float) -> None:
-        """Count a group that was stored in the ledger, and reset the counts of `zero_signal`."""
+        """Count a group that was stored in the ledger; reset the counts of `zero_signal`."""
         self.num_accepted += 1
         newest = group.versions[-1]
         self.newest_sampled = max(self.newest_sampled or newest, newest)
@@ -229,7 +232,7 @@ class Progress:
         self._count_tokens(group)
 
     def left_out(self, group: Group, reason: str, *, now: float) -> None:
-        """Count a delivered group that is not trained on, with the reason why."""
+        """Count a delivered group that is not trained on, with the reason."""
         stats = GroupStats.of([group])
         self._reasons[reason] += 1
         self._zero_signal_reasons[reason] += 1
@@ -239,7 +242,7 @@ class Progress:
         self._count_tokens(group)
 
     def unscored(self, group: Group) -> None:
-        """Count a delivered group that has fewer than two rewards, so it is not trained on."""
+        """Count a delivered group that is not trained on because it has fewer than two rewards."""
         stats = GroupStats(num_groups=1, num_unscored=1)
         self._reasons["no_opinion"] += 1
         self._zero_signal_reasons["no_opinion"] += 1
@@ -255,7 +258,7 @@ class Progress:
             )
 
     def failed(self, reason: str, cause: str) -> None:
-        """Count a group that could not be finished, for example because its reward raised."""
+        """Count a group that could not be finished, for example because its reward failed."""
         self._zero_signal_reasons[reason] += 1
         self.useless_reasons[reason] += 1
         self._num_failed += 1
@@ -297,7 +300,7 @@ class Progress:
             self._staleness_tokens[lag] = self._staleness_tokens.get(lag, 0) + num_tokens
 
     def published(self, seconds: float) -> None:
-        """Add the seconds in which the learner could not train because it made a version."""
+        """Add the seconds for which making a version stopped the training."""
         self._published_s += seconds
 
     def evaluated(
@@ -333,8 +336,9 @@ class Progress:
     ) -> dict[str, float | Mapping[str, float]]:
         """Return a step's row: the trainer's metrics with the step's times, rates and staleness.
 
-        Rewards, lengths and shares of groups cover the groups that the step trained on and the
-        groups that were left out since the step before. `bytes_sent` is the learner's total so far.
+        Rewards, lengths and shares of groups cover two kinds of groups. These are the groups that
+        the step trained on, and the groups that were left out since the step before. `bytes_sent`
+        is the learner's total so far.
         """
         metrics = {**metrics, **self._groups.metrics(), **self._dropped}
         self.curves.rewards.append(metrics.get("reward/mean", 0.0))
@@ -381,7 +385,10 @@ class Progress:
         return row
 
     def describe_zero_signal(self, step: int) -> str:
-        """Return a log line for the end at `step`: why nothing could be learned, and a remedy."""
+        """Return a log line for a run that ends at `step` because nothing could be learned.
+
+        The line has the reason and a remedy.
+        """
         what = (
             f"nothing could be learned from the last {self.zero_signal.num_groups} groups "
             f"({self.zero_signal_text}): the run ends at step {step}"
@@ -389,7 +396,7 @@ class Progress:
         return f"{what}; {self._zero_signal_advice()}"
 
     def _zero_signal_advice(self) -> str:
-        """Return the remedy for the most frequent reason why the last groups had no signal."""
+        """Return the remedy for the most frequent reason among the last groups."""
         [(reason, _)] = self._zero_signal_reasons.most_common(1)
         if reason in _ADVICE:
             return _ADVICE[reason]
@@ -417,9 +424,9 @@ class Progress:
         )
 
     def describe_failing(self, step: int) -> str | None:
-        """Return a line on the failures among the last groups without signal.
+        """Return a log line for a run that ends at `step` because groups failed.
 
-        The result is None if less than half of these groups failed. The run ends at `step`.
+        The result is None if less than half of the groups without signal failed.
         """
         num_groups = self.zero_signal.num_groups
         if 2 * self._num_failed < num_groups:
@@ -432,17 +439,17 @@ class Progress:
 
     @property
     def zero_signal_text(self) -> str:
-        """Text with the number of groups for each reason, since the last useful group."""
+        """The number of groups for each reason, since the last useful group."""
         return ", ".join(f"{n} {reason}" for reason, n in self._zero_signal_reasons.most_common())
 
     @property
     def idle_ratio(self) -> float:
-        """Share of the time of all steps so far that the learner spent waiting for groups."""
+        """Share of the time of all steps that the learner spent waiting for groups."""
         total_s = self._waited_s + self._trained_s
         return self._waited_s / total_s if total_s else 0.0
 
     def _with_quality(self, view: NodeStatus) -> NodeStatus:
-        """Return the view of a node with the mean mismatch and reward of its trained groups."""
+        """Return a node's view with the mean mismatch and reward of its trained groups."""
         found = self.workers.of(view.node_id)
         mismatch_kl, reward = finite(found.get("mismatch_kl")), finite(found.get("reward"))
         return replace(view, mismatch_kl=mismatch_kl, reward=reward)
@@ -517,7 +524,7 @@ class Progress:
         )
 
     def _learner(self, role: Learner, *, price_per_h: float | None, now: float) -> NodeStatus:
-        """Return the status of the learner as a node: its newest version, and what it sends."""
+        """Return the status of the learner's own node."""
         broadcast, sent = role.broadcast, self._sent
         sent.append((now, broadcast.bytes_sent))
         while len(sent) > 2 and now - sent[0][0] > NODE_RATE_WINDOW_S:
@@ -537,12 +544,10 @@ class Progress:
         )
 
     def _rewards_by_step(self, step: int) -> tuple[tuple[int, float], ...]:
-        """Return the curve of rewards up to `step`, thinned."""
         rewards = self.curves.rewards
         return thinned(list(zip(range(step - len(rewards) + 1, step + 1), rewards, strict=True)))
 
     def _evaluations(self) -> tuple[tuple[int, float, float], ...]:
-        """Return the newest evaluations with finite rewards, by step."""
         known = sorted(point for point in self.curves.evals if all(map(math.isfinite, point)))
         return tuple(known[-MAX_POINTS:])
 
@@ -556,8 +561,6 @@ MAX_WORKERS_SHOWN = 64
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """The mismatch and the mean reward of a trained group."""
-
     mismatch: Mismatch
     reward: float
 
@@ -594,7 +597,7 @@ class WorkerQuality:
         return samples
 
     def of(self, worker_id: str) -> dict[str, float]:
-        """Return name -> statistic of a worker; empty if none of its groups was trained on yet."""
+        """Return name -> statistic of a worker; empty before one of its groups was trained on."""
         made = self._made.get(worker_id)
         if not made:
             return {}
@@ -604,8 +607,8 @@ class WorkerQuality:
     def row(self, worker_ids: Iterable[str]) -> dict[str, Mapping[str, float]]:
         """Return "workers/<statistic>" -> worker -> value, for the given workers.
 
-        A worker without a trained group is left out. At most MAX_WORKERS_SHOWN workers, those with
-        the largest mismatch, are included.
+        Workers without a trained group are left out. If there are more than MAX_WORKERS_SHOWN, the
+        workers with the largest mismatch are included.
         """
         known = {name: found for name in worker_ids if (found := self.of(name))}
         worst = sorted(known, key=lambda name: -known[name]["mismatch_kl"])[:MAX_WORKERS_SHOWN]
@@ -617,7 +620,7 @@ class WorkerQuality:
 
 
 def _mean_staleness(group: Group, *, step: int) -> float:
-    """Return the mean staleness of a group's trained tokens, in steps; 0 if it has none."""
+    """Return a group's mean staleness in steps, over its trained tokens; 0 if it has none."""
     steps = np.concatenate(
         [rollout.policy_versions[rollout.completion_mask, 1] for rollout in group.rollouts]
     )
@@ -654,14 +657,15 @@ def largest(values: Mapping[str, float]) -> dict[str, float]:
 class LinkTraffic:
     """Weight bytes that each node receives from its parent in a step.
 
-    All bytes that a node received in a step count for the parent that the node has at the end of
-    the step. If the node has no parent then, the bytes count for its last parent.
+    All bytes that a node received in a step count for one parent: the parent at the end of the
+    step, or else the node's last parent.
     """
 
     def __init__(self, *, is_resumed: bool) -> None:
-        """Count from the nodes' first totals if the learner is resumed, otherwise from zero.
+        """Count from zero.
 
-        The counters of nodes go on while the learner is away.
+        If the learner is resumed, count from the nodes' first totals instead, because their
+        counters went on while the learner was away.
         """
         self._is_resumed = is_resumed
         self._before: RecentMap[str, tuple[int, str]] = RecentMap(max_entries=MAX_NAMES_KEPT)
@@ -716,14 +720,17 @@ AGENT_COUNTS = (
     "agents/num_episodes",
     "agents/num_chains",
 )
-"""Names of counts over the sessions that have ended: all sampled tokens, the tokens delivered for
-training, the tokens of sessions that were given up, the delivered episodes, and their chains."""
+"""Names of counts over the sessions that have ended.
+
+They are all sampled tokens, the tokens delivered for training, the tokens of sessions that were
+given up, the delivered episodes, and their chains.
+"""
 TRAINED_SHARE = "agents/trained_share"
 ABANDONED_SHARE = "agents/abandoned_share"
 
 
 class TaskMetrics:
-    """Turns the running totals that nodes report about the task's code into counts per step."""
+    """Makes counts per step from the running totals that nodes report about the task's code."""
 
     def __init__(self) -> None:
         self._before: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)

@@ -30,11 +30,11 @@ class SampleLog:
     def __init__(
         self, number: int, follower: Follower, *, decode: Decode, log: logging.Logger
     ) -> None:
-        """Take `number` rollouts of every evaluation and every SAMPLE_STEPS-th step."""
+        """Take `number` rollouts of every evaluation and of every SAMPLE_STEPS-th step."""
         self._number, self._follower, self._decode, self._log = number, follower, decode, log
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
-        """Take rollouts of the groups that a step has trained, spread from best to worst reward."""
+        """Write rollouts of the groups that a step has trained, from best to worst reward."""
         if step % SAMPLE_STEPS or not self._number:
             return
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
@@ -54,13 +54,13 @@ class SampleLog:
         )
 
     def _completion(self, group: Group, rollout: Rollout) -> str:
-        """Return the text of a completion, with NEW_CHAIN where an agent's chain branches off."""
+        """Return a completion's text, with NEW_CHAIN where an agent's chain branches off."""
         tree = Tree.of(rollout, num_prompt=len(group.prompt_ids))
         ids = rollout.token_ids.tolist()
         return NEW_CHAIN.join(self._decode(ids[piece.start : piece.end]) for piece in tree.pieces)
 
     def write(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Write samples of a step to the log and the follower, at most as many as configured."""
+        """Write samples of a step to the log and the follower, at most the configured number."""
         samples = samples[: self._number]
         for sample in samples:
             self._log.info(
@@ -82,7 +82,7 @@ FILE_ONLY = "is_file_only"
 
 
 def _shortened(text: str) -> str:
-    """Return a text in quotes on one line, with its middle left out if it is long."""
+    """Return a text in quotes on one line, with a long text's middle left out."""
     if len(text) > MAX_CHARACTERS:
         half = MAX_CHARACTERS // 2
         left_out = len(text) - MAX_CHARACTERS

@@ -143,7 +143,7 @@ class Data:
         return vocab_size(self.model_dir)
 
     def read_assets(self) -> dict[str, bytes]:
-        """Return file name -> contents, for the tokenizer's files that workers may inherit.
+        """Return name -> contents of the tokenizer's files that workers may inherit.
 
         Raises:
             DataError: if a file does not fit into a message.
@@ -255,7 +255,7 @@ def load_prompts(
 
 
 def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
-    """Log warnings about stop tokens, unused template arguments, and a template's use of time."""
+    """Warn about stop tokens, unused template arguments, and a template's use of time."""
     for line in tokenization.describe_stops(text.tokenizer, model_dir):
         _log.warning("%s", line)
     if unused := text.unused_arguments():
@@ -271,9 +271,9 @@ def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
 
 
 def expected_rollouts(config: Config, prompts: PromptSource) -> dict[str, int]:
-    """Return the largest number of rollouts and the longest prompt, for workers to plan memory.
+    """Return the sizes for which workers plan their memory.
 
-    "rollouts" is the number that the staleness bound allows at the same time; "prompt_tokens" is
+    "rollouts" is the number that the staleness bound allows at the same time. "prompt_tokens" is
     the length of the longest prompt seen.
     """
     # As many rollouts as the bound on staleness allows at once.
@@ -356,10 +356,10 @@ def make_trainer(
     budget: Budget | None = None,
     prompt_tokens: int = 0,
 ) -> Trainer:
-    """Return this process's trainer, with the state of `checkpoint` if it is not None.
+    """Return this process's trainer, with the state of `checkpoint` if that is given.
 
-    Other arguments are as for `build_trainer`. With several processes, only the first process has
-    read the data, so the others get `prompt_tokens` from the first.
+    The other arguments are those of `build_trainer`. With several processes, only the first has
+    read the data. So the others get `prompt_tokens` from the first.
 
     Raises:
         ConfigError: if the processes of the learner were started with different settings.
@@ -447,7 +447,7 @@ def _compute(config: Config) -> Compute:
 
 
 def check_alike(config: Config, ranks: Ranks) -> None:
-    """Raise an error on all ranks if a rank has other settings than the first rank.
+    """Raise an error on all ranks if a rank's settings differ from the first rank's.
 
     Ranks with different settings would make different steps.
 
@@ -469,7 +469,7 @@ def check_alike(config: Config, ranks: Ranks) -> None:
 def with_checkpointing(
     config: Config, budget: Budget | None, rank_group: RankGroup | None = None
 ) -> Config:
-    """Return the configuration with `gradient_checkpointing = "auto"` replaced by a choice.
+    """Return the configuration with a choice for `gradient_checkpointing = "auto"`.
 
     Checkpointing is off for a model whose dimensions are not known. With several processes, all use
     the strongest setting that any of them needs.
@@ -485,7 +485,7 @@ def with_checkpointing(
 
 
 def is_recomputing(config: Config, data: Data, budget: Budget | None) -> bool:
-    """Return whether a setting makes the trainer recompute activations that memory would hold."""
+    """Return whether activations are recomputed although memory would hold them."""
     if budget is None or config.learner.gradient_checkpointing not in (True, "offload"):
         return False
     section = config.learner.model_copy(update={"gradient_checkpointing": False})
@@ -500,10 +500,9 @@ def budget_here(
 ) -> Budget | None:
     """Return this process's memory budget; None for a model whose dimensions are not known.
 
-    `prompt_tokens` is the length of the longest prompt; 0 if not known. If the learner
-    is a single process, it computes the budget before it builds anything. If it has several
-    processes, the first one has already built its evaluation, so the budget reserves no memory for
-    the evaluation.
+    `prompt_tokens` is the length of the longest prompt; 0 if not known. A single process computes
+    the budget before it builds anything. With several processes, the first has already built its
+    evaluation. So the budget then reserves no memory for the evaluation.
     """
     if rank_group is not None:
         off = config.eval.model_copy(update={"interval_steps": 0})
@@ -560,7 +559,7 @@ def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSo
 
 
 def build_loss(config: Config) -> Loss:
-    """Return the policy loss, with the configured masks, entropy bonus and KL to the reference."""
+    """Return the policy loss, with the configured masks, entropy bonus and KL."""
     section, reference = config.loss, config.reference
     options = section.own_options()
     if section.kind == "dr_grpo":
@@ -583,7 +582,8 @@ def build_loss(config: Config) -> Loss:
 def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource | None:
     """Return the source of the reference policy's weights; None if the loss has no KL to it.
 
-    Unless `reference.name` is set, these are the run's initial weights, also after a resume.
+    The default is the run's initial weights, also after a resume. `reference.name` names another
+    model.
     """
     section = config.reference
     if not section.kl_coef:
@@ -628,7 +628,7 @@ class RunParts:
     """
 
     def open(self, evaluator: Evaluator | None) -> OpenedRun:
-        """Return the opened run: open its ledger, build trainer and role, write its new lineage.
+        """Open the ledger, build trainer and role, and write the new lineage.
 
         Raises:
             EchoError: if the run cannot begin; then nothing was written.
@@ -702,7 +702,7 @@ class RunParts:
         return trainer
 
     def _attribution(self, trainer: AnyTrainer) -> Attribution | None:
-        """Return the attribution of the mismatch of trainer and sampler, or None if it is off."""
+        """Return the attribution of the trainer's and sampler's mismatch, or None if it is off."""
         config = self.config
         if not config.metrics.attribution_steps:
             return None
@@ -717,10 +717,7 @@ class RunParts:
         )
 
     def _publisher(self, trainer: AnyTrainer, attribution: Attribution | None) -> Publisher:
-        """Return the publisher of a trainer's weights.
-
-        With several ranks, every rank writes its part of an image.
-        """
+        """Return the publisher of a trainer's weights; each rank writes its part of an image."""
         images: Images
         if isinstance(trainer, LeadTrainer):
             images = trainer.images
@@ -742,7 +739,6 @@ class RunParts:
         )
 
     def _checkpoints(self, now: float) -> Checkpoints:
-        """Return the checkpoints in the run directory, with the configured intervals and limits."""
         config, section = self.config, self.config.checkpoint
         return Checkpoints(
             config.run_dir / "checkpoints",
@@ -755,9 +751,9 @@ class RunParts:
         )
 
     def _buffer(self, start: StartingPoint, trainer: AnyTrainer) -> StalenessBuffer:
-        """Return the buffer with the groups of the starting point that the trainer accepts.
+        """Return the buffer with the starting point's groups.
 
-        The groups that the trainer refuses are added to `start.ends`, with the reason.
+        Groups that the trainer refuses are added to `start.ends` instead, with the reason.
         """
         buffer = StalenessBuffer(
             max_staleness=self.config.sync.max_staleness,
@@ -774,7 +770,7 @@ class RunParts:
         return buffer
 
     def _base_settings(self, *, is_resumed: bool) -> dict[str, Any]:
-        """Return the settings by which workers find an adapter's base model; empty without LoRA."""
+        """Return how workers find an adapter's base model; empty without LoRA."""
         config, lora = self.config, self.data.lora
         if lora is None:
             return {}
@@ -831,7 +827,7 @@ class RunParts:
 
 
 def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
-    """Return the learner's settings for leases and groups, from the configuration."""
+    """Return the learner's settings for leases and groups."""
     batch = config.batch
     return LeaseSettings(
         max_staleness=config.sync.max_staleness,
@@ -889,8 +885,8 @@ def invite(
 ) -> None:
     """Write the run's join string and the keys of viewers to files.
 
-    The join string and the keys are secret, and others may read the log. So only the path of the
-    join string is logged.
+    The join string and the keys are secret, but others may read the log. So the log gets only the
+    path of the join string.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -909,7 +905,7 @@ def invite(
 def assemble_learner(
     config: Config, data: Data, transport: Transport, options: Options
 ) -> LearnerNode:
-    """Return a learner on a transport that has been started; raises as `build_learner` does."""
+    """Return a learner on a started transport; raises as `build_learner` does."""
     log, rank_group = options.log, options.rank_group
     budget = None
     if rank_group is None:  # computed from all free memory, before other parts take memory
@@ -939,7 +935,7 @@ def assemble_learner(
 
 
 def run_sections(config: Config) -> RunSections:
-    """Return the sections of a configuration that a learner's node reads."""
+    """Return the sections of the configuration that a learner's node reads."""
     return RunSections(
         run=config.run,
         run_dir=config.run_dir,
@@ -975,7 +971,7 @@ def build_evaluator(
 ) -> Evaluator | None:
     """Return the evaluator of versions on held-out prompts, or None if evaluation is off.
 
-    `budget` bounds the evaluation's memory beside the trainer; if it is None, the evaluation may
+    `budget` bounds the evaluation's memory beside the trainer. If it is None, the evaluation may
     take half of the free memory. `engine` samples the answers. If it is None, an engine is made
     beside the trainer.
 
@@ -1017,15 +1013,14 @@ def evaluation_engine(
 ) -> TransformersEngine:
     """Return the engine that samples held-out prompts.
 
-    A single process holds a second model for evaluation on the device on which it trains. The model
-    has the published type on a GPU, and the trainer's type on a CPU. Training needs most of the
-    memory of this device, so rollouts take at most the memory that the budget leaves for
-    evaluation.
+    A single process holds a second model for evaluation, on the device on which it trains. The
+    model has the published type on a GPU, and the trainer's type on a CPU. Training needs most of
+    the device's memory. So rollouts take only the memory that the budget leaves for evaluation.
 
-    With several ranks, an evaluation on the first rank's GPU would make all ranks wait, and the
-    model may be too large for this GPU. So the first rank samples on its CPU, in the published
-    type. The weights of this model are the version's image itself, not a copy (engine/hf). The
-    memory budget (config/memory/) counts all three cases.
+    With several ranks, an evaluation on the first rank's GPU would make all ranks wait. The model
+    may also be too large for this GPU. So the first rank samples on its CPU, in the published type.
+    The weights of this model are the version's image itself, not a copy (engine/hf). The memory
+    budget (config/memory/) counts all three cases.
     """
     learner = config.learner
     device, num_threads = pick_device(learner.device), 0
@@ -1051,8 +1046,8 @@ def evaluation_engine(
 def export_directory(config: Config, data: Data, directory: Path, publication: Publication) -> None:
     """Write a version into a directory that transformers or peft can load.
 
-    Tensors are written without a copy, except stacked experts, which the files hold as separate
-    tensors.
+    Tensors are written without a copy. The exception is stacked experts, which the files hold as
+    separate tensors.
     """
     assets, weights = tokenization.asset_files(data.model_dir), publication.tensors()
     if data.lora is not None:

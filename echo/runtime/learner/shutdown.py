@@ -1,10 +1,9 @@
-"""Announces the end of a run to every node, also to nodes that are disconnected at that moment.
+"""Announces the end of a run to every node, also to nodes that are disconnected just then.
 
-A node that lost its connection, because the learner, a relay or a link failed, dials again after
-growing pauses. If the learner ended meanwhile, the node's dials would fail, and the node would end
-with an error. So the learner stays until each node that was heard from recently has left, or has
-had the time to come back. A learner that resumes a run also gives this time to the nodes that were
-connected to the former process.
+A node that has lost its connection redials after growing pauses. If the learner ended meanwhile,
+the node would end with an error. So the learner stays until each recently connected node has left,
+or has had the time to come back. A learner that resumes a run also gives this time to the nodes of
+the former process.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class WaitUntil(Protocol):
     """A function that waits until a condition is true, or until a time limit."""
 
     def __call__(self, is_done: Callable[[], bool], *, within_s: float) -> Awaitable[bool]:
-        """Check `is_done` until it is true or `within_s` has passed; return its last value."""
+        """Wait until `is_done` is true, at most `within_s`; return its last value."""
 
 
 class RunShutdown:
@@ -51,13 +50,13 @@ class RunShutdown:
         return max(LINGER_S, 2 * (self._transport.options.max_redial_s + heartbeat_s))
 
     def expect_former_nodes(self) -> None:
-        """Let nodes of a former learner process come back for `return_s` seconds from now on."""
+        """Give a former process's nodes `return_s` seconds from now to come back."""
         self._missing_until = self._clock() + self.return_s
 
     async def announce(self, reason: str) -> None:
         """Send the end of the run to every node; return when all nodes have left.
 
-        The message contains `reason`. Nodes that are disconnected get the end when they come back.
+        The message contains `reason`. A disconnected node gets the message when it comes back.
         Workers leave first, then relays.
         """
         self._report(RunEnded(reason))

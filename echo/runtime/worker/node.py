@@ -1,9 +1,11 @@
 """The worker's node: carries out the actions of the worker's role in threads.
 
 The role (`roles/worker/worker.py`) decides what to sample, stop, score, install and save. The node
-carries out each of these actions by a call in a thread, and reports the outcome to the role as an
+carries out each of these actions by a call in a thread. It reports the outcome to the role as an
 event (`report`). Meanwhile the loop receives weights, forwards them to children and delivers
-results. A version is installed only when it is complete. If the learner's seal arrived before the
+results.
+
+A version is installed only when it is complete. If the learner's seal arrived before the
 installation, the image is hashed again in memory before it is loaded. If outside agents produce the
 run's rollouts, the engine samples for these agents (`runtime/agents`). At the end the node gives
 the machine back (`release.py`).
@@ -96,7 +98,7 @@ from echo.wire.messages import Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """The parts of a worker that are built once the worker has the run's settings."""
+    """The parts of a worker that are built from the run's settings."""
 
     engine: Engine
     host: TaskHost
@@ -204,7 +206,7 @@ class WorkerParts:
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
-    """Append the hash of an installed version to a file, to compare with the published hash.
+    """Append the hash of an installed version to a file, to compare it with the published hash.
 
     Raises:
         OSError: if the file cannot be written.
@@ -266,7 +268,9 @@ class WorkerNode(DialingNode):
     """A worker's node: runs its role's actions on the engine, the rewards and the disk."""
 
     _sample_pool: Pool
-    """Threads for calls of the engine; created after the engine, which determines their number."""
+    """Threads for calls of the engine. The engine determines their number, so they are created
+    after it.
+    """
 
     def __init__(
         self,
@@ -390,7 +394,7 @@ class WorkerNode(DialingNode):
         self.report(EngineBuilt(parts.facts, parts.digests))
 
     def before_expire(self) -> None:
-        """Add counts of the task and engine to the role's counters, before a heartbeat."""
+        """Add the task's and engine's counts to the role's counters, before a heartbeat."""
         super().before_expire()
         if self._parts is None:
             return
@@ -410,7 +414,6 @@ class WorkerNode(DialingNode):
             self._calls.discard(call)
 
     async def _sample(self, call: EngineCall) -> None:
-        """Run one call of the engine and report its results."""
         parts, watcher = self.parts, CallWatcher(self, call)
         members = {
             f"{group.lease.group_id}.{group.lease.attempt}.{index}": (group, index)
@@ -459,7 +462,7 @@ class WorkerNode(DialingNode):
         self.report(CallReturned(call, num_tokens))
 
     async def _play(self, call: EngineCall) -> None:
-        """Play the episodes of a call's groups, which take several turns; report the results."""
+        """Play a call's groups of episodes, which take several turns; report the results."""
         parts = self.parts
         assert parts.runner is not None
         runner, leases = parts.runner, [group.lease for group in call.groups]
@@ -537,7 +540,7 @@ class WorkerNode(DialingNode):
                 self.report(GroupScored(group, rewards))
 
     def _score_all(self, group: PartialGroup) -> list[float]:
-        """Return one reward per completion, or fewer if the group becomes unwanted; blocks."""
+        """Return one reward per completion; fewer if the group is no longer wanted; blocks."""
         parts, rewards = self.parts, []
         texts = [parts.decode(member.token_ids.tolist()) for member in group.members]
         for reward in parts.host.score_all(Example(**group.lease.example), texts):
@@ -640,7 +643,7 @@ async def serve_agents(agents: Agents, *, log: logging.Logger) -> None:
 
 
 def _request(name: str, group: PartialGroup, index: int) -> Request:
-    """Return the request that continues one rollout of a group from where it stopped."""
+    """Return the request that continues a rollout from where it stopped."""
     return Request(
         request_id=name,
         prompt_ids=np.array(group.lease.prompt_ids, dtype=np.int32),

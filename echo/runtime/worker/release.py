@@ -39,7 +39,7 @@ def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
 
 
 class RentedMachine:
-    """The machine that a worker runs on; `give_back` runs the release command at most once."""
+    """The machine that a worker runs on; `give_back` runs the release command once."""
 
     def __init__(self, command: str | None, *, log: logging.Logger) -> None:
         """Use this shell command to give the machine back; None if there is no command."""
@@ -48,11 +48,14 @@ class RentedMachine:
 
     @property
     def is_releasing(self) -> bool:
-        """Whether the release command has started; it goes on after the worker's node has ended."""
+        """Whether the release command has started.
+
+        The command goes on after the worker's node has ended.
+        """
         return self._releasing is not None
 
     async def give_back(self, reason: str) -> bool:
-        """Run the release command, only at the first call; return whether it has succeeded."""
+        """Run the release command at the first call only; return whether it succeeded."""
         if self._command is None:
             return False
         if self._releasing is None:

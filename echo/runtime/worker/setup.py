@@ -80,18 +80,21 @@ def make_worker_task(config: Config) -> WorkerTask:
 
 
 DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
-"""Largest number of rollouts that are sampled at the same time, even if memory would hold more:
-more rollouts would hardly increase the speed.
+"""Largest number of rollouts that are sampled at the same time, even if memory would hold more.
+
+More rollouts would hardly increase the speed.
 """
 
 
 def join_source(config: Config) -> JoinSource:
-    """Return the settings from which a worker gets the learner's addresses and keys."""
+    """Return where a worker finds the learner's addresses and keys."""
     return JoinSource("worker", config.worker.connect, config.security, config.run_dir)
 
 
 async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
-    """Return the node of a worker that is ready to run, and listens if worker.listen is set.
+    """Return the node of a worker that is ready to run.
+
+    It listens if worker.listen is set.
 
     Raises:
         EchoError: if the configuration or this machine does not permit it; the message is for the
@@ -122,7 +125,7 @@ def assemble_worker(
     threads: Threads | None = None,
     log: logging.Logger,
 ) -> WorkerNode:
-    """Return the node of a worker on a started transport; does not open the transport's port."""
+    """Return the node of a worker on a started transport; does not open the port."""
     network = config.network
     if config.model.name is not None and not has_own_model(config):
         log.info(
@@ -165,7 +168,7 @@ def build_parts(
     settings: Mapping[str, Any],
     assets: Mapping[str, bytes],
 ) -> WorkerParts:
-    """Build and return a worker's parts from its configuration and the inherited settings.
+    """Build a worker's parts from its configuration and the inherited settings.
 
     `node_dir` gets the inherited files `assets`.
 
@@ -256,7 +259,7 @@ def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
 
 
 def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
-    """Return the number and length of the rollouts for which a worker's memory is planned.
+    """Return the number and length of the rollouts that a worker's memory must hold.
 
     Args:
         config: the worker's configuration, with the inherited settings.
@@ -315,7 +318,6 @@ def _agent_parts(
     likely_ids: int,
     max_rollout_tokens: int,
 ) -> AgentParts:
-    """Return the settings and functions of the endpoint for outside agents."""
     return AgentParts(
         dialogue=Dialogue(text),
         sampling=make_sampling(config.sampling, text, likely_ids=likely_ids),
@@ -333,7 +335,7 @@ def _agent_parts(
 
 
 def make_rules(config: Config) -> PartialRules:
-    """Return the rules for unfinished rollouts that the configuration sets."""
+    """Return the configured rules for unfinished rollouts."""
     rollout = config.rollout
     return PartialRules(
         over_submission=rollout.over_submission,
@@ -345,9 +347,10 @@ def make_rules(config: Config) -> PartialRules:
 
 
 def import_engine(config: Config, *, log: logging.Logger) -> None:
-    """Import the engine's code, which is slow for vLLM, and the code of the worker's own model.
+    """Import the code of the engine and of the worker's own model.
 
-    The architecture of an inherited model is not known yet, so its code is imported later.
+    Importing vLLM is slow. The architecture of an inherited model is not known yet, so its code is
+    imported later.
     """
     model_dir = own_model(config)
     if model_dir is not None:
@@ -376,11 +379,11 @@ def engine_dtype(config: Config) -> str:
 
 
 def check_own_model(config: Config, model_dir: Path) -> None:
-    """Check, without reading the weights, that a worker can use its own copy of the model.
+    """Check that a worker can use its own copy of the model, without reading the weights.
 
-    This reads the copy's config.json, its tokenizer and the headers of its weight files, and
-    imports the model's code. A directory without weight files is valid: the learner sends the
-    weights.
+    This reads the copy's config.json, its tokenizer and the headers of its weight files. It also
+    imports the model's code. A directory without weight files is valid, because the learner sends
+    the weights.
 
     Raises:
         EchoError: if the worker cannot use the copy. Without this check, the same error would be
@@ -439,9 +442,8 @@ def make_engine(
 def read_local_image(config: Config) -> tuple[bytearray, bytes] | None:
     """Return the worker's own model as a version's image, and the hash of the image.
 
-    If the first version that is announced has the same hash, the worker need not fetch this
-    version. The result is None if the worker has no weights of its own, or if the learner publishes
-    an adapter.
+    If the first announced version has the same hash, the worker need not fetch it. The result is
+    None if the worker has no weights of its own, or if the learner publishes an adapter.
     """
     model_dir = None if config.lora.rank else own_model(config)
     if model_dir is None:

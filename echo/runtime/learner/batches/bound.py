@@ -1,4 +1,4 @@
-"""The bound on staleness that follows the signals of training, within the hard bound."""
+"""The bound on staleness, which follows the signals of training within the hard bound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echo.weights.schedule import PublishPace
 
 
 class AdaptiveBound:
-    """Moves the bound on staleness of new leases with the signals of each step."""
+    """Moves the staleness bound of new leases with the signals of each step."""
 
     def __init__(
         self,
@@ -42,9 +42,8 @@ class AdaptiveBound:
     def adapt(self, step: int, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> bool:
         """Move the bound as the controller decides; return whether the bound became lower.
 
-        A lower bound applies to new leases only. It also shortens the publish period, so the
-        caller must publish a version at once. Groups that are buffered or being sampled stay valid
-        up to the hard bound.
+        A lower bound applies to new leases only. It also shortens the publish period, so the caller
+        must publish a version at once. Buffered and running groups stay valid up to the hard bound.
 
         Args:
             step: number of optimizer steps done.
@@ -91,7 +90,7 @@ class AdaptiveBound:
         self._pace.limit(bound)
 
     def metrics(self) -> dict[str, float]:
-        """Return {"staleness/bound": the present bound}; empty if it is fixed at the hard bound."""
+        """Return {"staleness/bound": the present bound}; empty if the bound is fixed."""
         if self._controller is None and self._buffer.admission_staleness >= self._most:
             return {}
         return {"staleness/bound": self._buffer.admission_staleness}

@@ -1,4 +1,4 @@
-"""Failed steps: end the groups at fault, and end the run after too many failures in a row."""
+"""Failed steps: end the groups at fault; after too many failures in a row, end the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_FAILED_STEPS = 5
 
 
 class FailedSteps:
-    """Finds the groups that made a step fail, ends them, and returns the others to the buffer."""
+    """Finds and ends the groups that made a step fail."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class FailedSteps:
         self._num_in_a_row = 0
 
     def succeeded(self) -> None:
-        """Reset the count of failed steps in a row, after a step that succeeded."""
+        """Reset the count of failed steps in a row."""
         self._num_in_a_row = 0
 
     async def end_faulty(self, groups: list[Group], error: StepError) -> None:
@@ -79,7 +79,7 @@ class FailedSteps:
         self._buffer.put_back(rest, num_taken=len(groups))
 
     async def _last_error(self, error: StepError) -> StepError:
-        """Return the error that ends the run; if the weights hold NaN, the error names them."""
+        """Return the error that ends the run; it names weights that hold NaN."""
         if error.reason == "nonfinite_gradient":
             found = await self._check.find(await self._versions.make_unpublished())
             if found:

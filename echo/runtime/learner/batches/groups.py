@@ -1,10 +1,10 @@
 """Delivered groups: how the learner scores, writes and acknowledges them.
 
-A group from which the trainer would learn nothing is ended at once with a reason: it is
-acknowledged, and another group is granted in its place. All other groups are written to the ledger;
-once they are on the disk, they are acknowledged and put into the buffer.
+If the trainer could learn nothing from a group, the group is ended at once with a reason. It is
+acknowledged, and another group is granted in its place. All other groups are written to the ledger.
+Once they are on the disk, they are acknowledged and put into the buffer.
 
-The role sets aside a worker that delivers no useful groups while other workers do.
+If a worker delivers no useful groups while other workers do, the role sets this worker aside.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class DeliveredGroups:
 
     @property
     def is_zero_signal(self) -> bool:
-        """Whether nothing could be learned from any of the last `max_zero_signal_groups` groups.
+        """Whether none of the last `max_zero_signal_groups` groups had anything to learn from.
 
         Groups of workers that are set aside do not count.
         """
@@ -94,14 +94,13 @@ class DeliveredGroups:
     # --- a delivered group -----------------------------------------------------------------------
 
     def accept(self, action: StoreGroup) -> None:
-        """Write or end a delivered group. If its worker did not score it, score it first."""
+        """Write or end a delivered group, after scoring it if its worker did not."""
         if self._rewards is None:
             self._store(action)
         else:
             self._spawn(self._score(self._rewards, action.group), name="reward")
 
     async def _score(self, rewards: LearnerRewards, group: Group) -> None:
-        """Score a group in a thread, then store the group; if scoring fails, end the group."""
         self.num_scoring += 1
         try:
             scores = await self._scoring.run(rewards.score, group)
@@ -120,7 +119,7 @@ class DeliveredGroups:
         self._store(StoreGroup(group, *encode_group(group)))
 
     def _store(self, action: StoreGroup) -> None:
-        """Write a group if the trainer can learn from it, else end the group with the reason."""
+        """Write a group if the trainer can learn from it; otherwise end it with the reason."""
         if not self.is_open:
             return
         group = scored_part(action.group)
@@ -145,7 +144,7 @@ class DeliveredGroups:
             self._end(group, reason)
 
     async def run(self) -> None:
-        """Sync written groups to the disk in batches, then acknowledge them, until `close`."""
+        """Until `close`, sync written groups to the disk in batches, and acknowledge them."""
         try:
             while self.is_open or self._unsynced:
                 await self._store_wanted.wait()
@@ -158,7 +157,6 @@ class DeliveredGroups:
             self._has_stored_all.set()
 
     def _acknowledge(self, groups: list[Group]) -> None:
-        """Put groups that are on the disk into the buffer, and acknowledge them to workers."""
         self.num_storing -= len(groups)
         for group in groups:
             self._buffer.put(group)
@@ -175,7 +173,7 @@ class DeliveredGroups:
     # --- groups that end without training --------------------------------------------------------
 
     def note(self, action: AppendRecord) -> None:
-        """Count the record's group as failed if its worker failed or sent a wrong result."""
+        """Count the group of a record if its worker failed or sent a wrong result."""
         record = action.record
         if isinstance(record, Discarded) and action.worker_id:
             cause = f"group {record.group} on {action.worker_id}: {action.cause}"
@@ -185,7 +183,7 @@ class DeliveredGroups:
             self._count_failed(record.reason, cause)
 
     def evict(self) -> bool:
-        """End buffered groups that are too old for the next step; return whether any was ended."""
+        """End buffered groups that are too old for the next step; return whether there were any."""
         step, num_before = self._role.step, self._buffer.num_too_old_tokens
         evicted = self._buffer.evict(step=step)
         num_too_old = self._buffer.num_too_old_tokens - num_before
@@ -203,18 +201,15 @@ class DeliveredGroups:
             self._ledger.append(end)
 
     def _end_failed(self, group: Group, reason: str, text: str, traceback: str = "") -> None:
-        """End a group that failed at the learner, and log the cause, `text`, as a warning."""
         self._perform([Note("warning", text)])
         self._count_failed(reason, f"{text}\n{traceback}".strip())
         self._end(group, reason)
 
     def _count_failed(self, reason: str, cause: str) -> None:
-        """Count a group from which nothing can be learned because it failed."""
         self._progress.failed(reason, cause)
         self._wake_if_zero_signal()
 
     def _end(self, group: Group, reason: str) -> None:
-        """End a group from which nothing can be learned, and acknowledge it to its worker."""
         self._report(GroupDiscarded(group.group_id, reason))
         self._wake_if_zero_signal()
 

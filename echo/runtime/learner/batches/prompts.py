@@ -1,13 +1,13 @@
 """Prompts of a run: the prompt and lease of each group id, a pure function of the run's seed.
 
-So the last group id in the ledger tells how far the run is in the dataset, and a group that is
-granted again, also after a resume, has the same prompt as before.
+So the last group id in the ledger determines how far the run is in the dataset. A group that is
+granted again has the same prompt as before, also after a resume.
 
-A chat template may write the date. It then reads the time at which the run began (`prompt_time`),
-so a prompt stays the same after midnight and after a resume.
+A chat template may write the date. It then reads the time at which the run began (`prompt_time`).
+So a prompt stays the same after midnight and after a resume.
 
-The code of the task makes prompts and may be slow. So prompts are made before they are needed, one
-after the other in a thread (`PromptsAhead`). The time for each is bounded: a call that takes longer
+The code of the task makes prompts and may be slow. So a thread makes prompts before they are
+needed, one after the other (`PromptsAhead`). The time for each is bounded: a call that takes longer
 is abandoned.
 """
 
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A group's example, and the lease that sends its prompt to a worker."""
+    """A group's example, and the lease that takes its prompt to a worker."""
 
     example: Example
     """The example, with its answer."""
@@ -113,7 +113,7 @@ class PromptSource:
         return self.lease_of(self.make(group_id), attempt)
 
     def lease_of(self, prompt: Prompt, attempt: int) -> Lease:
-        """Return the lease of attempt number `attempt` at the group of `prompt`."""
+        """Return the lease of an attempt at the group of `prompt`."""
         seed = self._seed_of(prompt.lease.group_id, attempt)
         return msgspec.structs.replace(prompt.lease, attempt=attempt, seed=seed)
 
@@ -122,9 +122,9 @@ class PromptSource:
         self._host.close()
 
     def check(self) -> None:
-        """Make the first CHECKED_PROMPTS prompts; if one cannot be made, raise as `make` does.
+        """Make the first CHECKED_PROMPTS prompts; raises as `make` does.
 
-        One line is logged for each property of these prompts that is unexpected, but not a fault.
+        One line is logged for each unusual property of these prompts that is not a fault.
         """
         number = min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)
         made = [self.make(group_id) for group_id in range(number)]
@@ -139,11 +139,11 @@ class PromptSource:
             )
 
     def examine(self, max_prompt_tokens: int, remedy: str) -> None:
-        """Check every row of the dataset, and that its prompt has at most `max_prompt_tokens`.
+        """Check every row of the dataset; a prompt may have at most `max_prompt_tokens`.
 
         The task decides whether a faulty row is refused or left out. The message about a row that
-        is too long ends with `remedy`. Rows whose size in bytes shows that they fit are not
-        tokenized, except the largest of them.
+        is too long ends with `remedy`. A row is not tokenized if its size in bytes shows that it
+        fits. The largest of these rows is tokenized all the same.
 
         Raises:
             DataError: if a row is refused; the message names it.
@@ -179,10 +179,11 @@ class PromptSource:
         return {split: self._count(split) for split in SPLITS}
 
     def preview(self, num_groups: int) -> list[str]:
-        """Return lines for a terminal that show the data and first prompt of a run of `num_groups`.
+        """Return lines for a terminal that show a run's data and its first prompt.
 
-        The lines give the sizes of the splits, the passes over the data, the first prompt as the
-        model gets it, and the task's rewards of two answers to it.
+        The lines have the sizes of the splits, the number of passes over the data, and the first
+        prompt as the model gets it. They also have the task's rewards of two answers to this
+        prompt.
 
         Raises:
             DataError: if `make` raises it for the first prompt.
@@ -208,7 +209,7 @@ class PromptSource:
         return [*lines, *self._reward_lines(first.example)]
 
     def _reward_lines(self, example: Example) -> Iterator[str]:
-        """Yield lines with the rewards of sample answers to an example; none for an environment."""
+        """Yield lines with the rewards of sample answers; none for an environment."""
         if isinstance(self._task, Environment):
             return
         call = ExampleCall.of(self._host, example, self._task.right_completion(example))
@@ -217,10 +218,7 @@ class PromptSource:
             yield f"notice: {call.fault}"
 
     def _notices(self, made: Sequence[Prompt]) -> Iterator[str]:
-        """Yield a line for each unexpected property of the prompts `made`.
-
-        The line names one of the examples that have the property.
-        """
+        """Yield a line for each unusual property of the prompts, with one example."""
         for prompt in made[:MADE_TWICE]:
             again = self.make(prompt.lease.group_id)
             if (
@@ -243,7 +241,7 @@ class PromptSource:
             yield f"{examples[0]}: {what}{more if len(examples) > 1 else ''}"
 
     def _oddities(self, example: Example) -> Iterator[str]:
-        """Yield a line for each unexpected property of one example's prompt."""
+        """Yield a line for each unusual property of one example's prompt."""
         has_template = self._text.tokenizer.chat_template is not None
         if isinstance(example.prompt, str):
             texts = [example.prompt] if has_template else []
@@ -263,7 +261,7 @@ class PromptSource:
         yield from self._text.oddities(example.prompt, tools)
 
     def _most_tokens(self, example: Example) -> int:
-        """Return an upper bound on the number of tokens of an example's prompt, from its bytes."""
+        """Return an upper bound on the number of a prompt's tokens, from its bytes."""
         num_bytes = len(msgspec.json.encode([example.prompt, self._task.tools(example)]))
         num_messages = 1 if isinstance(example.prompt, str) else len(example.prompt)
         return num_bytes + MESSAGE_TOKENS * num_messages + self._template_bytes
@@ -374,17 +372,16 @@ class PromptSource:
 
 
 class PromptsAhead:
-    """Makes the prompts of a run before they are needed, and gives finished prompts to the role."""
+    """Makes the prompts of a run before they are needed."""
 
     def __init__(
         self, source: PromptSource, *, num_out: int, first: int = 0, again: Iterable[int] = ()
     ) -> None:
-        """Make the prompts of the groups in `again`, and then of group `first` and those after it.
+        """Make the prompts of the groups in `again`, and then from group `first` on.
 
-        `again` has the ids of groups that were granted before a resume.
-
-        At least MIN_KEPT and twice `num_out` prompts are kept; `num_out` is the largest number of
-        groups that are leased at the same time.
+        `again` has the ids of groups that were granted before a resume. At least MIN_KEPT and twice
+        `num_out` prompts are kept. `num_out` is the largest number of groups that are leased at the
+        same time.
         """
         self._source = source
         self._num_kept = max(MIN_KEPT, 2 * num_out)
@@ -395,7 +392,7 @@ class PromptsAhead:
         self._has_work.set()
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of attempt number `attempt` at a group.
+        """Return the lease of an attempt at a group.
 
         Raises:
             DataError: if `PromptSource.make` raised it for this group.
@@ -412,7 +409,7 @@ class PromptsAhead:
         return self._source.lease_of(made, attempt)
 
     def example(self, group_id: int) -> Example:
-        """Return the example of a granted group, answer included; may be called from any thread.
+        """Return the example of a granted group, with its answer; thread-safe.
 
         If the group's prompt is no longer kept, it is made again, which blocks.
         """
@@ -422,7 +419,7 @@ class PromptsAhead:
         return made.example
 
     async def make(self, pool: Pool) -> bool:
-        """Wait until a prompt is to be made, make it; return whether the role waited for it."""
+        """Wait for the next prompt to make, and make it; return whether the role waited for it."""
         while not self._wanted and self._next >= self._end:
             self._has_work.clear()
             await self._has_work.wait()
@@ -446,7 +443,7 @@ _ORIGIN = "prompts.json"
 
 
 def prompt_time(run_dir: Path) -> datetime.datetime:
-    """Return the time that chat templates read: when the run began, or now for a new run."""
+    """Return the time that chat templates read: the start of the run, or now if it is new."""
     noted = _read_origin(run_dir).get("began_at")
     return datetime.datetime.fromisoformat(noted) if noted else datetime.datetime.now().astimezone()
 
@@ -504,7 +501,10 @@ def _read_origin(run_dir: Path) -> dict[str, str]:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Turn any exception of a task's code or a chat template into a DataError that names `what`."""
+    """Turn any exception in a `with` block into a DataError that names `what`.
+
+    The block runs a task's code or a chat template.
+    """
     try:
         yield
     except EchoError:

@@ -1,9 +1,8 @@
 """Rewards that the learner computes, for workers that do not get the answers.
 
-With reward.where = "learner" a worker delivers its rollouts with rewards of 0. Before such a group
-is written to the ledger, the learner decodes and scores each of its completions in a thread, with
-the example that it has kept. If scoring fails, the group ends with that reason, as it does if
-scoring fails at a worker.
+If reward.where is "learner", a worker delivers its rollouts with rewards of 0. The learner decodes
+and scores each completion in a thread, with the example that it has kept. Only then is the group
+written to the ledger. If scoring fails, the group ends with that reason, as it does at a worker.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class LearnerRewards:
         self._counts: Counter[str] = Counter()
 
     def counts(self) -> dict[str, int]:
-        """Return name -> count, for all counts of the host since it started."""
+        """Return name -> count since the start, for all counts of the host."""
         self._counts.update(self._host.take_counts())
         return dict(self._counts)
 

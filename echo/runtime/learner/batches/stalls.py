@@ -8,10 +8,10 @@ explained:
     after a step     if it waited that long, or if the last NUM_STEPS steps waited for a large share
                      of their time; or if the learner hardly waits and workers have no groups
 
-A wait is longer than usual if it exceeds three limits: USUAL_FACTOR times the median of the last
-waits, LONG_SHARE of the duration of a usual step, and MIN_WAIT_S. The explanation is logged when
-its cause changes, but at most once in LOG_S. The row of metrics of a step has the explanation and
-the waited seconds by stage. During a wait the explanation is written as a row of its own, so the
+A wait is longer than usual if it exceeds three limits. These are USUAL_FACTOR times the median of
+the last waits, LONG_SHARE of a usual step's duration, and MIN_WAIT_S. The explanation is logged
+when its cause changes, but at most once in LOG_S. A step's row of metrics has the explanation, and
+the waited seconds by stage. During a wait the explanation is written as a row of its own. So the
 files of a crashed run show what the run waited for.
 """
 
@@ -45,8 +45,9 @@ LOOK_S_PER_NODE = 1e-3
 MIN_WAIT_S = 10.0
 """Seconds; a wait that is shorter than this never counts as longer than usual."""
 START_S = 60.0
-"""Seconds. In the first WARM_UP_STEPS steps a wait must last at least this long to be longer than
-usual, because nodes still join and build their engines.
+"""Seconds that a wait must last in the first WARM_UP_STEPS steps to be longer than usual.
+
+In these steps nodes still join and build their engines.
 """
 WARM_UP_STEPS = 2
 USUAL_FACTOR = 2.0
@@ -123,7 +124,7 @@ class Stalls:
         self._look(now)
 
     def check(self, now: float) -> None:
-        """Observe the fleet if it is time to, and explain the present wait if it is long."""
+        """Observe the fleet if it is time to; explain the present wait if it is long."""
         if now < self._looked_at + max(LOOK_S, LOOK_S_PER_NODE * len(self._fleet.nodes)):
             return
         self._count(now)
@@ -147,7 +148,7 @@ class Stalls:
             self.check(asyncio.get_running_loop().time())
 
     def _count(self, now: float) -> None:
-        """Add the time since the last call to the learner's activity and to the fleet's states."""
+        """Add the time since the last call to the learner's activity and the fleet's states."""
         seconds, self._at = now - self._at, now
         activity = self._activity or ("paused" if self._role.is_paused else "")
         self._activities[activity] += seconds
@@ -168,7 +169,7 @@ class Stalls:
 
     @property
     def _limit_s(self) -> float:
-        """If a step waits at least this many seconds, its wait is longer than usual."""
+        """Seconds from which on a step's wait is longer than usual."""
         if len(self._usual) < WARM_UP_STEPS:
             return START_S
         waited_s = median(waited_s for waited_s, _ in self._usual)
@@ -194,7 +195,7 @@ class Stalls:
         return f"{missing}; {self.current.remedy}; {nodes}"
 
     def stepped(self, now: float) -> Fields:
-        """Explain the step that was just made; return the fields for the step's row of metrics."""
+        """Explain the step that was just made; return the fields for its row of metrics."""
         self._count(now)
         self._num_steps += 1
         tally, activities = self._tally, self._activities
@@ -220,9 +221,9 @@ class Stalls:
         return row
 
     def _explain_steps(self, tally: Tally, *, is_long: bool) -> str:
-        """Explain the last step if its wait was long; otherwise explain the last NUM_STEPS steps.
+        """Explain the last step if its wait was long, otherwise the last NUM_STEPS steps.
 
-        Set `current`, and return the explanation as text, "" if nothing stalls.
+        Set `current`. Return the explanation as text, "" if nothing stalls.
         """
         self.current = None
         if is_long:
@@ -256,11 +257,9 @@ class Stalls:
 
     @property
     def _has_waited_long(self) -> bool:
-        """Whether the last steps waited so long that fewer steps than usual need an explanation."""
         return sum(tally.waited_s for tally, _ in self._last) >= START_S
 
     def _report(self, found: Explanation, text: str, now: float) -> bool:
-        """Log an explanation if its cause is new; return whether it was logged."""
         self.current = found
         if found.cause == self._cause or now < self._logged_at + LOG_S:
             return False

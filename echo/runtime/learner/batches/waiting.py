@@ -1,16 +1,16 @@
-"""The wait for a batch: check again, and end the run after a time limit without workers.
+"""The wait for a batch: checks regularly, and ends the run after a time limit without workers.
 
-Normally an event, such as a heartbeat, a result or a step, causes the learner to grant groups and
-to publish versions. If no event happens, one check per heartbeat interval handles these cases:
+Normally an event makes the learner grant groups and publish versions, for example a heartbeat, a
+result or a step. If no event happens, one check per heartbeat interval handles these cases:
 
     no version may be sampled for the next step   the learner publishes at once, due or not
     no worker at all                              logged each minute; after a limit the run ends
 
 A run that its operator has paused waits without a limit. Once a worker has joined, the limit is
-`network.reconnect_for_s`: workers that have lost the learner try to come back for that long. Before
-the first worker joins, the limit is at least FIRST_WORKER_S, because the operator may rent or start
-workers much later. A worker counts from its Hello on, also while it loads its model and while it is
-on standby.
+`network.reconnect_for_s`, because workers that have lost the learner redial it for that long.
+Before the first worker joins, the limit is at least FIRST_WORKER_S, because the operator may rent
+or start workers much later. A worker counts from its Hello on. It also counts while it loads its
+model and while it is on standby.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WARN_S = 60.0
 
 
 class BatchWait:
-    """Waits for groups, finds out why none can be granted, and ends a run that has no worker."""
+    """Waits for groups, and ends a run that has no worker."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class BatchWait:
         """The loop's time at which `check` is due next, seconds."""
 
     def begin(self, *, now: float) -> None:
-        """Begin a wait; measure from now how long workers are missing."""
+        """Begin a wait; from now on the time without workers is measured."""
         self._alone_since = self._warned_at = now
         self.check_at = now + self._role.settings.leases.heartbeat_s
 
     def wake(self) -> None:
-        """End the present `wait`, so that the loop checks again for a batch.
+        """End the present `wait`, so that the training loop checks for a batch.
 
         If the loop does not wait now, its next `wait` ends at once.
         """
@@ -73,7 +73,7 @@ class BatchWait:
         return asyncio.get_running_loop().time() >= self.check_at
 
     def check(self, *, now: float) -> WaitReason:
-        """Check that there are workers; return the reason why none can get a group, "" if one can.
+        """Return the reason why no worker can get a group, "" if one can.
 
         Raises:
             TransportError: if there has been no worker for longer than the limit.

@@ -6,10 +6,11 @@
 The question is which workers shall be active (`echo.fleet.activation`). It is asked once in a
 dwell, and immediately after an active worker is gone. A dwell is the longest of three times:
 `min_dwell_s`, the time of MIN_STEPS steps, and the time of a group on the slowest active worker.
-During a dwell the active workers stay the same, the effect of the last change is measured, and
-workers without a measured rate are tried.
-A worker that joins begins to generate. If the budget cannot pay for this worker too, the worker
-stands by and is tried with the next question.
+The active workers stay the same during a dwell. Meanwhile the effect of the last change is
+measured, and workers without a measured rate are tried.
+
+A worker that joins begins to generate. If the budget cannot also pay for the new worker, it is put
+on standby and tried with the next question.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class StepTimes:
 def activation_settings(
     section: ActivationSection, sync: SyncSection, batch: BatchSection, sampling: SamplingSection
 ) -> ActivationSettings | None:
-    """Return the settings of activation; None if activation is off or sync.mode is "pull"."""
+    """Return the settings of activation; None if it is off or sync.mode is "pull"."""
     if section.mode == "off" or sync.mode == "pull":
         return None
     return ActivationSettings(
@@ -91,7 +92,7 @@ def activation_settings(
 
 
 class Activation:
-    """Measures steps and workers, asks which workers are needed, and carries out the answer."""
+    """Measures steps and workers, and decides which workers are active."""
 
     def __init__(self, settings: ActivationSettings, *, now: float) -> None:
         self.settings = settings
@@ -150,7 +151,7 @@ class Activation:
 
     @property
     def train_s(self) -> float | None:
-        """T_train: median seconds of the last steps without waits; None before MIN_STEPS steps."""
+        """T_train, the median seconds of a step without waits; None before MIN_STEPS steps."""
         if len(self.steps) < MIN_STEPS:
             return None
         return median(times.step_s - times.waited_s for times in self.steps)
@@ -158,9 +159,8 @@ class Activation:
     def idle_share(self, waiting_s: float = 0.0) -> float:
         """Return the share of the learner's time spent waiting since the active workers changed.
 
-        `waiting_s` is the length of the present wait, seconds.
-
-        Before the first step after a change of the active workers the share is 1.
+        `waiting_s` is the length of the present wait, seconds. Before the first step after such a
+        change the share is 1.
         """
         recent = list(self.steps)[-self._steps_since_change :] if self._steps_since_change else []
         step_s = sum(times.step_s for times in recent) + waiting_s
@@ -169,7 +169,7 @@ class Activation:
 
     @property
     def dwell_s(self) -> float:
-        """Seconds between two questions: the longest of `min_dwell_s`, MIN_STEPS steps, a group."""
+        """Seconds between two questions, one dwell."""
         step_s = fmean(times.step_s for times in self.steps) if self.steps else 0.0
         return max(self.settings.min_dwell_s, MIN_STEPS * step_s, self._group_s)
 
@@ -222,7 +222,7 @@ class Activation:
         )
 
     def _is_untried(self, member: Member) -> bool:
-        """Return whether a worker has no measured rate and was active for less than `dwell_s`."""
+        """Return whether a worker has no measured rate and is active for less than `dwell_s`."""
         state = self.measured.workers[member.node_id]
         return state.throughput.tokens_per_s is None and state.active_s < self.dwell_s
 
@@ -231,8 +231,8 @@ class Activation:
 
         A worker with too few reports has no measured rate. While such a worker is untried, its rate
         is the mean of the measured rates. Later, its rate is estimated from its few reports. If it
-        sent no report, its rate is the lower of two: that mean, and the rate at which it would have
-        sampled MIN_REPORTS groups in its loaded time.
+        sent no report, its rate is the lower of two values. The first is that mean. The second is
+        the rate at which it would have sampled MIN_REPORTS groups in its loaded time.
         """
         times = self.measured.workers
         found = {m.node_id: times[m.node_id].throughput.tokens_per_s for m in members}
@@ -303,11 +303,9 @@ class Activation:
     ) -> tuple[list[Action], ActivationDecision | None]:
         """Return the actions that carry out an answer, and the decision.
 
-        The decision is None, and there are no actions, if nothing changes.
-
-        Workers that joined since the question stay as they are, active or on standby. Of the
-        question's workers, the answer changes only those that are still members and that `measure`
-        has seen.
+        If nothing changes, there are no actions and the decision is None. Workers that joined since
+        the question stay as they are, active or on standby. The answer also leaves workers alone
+        that are no longer members, and those that `measure` has not seen.
         """
         self.prediction = answer.after
         timed = answer.active - question.untried

@@ -3,8 +3,8 @@
     measure (10 times a second) -> meter, rates, times of broadcasts
     question -> answer (in a thread) -> decision -> ledger, log, plans and leases
 
-Each decision, and the costs at each step, are written to the ledger, so a resumed run continues
-from these costs.
+The ledger records each decision, and the costs at each step. So a resumed run continues from these
+costs.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class CostControl:
         return self.activation is None and not self._pace.is_awaited
 
     def measure(self, *, now: float) -> list[Action]:
-        """Update the measurements of workers and of installations; return the resulting actions.
+        """Update the measurements of workers and installations; return the resulting actions.
 
         Must be called every POLL_S, or every METER_S while `is_idle`.
         """
@@ -170,7 +170,7 @@ class CostControl:
         self._budget_per_run = budget_per_run
 
     def describe_spent(self, step: int) -> str:
-        """Return a log line on why the run ends at `step`, a spent budget, and how to continue."""
+        """Return a log line on a run that ends at `step` because its budget is spent."""
         return (
             f"${self._meter.total:.2f} are spent of activation.budget_per_run = "
             f"${self._budget_per_run:.2f}: the run ends at step {step}; go on with --resume --set "
@@ -180,7 +180,7 @@ class CostControl:
     def metrics(
         self, row: Mapping[str, Any], *, now: float
     ) -> dict[str, float | Mapping[str, float]]:
-        """Record the last step from its row of metrics; return metrics of costs and activation.
+        """Record a step from its row of metrics; return metrics of costs and activation.
 
         The result is empty if nothing has a price.
         """

@@ -1,8 +1,8 @@
 """Measurements of workers and of broadcasts to them, from which activation makes forecasts.
 
-For each worker these are the rate at which it samples, the time for which it was active, and the
-time that it needs to install a version. The rate of the learner's uplink is taken from the version
-that was sent fastest.
+Three times or rates are measured for each worker. They are its rate of sampling, the time for which
+it was active, and the time in which it installs a version. The rate of the learner's uplink is
+taken from the version that was sent fastest.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ class MeasuredWorker:
     """Seconds, each weighted by the share of the worker's places for groups that were occupied."""
     installed: PolicyVersion | None = None
     free_at: float = 0.0
-    """Time from which the worker could fetch the next version: the latest of the times at which it
-    joined, became active, and installed its last version.
+    """Time from which the worker could fetch the next version.
+
+    It is the latest of three times: when the worker joined, became active, and installed its last
+    version.
     """
     took_s: float | None = None
     """Seconds to install the last version, from its publication or from `free_at` if that is later.
@@ -70,7 +72,7 @@ class Measurements:
         """
 
     def update(self, role: Learner, *, now: float) -> list[Member]:
-        """Update the measurements; return new members, and members with a new process.
+        """Update the measurements; return the members that are new or have a new process.
 
         Must be called at least once per heartbeat.
         """
@@ -117,7 +119,7 @@ class Measurements:
     def note_installed(
         self, role: Learner, state: MeasuredWorker, version: PolicyVersion, now: float
     ) -> None:
-        """Record the seconds that a worker needed for a version that it has just installed."""
+        """Record how many seconds a worker needed to install a version."""
         state.took_s = now - max(self.published_at.get(version, now), state.free_at)
         if state.installed is not None and version == role.broadcast.newest_complete:
             # Not for a worker's first version, which it may have kept from before.
@@ -128,9 +130,9 @@ class Measurements:
     def links(self, role: Learner, members: Collection[Member]) -> Links:
         """Return the learner's links, which forecast the broadcast to any set of workers.
 
-        The plan does not know every link. So a forecast is the planned time plus the longest delay
-        beyond the plan that was measured for any worker of the set. A worker's measurements are
-        kept while the worker is on standby.
+        The plan does not know every link. So a forecast is the planned time plus a measured delay.
+        The delay is the longest that any worker of the set had beyond the plan. A worker's
+        measurements are kept while the worker is on standby.
         """
         relays = role.roster.members("relay")
         ahead = [relay.node_id for relay in relays]
@@ -164,13 +166,11 @@ class Measurements:
         )
 
     def _uplink(self, role: Learner) -> float | None:
-        """Return the bytes per second that the learner can send; None if no rate is known.
+        """Return the rate of the learner's uplink, bytes per second; None if it is not known.
 
         The result is the highest of the rates measured by installations and by the broadcast. If
-        the broadcast has measured no rate, the configured rate takes its place.
-
-        The broadcast's estimate is too low if the learner's children are slow, and missing if
-        versions are small.
+        the broadcast has measured no rate, the configured rate takes its place. The broadcast's
+        estimate is too low if the learner's children are slow. It is missing if versions are small.
         """
         estimate = role.broadcast.uplink.bytes_per_s
         assumed = role.settings.site.uplink_bytes_per_s if estimate is None else None

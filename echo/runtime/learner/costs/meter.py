@@ -1,14 +1,14 @@
 """Cost meter: the cost of a run's machines and their traffic, in total and per hour.
 
 A machine counts from its first Hello until a Goodbye reports that the machine was given back. A
-worker on standby counts, because its machine bills. A worker that fell silent, or left without
-giving its machine back, counts for another LOST_COUNTS_FOR_S, because the learner cannot know
-whether its machine is still billed. If the worker comes back during this time, its machine goes on
+worker on standby counts, because its machine is billed. If a worker fell silent, or left without
+giving its machine back, the learner cannot know whether the machine is still billed. So the machine
+counts for another LOST_COUNTS_FOR_S. If the worker comes back during this time, its machine goes on
 counting.
 
-Traffic counts by the bytes that nodes report: weights in and out, and rollouts out. The nodes'
-counters go on while the learner is away. So a resumed learner assumes that the earlier learner has
-already counted the first totals that a node reports.
+Traffic is counted from the bytes that nodes report: weights in and out, and rollouts out. The
+nodes' counters go on while the learner is away. So a resumed learner assumes that the first totals
+of a node were already counted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ LOST_COUNTS_FOR_S = 3600.0
 when the bill of such a machine ends.
 """
 _TRAFFIC_WINDOW_S = 300.0
-"""Seconds over which the cost of traffic per hour is averaged."""
 
 
 @dataclass(slots=True)
 class _Machine:
-    """One machine of the run that is paid for."""
+    """A machine of the run that costs money."""
 
     price_per_h: float
     incarnation: str
@@ -71,7 +70,7 @@ class CostMeter:
 
     @property
     def machines_per_h(self) -> float:
-        """$ per hour for all machines: learner, relays, workers, and lost ones that still count."""
+        """$ per hour for all machines that count."""
         return self._learner_per_h + sum(m.price_per_h for m in self._machines.values())
 
     @property
@@ -81,7 +80,7 @@ class CostMeter:
 
     @property
     def unconfirmed_per_h(self) -> float:
-        """The part of `machines_per_h` for machines that are gone and may still be billed."""
+        """The part of `machines_per_h` for machines that are gone but may still be billed."""
         return sum(m.price_per_h for m in self._machines.values() if m.gone_at is not None)
 
     @property
@@ -117,12 +116,12 @@ class CostMeter:
         self._drop_gone(roster, now)
 
     def take_by_node(self) -> dict[str, float]:
-        """Return node -> $ for machine and traffic since the last call; leave out free nodes."""
+        """Return node -> $ for its machine and traffic since the last call, without free nodes."""
         costs, self._by_node = self._by_node, defaultdict(float)
         return {node: cost for node, cost in costs.items() if cost}
 
     def _take(self, members: Iterable[Member]) -> float:
-        """Record each member's machine; return the $ for their traffic since the last call."""
+        """Record each member's machine; return the $ for traffic since the last call."""
         cost = 0.0
         for member in members:
             machine = self._machines.get(member.node_id)
@@ -158,7 +157,7 @@ class CostMeter:
 
 
 def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
-    """Return the $ that a run has cost before it is resumed, from the records of its ledger.
+    """Return the $ that a run cost before it is resumed, from the records of its ledger.
 
     Machines were still billed while the learner was away, but it is not known for how long. So at
     most LOST_COUNTS_FOR_S of that time counts. `now` is Unix time, seconds.

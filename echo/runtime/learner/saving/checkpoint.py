@@ -6,8 +6,8 @@
     checkpoints/best           the name and the held-out score of the best, also replaced
                                atomically; this checkpoint is kept in addition to the last ones
 
-A directory is filled under a temporary name, forced onto the disk, then renamed: a full disk or a
-kill at any moment leaves the older checkpoints whole. A checkpoint is used only if each of its
+A directory is filled under a temporary name, forced onto the disk, and then renamed. So a full disk
+or a kill at any moment leaves the older checkpoints whole. A checkpoint is used only if each of its
 files has the hash that BLAKE3SUMS lists. The rest of the state is in the ledger: the last prompt,
 the buffer, the leases.
 """
@@ -72,10 +72,10 @@ class Checkpoints:
     ) -> None:
         """Start with no checkpoint written by this process; `now` is the loop's time.
 
-        A checkpoint is due at each multiple of `interval_steps`. If `interval_s` is not None, a
-        checkpoint is also due that many seconds after the last attempt, or after `now` before the
-        first attempt. A checkpoint must leave `min_free_bytes` of the disk free. The last
-        `keep_last` checkpoints, at least one, are kept.
+        A checkpoint is due at each multiple of `interval_steps`. With `interval_s`, it is also due
+        that many seconds after the last attempt. Before the first attempt these seconds count from
+        `now`. A checkpoint must leave `min_free_bytes` of the disk free. The last `keep_last`
+        checkpoints, at least one, are kept.
         """
         self.saved_step: int | None = None
         """Step of the newest checkpoint, or of the one resumed from; None if there is no
@@ -103,8 +103,8 @@ class Checkpoints:
     ) -> int:
         """Write a checkpoint, and delete old ones; return the oldest step of the last `keep_last`.
 
-        `save_state` fills a directory with the trainer's state. If a checkpoint fails, the next
-        checkpoint is due an interval later.
+        `save_state` fills a directory with the trainer's state. If a checkpoint fails, the next one
+        is due an interval later.
 
         Raises:
             StorageError: if the checkpoint could not be written; older checkpoints are untouched.
@@ -140,11 +140,11 @@ class Checkpoints:
         return self._delete_others(step)
 
     def expect_score(self, step: int) -> None:
-        """Keep the checkpoint of a step until `score` has its held-out score."""
+        """Keep the checkpoint of a step until `score` is called for this step."""
         self._scores[step] = None
 
     def score(self, step: int, score: float | None) -> bool:
-        """Note the held-out score of a step; return whether the step's checkpoint is now the best.
+        """Note the held-out score of a step; return whether its checkpoint is now the best.
 
         `score` is None if the evaluation gave no score. The checkpoint of the step may be written
         after this call.
@@ -163,7 +163,7 @@ class Checkpoints:
     def _mark_best(self) -> int | None:
         """Compare the newly scored checkpoints with the best one, and record a better one.
 
-        Return the step of the better checkpoint; None if the best checkpoint stays the same.
+        Return the better checkpoint's step; None if the best checkpoint stays the same.
         """
         complete, known = list_checkpoints(self._directory), read_best(self._directory)
         scored = {
@@ -184,10 +184,10 @@ class Checkpoints:
         return best
 
     def _delete_others(self, step: int) -> int:
-        """Delete all checkpoints but the last `keep_last`, the best, and those awaiting a score.
+        """Delete all checkpoints but the last ones, the best, and those awaiting a score.
 
-        Return the oldest step of the last `keep_last` checkpoints. Checkpoints of steps after
-        `step` belong to an abandoned history, so they do not count as the last ones.
+        Return the oldest step of the last `keep_last` checkpoints. Checkpoints after `step` belong
+        to an abandoned history, so they do not count.
         """
         steps, best = list_checkpoints(self._directory), read_best(self._directory)
         last = [each for each in steps if each <= step][-self._keep_last :]
@@ -198,12 +198,6 @@ class Checkpoints:
         return last[0]
 
     def _check_space(self) -> None:
-        """Check that a checkpoint as large as the newest leaves enough of the disk free.
-
-        Raises:
-            StorageError: if too little is free; the message has the free and the needed bytes.
-            OSError: if the free space cannot be determined.
-        """
         saved = list_checkpoints(self._directory)
         newest = saved[max(saved)] if saved else None
         own_bytes = sum((newest / name).stat().st_size for name in _files(newest)) if newest else 0
@@ -216,7 +210,7 @@ class Checkpoints:
             )
 
     def drop_later(self, step: int) -> None:
-        """Delete the checkpoints of steps after `step`, because the run continues from `step`.
+        """Delete the checkpoints after `step`, because the run continues from `step`.
 
         Raises:
             StorageError: if `latest` cannot be written.
@@ -234,7 +228,7 @@ class Checkpoints:
     def newest_up_to(self, step: int) -> int | None:
         """Return the step of the newest checkpoint up to `step`; None if there is none.
 
-        Without any checkpoint the result is 0: the run can begin again from its initial weights.
+        Without any checkpoint the result is 0, because the run can start from its initial weights.
         """
         saved = list_checkpoints(self._directory)
         return max((each for each in saved if each <= step), default=None if saved else 0)
@@ -256,7 +250,7 @@ class Checkpoints:
             raise StorageError(f"cannot write {pointer}: {error}") from error
 
     def find_whole(self) -> FoundCheckpoint | None:
-        """Return the newest undamaged checkpoint up to `latest`; None if there are no checkpoints.
+        """Return the newest undamaged checkpoint up to `latest`; None without checkpoints.
 
         Raises:
             StorageError: if all checkpoints are damaged, if `latest` names none of them, or if the
@@ -281,9 +275,10 @@ class Checkpoints:
         )
 
     def _newest_step(self, complete: Mapping[int, Path]) -> int:
-        """Return the step that `latest` names, or the last step if there is no such file.
+        """Return the step that `latest` names; without this file, the last step.
 
-        Raises StorageError if the file cannot be read or names no checkpoint.
+        Raises:
+            StorageError: if the file cannot be read or names no checkpoint.
         """
         pointer = self._directory / "latest"
         names = ", ".join(path.name for path in complete.values()) or "none"
@@ -325,7 +320,7 @@ def pointed_name(pointer: Path) -> str:
 
 
 def read_best(directory: Path) -> tuple[int, float] | None:
-    """Return the step and the held-out score of the best checkpoint; None if none is known."""
+    """Return the step and the held-out score of the best checkpoint; None if not known."""
     try:
         name, score = (directory / BEST_FILE).read_text("utf-8").split()
         steps = {path.name: step for step, path in list_checkpoints(directory).items()}
@@ -335,7 +330,7 @@ def read_best(directory: Path) -> tuple[int, float] | None:
 
 
 def find_checkpoint(directory: Path, which: str) -> tuple[Path, CheckpointInfo] | None:
-    """Return the directory and the metadata of a whole checkpoint; nothing is changed.
+    """Return the directory and the metadata of a whole checkpoint; changes nothing.
 
     Args:
         directory: the directory of a run's checkpoints.
@@ -376,7 +371,7 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def _seal(directory: Path, info: CheckpointInfo) -> None:
-    """Write a checkpoint's metadata and hashes, and force all its files onto the disk."""
+    """Write a checkpoint's metadata and hashes, and sync all its files to the disk."""
     (directory / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
     sums = "".join(f"{hash_file(directory / name)}  {name}\n" for name in _files(directory))
     (directory / SUMS_FILE).write_text(sums, encoding="utf-8")
@@ -385,23 +380,13 @@ def _seal(directory: Path, info: CheckpointInfo) -> None:
 
 
 def _files(directory: Path) -> list[str]:
-    """Return the paths of a checkpoint's files, relative to it; adapters may have folders.
-
-    Raises:
-        OSError: if a folder cannot be read.
-    """
+    """Return the relative paths of a checkpoint's files; adapters may have folders."""
     return sorted(
         path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
     )
 
 
 def _read_whole(path: Path) -> CheckpointInfo:
-    """Verify all files of the checkpoint in the directory `path`, and return its metadata.
-
-    Raises:
-        DamagedCheckpointError: if a file is missing or differs from what was written.
-        StorageError: if the checkpoint was written by a release with another format.
-    """
     sums = path / SUMS_FILE
     try:
         if sums.exists():
@@ -420,12 +405,6 @@ def _read_whole(path: Path) -> CheckpointInfo:
 
 
 def _verify(path: Path, sums: str) -> None:
-    """Compare the files of a checkpoint with the hashes in `sums`, the text of BLAKE3SUMS.
-
-    Raises:
-        DamagedCheckpointError: if a hash differs, or if `sums` does not list a file.
-        OSError: if a file cannot be read.
-    """
     lines = [line.partition("  ") for line in sums.split("\n") if line]
     expected = {name: digest for digest, _, name in lines}
     unlisted = {*_files(path)} - expected.keys() - {SUMS_FILE}

@@ -1,9 +1,9 @@
 """Start or resume of a run, from the newest checkpoint and the ledger.
 
-After a crash the run continues from the newest checkpoint in a new lineage. The ledger tells which
-groups were accepted but not trained on up to that checkpoint. If such a group may still be trained
-on, it returns to the buffer; otherwise it ends with a reason. Groups that were granted but not
-delivered become leases again: a worker that still has such a group claims it with its next
+After a crash the run continues from the newest checkpoint in a new lineage. The ledger has the
+groups that were accepted but not trained on up to that checkpoint. If such a group may still be
+trained on, it returns to the buffer. Otherwise it ends with a reason. Groups that were granted but
+not delivered become leases again. A worker that still has such a group claims it with its next
 heartbeat. If no worker claims the group, its lease expires and the group is granted again. All
 later checkpoints are deleted, because their steps do not belong to the new lineage.
 
@@ -91,15 +91,14 @@ def _holds_a_run(run_dir: Path) -> ConfigError:
 
 
 class SavedRun:
-    """The ledger and the checkpoints of a run that is new or to be resumed."""
+    """The ledger and the checkpoints of a new run, or of a run to resume."""
 
     def __init__(self, ledger: LedgerQueue, checkpoints: Checkpoints) -> None:
-        """Store a run's checkpoints and its open ledger."""
         self.ledger = ledger
         self.checkpoints = checkpoints
 
     def begin(self) -> StartingPoint:
-        """Return the starting point of a new run; only `enter` writes it to the ledger.
+        """Return the starting point of a new run; `enter` writes it to the ledger.
 
         Raises:
             ConfigError: if the ledger has records of a run already.
@@ -111,7 +110,7 @@ class SavedRun:
     def recover(
         self, *, run_id: str, max_staleness: int, trims_stale: bool = False
     ) -> StartingPoint:
-        """Return the starting point at the newest undamaged checkpoint; only `enter` writes it.
+        """Return the starting point at the newest undamaged checkpoint; `enter` writes it.
 
         With `trims_stale`, tokens that have grown too old are masked, and their group is kept for
         its other tokens.
@@ -165,9 +164,9 @@ class SavedRun:
         return start
 
     def enter(self, start: StartingPoint) -> None:
-        """Write the lineage of a starting point to the ledger; called when the run can begin.
+        """Write a starting point's lineage to the ledger, once the run can begin.
 
-        Groups in `start.ends` end, and checkpoints after the starting point are deleted.
+        Groups in `start.ends` end. Checkpoints after the starting point are deleted.
 
         Raises:
             StorageError: if the ledger cannot be written.
@@ -191,7 +190,7 @@ class SavedRun:
         resume: bool,
         log: logging.Logger,
     ) -> StartingPoint:
-        """Return the starting point, by `recover` if `resume` is true, else by `begin`.
+        """Return the starting point, from `recover` if `resume` is true, else from `begin`.
 
         Damaged checkpoints and lost groups are logged.
         """
@@ -222,8 +221,8 @@ class SavedRun:
 def finished_step(run_dir: Path) -> int | None:
     """Return the last step of the run in `run_dir`; None if the run is not finished.
 
-    A run also counts as unfinished if the user has made `latest` name an earlier checkpoint, or has
-    deleted the directory `final` with the exported weights.
+    A run also counts as unfinished in two cases: if the user has made `latest` name an earlier
+    checkpoint, or has deleted the directory `final` with the exported weights.
 
     Raises:
         EchoError: if the run's ledger cannot be read.
@@ -245,7 +244,7 @@ _uplinks_decoder = msgspec.json.Decoder(dict[NodeId, Rate])
 
 
 def save_uplinks(run_dir: Path, uplinks: Mapping[str, float], *, log: logging.Logger) -> None:
-    """Write node id -> bytes per second to a file; if that fails, only log a warning.
+    """Write node id -> bytes per second to a file; if that fails, log a warning.
 
     Without the file a resumed run measures the rates again.
     """

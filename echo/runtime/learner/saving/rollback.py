@@ -1,4 +1,4 @@
-"""Rollback: after a divergence the run is resumed from a checkpoint before the divergence.
+"""Rollback: after a divergence the run is resumed from an earlier checkpoint.
 
 A rollback makes `latest` name that checkpoint, writes a record to the ledger and ends the node with
 a RolledBackError. The process then starts again with --resume (`cli/node.py`). So a rollback is a
@@ -33,13 +33,13 @@ class Rollback:
         self._check, self._log = check, log
 
     def is_divergence(self, error: EchoError) -> bool:
-        """Return whether a run ends with `error` because its policy or weights have diverged."""
+        """Return whether `error` means that the policy or the weights have diverged."""
         if isinstance(error, DivergedError) or self._check.has_failed:
             return True
         return isinstance(error, StepError) and error.reason == "nonfinite_gradient"
 
     def find(self, error: EchoError, *, step: int) -> RolledBack | None:
-        """Return the record of a rollback at `step`, if `error` requires one; otherwise None.
+        """Return the record of a rollback at `step`, or None if `error` requires no rollback.
 
         If the run has diverged but cannot be rolled back, the reason is logged. This reads the
         disk, so it must be called in a thread.
@@ -67,7 +67,8 @@ class Rollback:
     def apply(self, record: RolledBack) -> RolledBackError:
         """Make the next resume continue from the checkpoint that `record` names.
 
-        Return the error with which the node must end.
+        Returns:
+            The error with which the node must end.
 
         Raises:
             StorageError: if the disk cannot be written.

@@ -1,7 +1,7 @@
 """Saves a whole run: its trainer's state, its ledger, and the measured rates of uplinks.
 
-The ledger is synced before a checkpoint becomes visible (`checkpoint.py`), and records the
-checkpoint afterwards. `resume.py` reads all these files.
+The ledger is synced before a checkpoint becomes visible (`checkpoint.py`). Afterwards the ledger
+records the checkpoint. `resume.py` reads all these files.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StateSaver:
         self._checkpoints.expect_score(step)
 
     async def score(self, step: int, score: float | None) -> None:
-        """Note the held-out score of a step, or None if its evaluation gave no score.
+        """Note the held-out score of a step; None if its evaluation gave no score.
 
         If the step's checkpoint is now the best, this is logged.
         """

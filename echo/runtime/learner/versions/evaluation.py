@@ -91,7 +91,7 @@ class EvalResult:
 
     @property
     def part_means(self) -> dict[str, float]:
-        """Name of a part of the reward -> mean of this part over the sampled answers."""
+        """Name of a part of the reward -> its mean over the sampled answers."""
         return part_means(map(parts_of, self.scores.rewards))
 
     @property
@@ -101,7 +101,7 @@ class EvalResult:
 
     @property
     def has_figure(self) -> bool:
-        """Whether at least one reward succeeded, and each mean is of at least one scored answer."""
+        """Whether at least one reward succeeded, and neither mean is NaN."""
         return self.num_reward_errors < self.num_rewards and not math.isnan(
             self.sampled + self.greedy
         )
@@ -123,7 +123,6 @@ class EvalResult:
         return row
 
     def _sample_metrics(self, task_name: str) -> dict[str, float]:
-        """Return the metrics of several answers to each prompt: avg@n and pass@k."""
         scores, row = self.scores, {}
         if scores.num_samples > 1:
             row[f"eval/{task_name}/avg@{scores.num_samples}"] = self.sampled
@@ -174,10 +173,10 @@ class Evaluator:
         num_samples: int = 1,
         runner: EpisodeRunner | None = None,
     ) -> None:
-        """Evaluate versions on the held-out `prompts`: pairs of an example and its token ids.
+        """Evaluate versions on held-out prompts: pairs of an example and its token ids.
 
-        `num_samples` answers are sampled for each prompt. Episodes of several turns need a
-        `runner`; it is None if an answer is a single turn.
+        `num_samples` answers are sampled for each prompt. `runner` plays episodes of several turns.
+        It is None if an answer is a single turn.
         """
         self._engine = engine
         self._host = host
@@ -254,7 +253,6 @@ class Evaluator:
         )
 
     def _sample(self, opening: Opening, answers: Sequence[Answer]) -> TextSample:
-        """Return the first answer to a prompt as a sample."""
         [answer, *_] = answers
         return TextSample(
             kind="eval",
@@ -267,7 +265,6 @@ class Evaluator:
     def _answer(
         self, openings: Sequence[Opening], sampling: Sampling, watcher: Watcher
     ) -> list[list[Answer]] | None:
-        """Return the answers to each prompt; None if the watcher stopped the call."""
         if self._runner is not None:
             results = self._runner.play(openings, sampling, watcher)
             if watcher.should_stop():
@@ -295,7 +292,6 @@ class Evaluator:
         return found
 
     def _score(self, example: Example, completion: Completion) -> Answer:
-        """Return a completion with its reward."""
         text = self._text.decode(completion.token_ids.tolist())
         if completion.finish_reason == "nonfinite":
             return Answer(text, RewardError(describe_nonfinite(completion), reason=BAD_LOGPROBS))
@@ -305,7 +301,6 @@ class Evaluator:
             return Answer(text, error)
 
     def _answer_of(self, rollout: Rollout) -> Answer:
-        """Return the answer of an episode of several turns."""
         text = self._text.decode(rollout.token_ids.tolist())
         if math.isnan(rollout.reward):
             return Answer(text, None)
@@ -316,9 +311,9 @@ class Evaluator:
 class EvaluationSchedule:
     """Decides for each published version whether it is evaluated.
 
-    Not every step is published. So a version is due if its step, or an unpublished step since the
-    version before, is a multiple of the interval. A version is skipped while another evaluation
-    runs. The version of the last step is never due, because the end of the run always evaluates it.
+    Not every step is published. So a version is due if its step, or an unpublished step directly
+    before it, is a multiple of the interval. A version is skipped while another evaluation runs.
+    The last step's version is never due, because the end of the run always evaluates it.
     """
 
     def __init__(self, *, interval_steps: int, max_steps: int) -> None:
@@ -328,7 +323,10 @@ class EvaluationSchedule:
         self._seen_step: int | None = None
 
     def is_due(self, step: int, *, is_running: bool) -> bool:
-        """Return whether to evaluate the version of `step`; call it once per version, in order."""
+        """Return whether to evaluate the version of `step`.
+
+        Must be called once per version, in order.
+        """
         seen_step = step - 1 if self._seen_step is None else self._seen_step
         self._seen_step = step
         is_reached = step // self._interval_steps > seen_step // self._interval_steps
@@ -374,8 +372,8 @@ class Evaluations:
             task_kind: the value of task.kind; its last part names the metrics.
             pool: the thread of the evaluator.
             spawn: starts a coroutine as a task of the node.
-            scored: function (step, score), called after each evaluation; the score is None if the
-                evaluation has no score. None if nothing needs the scores.
+            scored: function (step, score), called after each evaluation. The score is None if the
+                evaluation has none. `scored` is None if nothing needs the scores.
             should_stop: returns whether to give up the running evaluation; called in its thread.
             log: gets a line for each evaluation.
         """
@@ -390,7 +388,11 @@ class Evaluations:
         self._task: asyncio.Task[None] | None = None
 
     def published(self, publication: Publication) -> bool:
-        """Begin to evaluate the version that has just been published; return whether it was due."""
+        """Begin to evaluate a version that was just published, if it is due.
+
+        Returns:
+            Whether the version was due.
+        """
         step = publication.manifest.version.step
         is_running = self._task is not None and not self._task.done()
         if not self._schedule.is_due(step, is_running=is_running):
@@ -400,7 +402,7 @@ class Evaluations:
         return True
 
     async def finish(self, last: Publication) -> None:
-        """Wait for the running evaluation; then evaluate the last version, unless that was done."""
+        """Wait for the running evaluation, and evaluate the last version unless that was done."""
         if self._task is not None:
             await self._task
         if self._evaluated_step != last.manifest.version.step:
@@ -412,7 +414,7 @@ class Evaluations:
             await self._scored(publication.manifest.version.step, score)
 
     async def _measure(self, publication: Publication) -> float | None:
-        """Evaluate a version and report the result; return the score, or None without a score."""
+        """Evaluate a version and report the result; return its score, or None."""
         version = publication.manifest.version
         began_at = asyncio.get_running_loop().time()
         try:

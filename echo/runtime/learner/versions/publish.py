@@ -98,15 +98,15 @@ class Publication:
 
     @property
     def coded(self) -> CodedDelta | None:
-        """The delta against the last version, if it was coded while the image was made; blocks."""
+        """The delta against the last version, if it was coded with the image; blocks."""
         return None if self.ready is None else self.ready.result()
 
     def sealed(
         self, hashes: Sequence[ChunkHashes], key: Ed25519PrivateKey, chunk_key: bytes = b""
     ) -> Publication:
-        """Return the publication with a manifest that has all chunk hashes and is signed by `key`.
+        """Return the publication with a manifest that is signed and has all chunk hashes.
 
-        `chunk_key` decrypts the chunks; b"" if the chunks are not encrypted.
+        `chunk_key` decrypts the chunks. It is b"" if the chunks are not encrypted.
         """
         manifest = with_hashes(self.manifest, hashes, chunk_key)
         return replace(self, signed=sign(manifest, key, chunk_key), manifest=manifest)
@@ -126,11 +126,11 @@ def make_images(
     fits_on_gpu: bool = True,
     copy_stream: CopyStream | None = None,
 ) -> VersionImages:
-    """Return the maker of a run's images, which finds changed words on the GPU if possible.
+    """Return the maker of a run's images.
 
-    To find them, the maker keeps the last image on the GPU, unless `fits_on_gpu` is false or the
-    run has no deltas. Tensors are published in `dtype`, except those named in `unrounded`, which
-    keep their own dtype.
+    If possible, the maker keeps the last image on the GPU, and finds the changed words there. It
+    does not if `fits_on_gpu` is false or if the run has no deltas. Tensors are published in
+    `dtype`. Tensors named in `unrounded` keep their own dtype.
     """
     # Imported here, and in other functions below, because a simulated learner has no torch.
     from echo.engine.weights import VersionImages
@@ -152,7 +152,7 @@ def make_publication(
     images: Images,
     chunk_bytes: int,
 ) -> Publication:
-    """Return a publication whose image holds the weights in the published dtype, not yet hashed."""
+    """Return an unhashed publication of these weights, in the published dtype."""
     made = images.make(tensors, version)
     manifest = Manifest(
         run_id=run_id,
@@ -175,7 +175,7 @@ class ImageHelper(Protocol):
         blocks: Sequence[tuple[int, int, WordBytes]],
         /,
     ) -> list[CodedBlock]:
-        """Code the given blocks of an image against `base`, as `code_block` does; return them."""
+        """Code the given blocks of an image against `base`, as `code_block` does."""
 
     def hash(
         self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes, /
@@ -184,7 +184,7 @@ class ImageHelper(Protocol):
 
 
 class Images(Protocol):
-    """Makes images of versions, one at a time, in one process or in several together."""
+    """Makes images of versions one at a time, in one process or several."""
 
     @property
     def helpers(self) -> Sequence[ImageHelper]:
@@ -201,7 +201,7 @@ class Images(Protocol):
 
 
 class Publisher:
-    """Turns the trainer's weights into publications; its `coder` signs them with the run's key."""
+    """Makes publications of the trainer's weights; its `coder` signs them."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class Publisher:
     ) -> None:
         """Make versions of the run `identity` with the image maker `images`.
 
-        `attribution`, if not None, keeps each image.
+        If `attribution` is not None, it keeps each image.
         """
         self.coder = Coder(identity.key, encrypts=encrypts, helpers=images.helpers)
         self._identity = identity
@@ -261,11 +261,9 @@ class CodedSegment:
 
 
 _UnderWay: TypeAlias = tuple[list[Future[CodedBlock]], list[Future[list[CodedBlock]]]]
-"""The blocks of a segment: the blocks that this process codes, and the blocks of each helper."""
 
 
 def _gathered(under_way: _UnderWay) -> tuple[CodedBlock, ...]:
-    """Wait until all blocks of a segment are coded, and return the blocks in order."""
     own, others = under_way
     hands = [[future.result() for future in own], *(future.result() for future in others)]
     return tuple(block for blocks in zip_longest(*hands) for block in blocks if block is not None)
@@ -282,7 +280,7 @@ class Coder:
         helpers: Sequence[ImageHelper] = (),
         num_threads: int | None = None,
     ) -> None:
-        """Sign with the learner's key; if `encrypts`, encrypt each sent form with its own key.
+        """Sign with the learner's key; if `encrypts`, give each sent form its own key.
 
         Each helper codes and hashes the same share as this process. This process uses `num_threads`
         threads, by default one per core and at most 16.
@@ -315,18 +313,14 @@ class Coder:
         return publication.sealed(hashes, self._key, key)
 
     def _draw_key(self) -> bytes:
-        """Return a new random key, or b"" if chunks are not encrypted."""
         return secrets.token_bytes(KEY_BYTES) if self._encrypts else b""
 
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
-        """Yield the coded segments of a version.
+        """Yield the coded segments of a version: a delta, or a keyframe if `base` is None.
 
-        The segments form a delta against `base`, or a keyframe if `base` is None. While the caller
-        handles a segment, the next segment is coded.
-
-        If the version is not sealed yet, a segment contains the hashes of the base's words that the
-        segment changes. If the version is sealed, the segment contains the hashes of the resulting
-        image chunks.
+        While the caller handles a segment, the next segment is coded. A segment of a sealed version
+        has the hashes of the resulting image chunks. Otherwise it has the hashes of the base's
+        words that the segment changes.
         """
         block_bytes = block_bytes_of(publication.manifest.chunk_bytes)
         per_segment = max(1, SEGMENT_BYTES // block_bytes)
@@ -353,7 +347,6 @@ class Coder:
     def _code(
         self, publication: Publication, base: Transfer | None, block_bytes: int, per_segment: int
     ) -> Iterator[tuple[CodedBlock, ...]]:
-        """Yield the coded blocks of each segment, in order."""
         manifest, image = publication.manifest, memoryview(publication.image)
         old = None if base is None else memoryview(base.storage)
         blocks = [
@@ -362,7 +355,7 @@ class Coder:
         ]
 
         def submit(first: int) -> _UnderWay:
-            """Start to code the segment from block `first` on, in this process and the helpers."""
+            """Start to code the segment from block `first` on, here and in the helpers."""
             segment, every = blocks[first : first + per_segment], 1 + len(self._helpers)
             own = [self._pool.submit(code_block, old, image, block) for block in segment[::every]]
             return own, [
@@ -475,14 +468,14 @@ class VersionEncoder:
         return self._last is None or self._last.done()
 
     async def wait(self) -> None:
-        """Wait until the version that is being coded, if any, is coded and sealed."""
+        """Wait until the version that is being coded, if any, is sealed."""
         if self._last is not None:
             await asyncio.wait([self._last])
 
     async def publish(self, publication: Publication) -> asyncio.Task[None]:
-        """Begin to publish a version; return the task that codes and seals this version.
+        """Begin to publish a version; return the task that codes and seals it.
 
-        Waits until the previous version is coded, so the learner is never more than one version
+        Waits until the previous version is coded. So the learner is never more than one version
         ahead of its coder.
         """
         await self.wait()
@@ -490,7 +483,7 @@ class VersionEncoder:
         return self._last
 
     def _base(self, manifest: Manifest) -> Transfer | None:
-        """Return the newest complete version if a delta against it is possible, else None."""
+        """Return the version for a delta: the newest complete one; None if no delta is possible."""
         newest = self._broadcast.newest_complete
         if newest is None:
             return None
@@ -501,7 +494,7 @@ class VersionEncoder:
     async def _seal(self, publication: Publication) -> Publication:
         """Seal a version, record the seal in the ledger, and offer the whole image to nodes.
 
-        Returns the sealed publication. To seal is to hash the image and to sign the hashes.
+        To seal is to hash the image and to sign the hashes. Returns the sealed publication.
         """
         publication = await self._pool.run(self._coder.seal, publication)
         manifest, signed = publication.manifest, publication.signed
@@ -522,7 +515,6 @@ class VersionEncoder:
         return publication
 
     async def _make_forms(self, publication: Publication) -> None:
-        """Send a version in the forms that the schedule selects."""
         manifest = publication.manifest
         version, base = manifest.version, self._base(manifest)
         form = self._schedule.begin(manifest.num_bytes, has_base=base is not None)
@@ -655,11 +647,11 @@ class PublishedVersions:
         return publication
 
     async def wait(self) -> None:
-        """Wait until the newest version is coded and sealed."""
+        """Wait until the newest version is sealed."""
         await self._encoder.wait()
 
     async def make_unpublished(self) -> Publication:
-        """Make and return a publication of the trainer's current weights, but do not publish it."""
+        """Return a publication of the trainer's current weights, without publishing it."""
         # Wait until the previous version is coded: then only the previous version's image is in
         # memory, and the memory of older images can be reused.
         await self.wait()

@@ -1,9 +1,9 @@
 """Searches the weights for NaN after a worker could not sample from them.
 
-A worker whose model returns NaN for probabilities reports this, ends the group and goes on. The
-learner then checks the published version for NaN, once per version. The weights of every checkpoint
-are checked before they are saved, too. If weights hold NaN, no worker can sample from them or from
-later ones, so they are not saved and the run ends.
+If a worker's model returns NaN for probabilities, the worker reports this, ends the group and goes
+on. The learner then checks the published version for NaN, once per version. The weights of every
+checkpoint are also checked before they are saved. If weights hold NaN, no worker can sample from
+them or from later ones. So they are not saved and the run ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WeightsCheck:
         trainer: Pool,
         log: logging.Logger,
     ) -> None:
-        """Start without suspicion; weights are read in the thread of `trainer`."""
+        """Start with no version under suspicion; weights are read in the thread of `trainer`."""
         self.is_due = False
         """Whether to examine the published weights: they may be the reason why a worker cannot
         sample.
@@ -48,7 +48,11 @@ class WeightsCheck:
         self._examined: PolicyVersion | None = None
 
     def suspect(self, record: AnyRecord) -> bool:
-        """Return whether a record ends a group due to NaN probabilities; if so, set `is_due`."""
+        """Set `is_due` if a record says that NaN probabilities ended a group.
+
+        Returns:
+            Whether the record says so.
+        """
         is_suspect = isinstance(record, Discarded) and record.reason == BAD_LOGPROBS
         self.is_due |= is_suspect
         return is_suspect
@@ -56,7 +60,7 @@ class WeightsCheck:
     async def examine(self, published: Publication) -> str:
         """Look for NaN in the published version; return the error text, "" if there is no NaN.
 
-        If the version was examined before, return "" without examining it again.
+        A version is examined only once. After that the result is "".
         """
         self.is_due, version = False, published.manifest.version
         if version == self._examined:
@@ -80,7 +84,7 @@ class WeightsCheck:
         return self.describe(names, len(manifest.tensors), manifest.version)
 
     def describe(self, names: Sequence[str], num_tensors: int, version: PolicyVersion) -> str:
-        """Return the error text: which weights hold NaN and a remedy; set `has_failed`.
+        """Set `has_failed`; return the error text that names the NaN weights and a remedy.
 
         Args:
             names: the names of the tensors that hold NaN or infinity, at least one.
